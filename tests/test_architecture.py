@@ -116,17 +116,17 @@ def broken_rule(source: str, target: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_imports_only_from_the_floors_above(path: Path) -> None:
+def test_a_module_imports_only_from_lower_layers(path: Path) -> None:
     module = name_of(path)
     found = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
     assert [rule for target in found if (rule := broken_rule(module, target))] == []
 
 
-def test_every_module_stands_on_a_floor_and_every_floor_has_one() -> None:
+def test_every_module_has_a_layer_and_every_layer_a_module() -> None:
     assert {part for path in FILES if (part := part_of(name_of(path)))} == FLOOR.keys()
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_files_have_no_import_cycles() -> None:
     ours = {name_of(path): path for path in FILES if part_of(name_of(path)) is not None}
     arrows = {
         name: {t for t in imports(ast.parse(path.read_text(encoding="utf-8")), name) if t in ours and t != name}
@@ -153,7 +153,7 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(arrows) if (found := look(name, []))), [])
 
 
-def test_a_circle_is_found() -> None:
+def test_an_import_cycle_is_detected() -> None:
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -177,7 +177,7 @@ def test_a_circle_is_found() -> None:
         ("shardformer.errors", "import shardformer.unheard_of", False),
     ],
 )
-def test_the_contract_tells_good_imports_from_bad(source: str, line: str, allowed: bool) -> None:
+def test_allowed_and_forbidden_imports_are_distinguished(source: str, line: str, allowed: bool) -> None:
     rules = [broken_rule(source, target) for target in imports(ast.parse(line), source)]
     assert (rules == [None]) == allowed
 
@@ -207,7 +207,7 @@ CACHES = re.compile(r"past_key_values?\b|cache_params|\bmems\b|past_buckets_stat
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_what_versions_of_transformers_name_differently_is_known_to_one_module(path: Path) -> None:
+def test_version_dependent_names_of_transformers_are_in_one_module(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     loads = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)]
     named = {alias.name for node in loads for alias in node.names}
@@ -275,7 +275,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         ("from torch.nn import Module\nself._own\nmodel._forward_hooks\nATEN._to_copy.default", []),
     ],
 )
-def test_private_names_are_found(code: str, names: list[str]) -> None:
+def test_private_names_are_detected(code: str, names: list[str]) -> None:
     assert sorted(private_names_of_torch(code, {"_own"})) == names
 
 
@@ -309,7 +309,7 @@ def test_files_functions_and_signatures_stay_short(path: Path) -> None:
     assert too_long == []
 
 
-def test_what_a_table_is_made_of_has_few_fields() -> None:
+def test_policy_dataclasses_have_few_fields() -> None:
     """What belongs together is a value of its own, in the words of a policy."""
     for file in ("policies/roles.py", "policies/module_descriptions.py", "pipeline/layer_sequence.py"):
         for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
@@ -318,7 +318,7 @@ def test_what_a_table_is_made_of_has_few_fields() -> None:
                 assert len(fields) < 10, node.name
 
 
-def test_a_table_of_a_family_is_read_at_one_glance() -> None:
+def test_family_tables_are_short() -> None:
     for path in sorted((PACKAGE / "policies" / "models").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stack":
@@ -326,7 +326,7 @@ def test_a_table_of_a_family_is_read_at_one_glance() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_left_for_later(path: Path) -> None:
+def test_there_are_no_todo_comments(path: Path) -> None:
     words = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", path.read_text(encoding="utf-8"))
     assert words == []
 
@@ -373,7 +373,7 @@ def begins_empty(value: ast.expr) -> bool:
     return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
 
 
-def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
+def test_module_level_state_is_listed() -> None:
     """Ranks may be threads. What is known of a model is kept by the model, its optimizer, or the thread."""
     found = {
         f"{name_of(path).removeprefix('shardformer.')}.{name}"
@@ -393,7 +393,7 @@ def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
         ("TABLE = {'a': 1}\nLOCAL = threading.local()", []),
     ],
 )
-def test_shared_state_is_found(code: str, names: list[str]) -> None:
+def test_module_level_state_is_detected(code: str, names: list[str]) -> None:
     assert list(shared_state(ast.parse(code))) == names
 
 
@@ -409,24 +409,24 @@ ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr
 
 
 @pytest.mark.slow
-def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
+def test_importing_shardformer_takes_less_than_a_second_after_torch() -> None:
     assert import_seconds(ALL_NAMES) < 1.0
 
 
 @pytest.mark.slow
-def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
+def test_importing_shardformer_imports_no_slow_libraries() -> None:
     code = f"import sys, torch; before = set(sys.modules); {ALL_NAMES}; "
     code += f"print(sorted((set(sys.modules) - before) & {LATE_ONLY!r}))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
 
 
 @pytest.mark.slow
-def test_the_command_line_starts_without_torch() -> None:
+def test_the_command_line_help_does_not_import_torch() -> None:
     code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
 
 
-def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+def test_the_oldest_tested_transformers_is_the_lower_bound() -> None:
     root = PACKAGE.parent
     allowed = re.search(r'"transformers>=([\d.]+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
     tested = re.search(r"^transformers==([\d.]+)$", (root / "constraints-oldest.txt").read_text(encoding="utf-8"), re.M)

@@ -255,7 +255,7 @@ def _refuse(name: str) -> Refusal:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_refuse(pool2: WorkerPool, name: str) -> None:
+def test_all_ranks_raise(pool2: WorkerPool, name: str) -> None:
     refused(pool2.run(_refuse, name), CASES[name].kind, *CASES[name].words)
 
 
@@ -339,7 +339,7 @@ def _disagree(how: str) -> tuple[str, str]:
         ("extras", ("Ranks disagree", "bucket_bytes")),
     ],
 )
-def test_ranks_that_ask_for_different_things(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:
+def test_ranks_with_different_arguments_raise(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:
     for kind, text in pool2.run(_disagree, how):
         assert kind == "ConfigError"
         assert all(word in text for word in words), text
@@ -354,7 +354,7 @@ def test_ranks_that_ask_for_different_things(pool2: WorkerPool, how: str, words:
         ("sharded", "ConfigError", ("Sequential is sharded already",)),
     ],
 )
-def test_a_rank_that_cannot_stops_the_others(pool2: WorkerPool, how: str, kind: str, words: tuple[str, ...]) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(pool2: WorkerPool, how: str, kind: str, words: tuple[str, ...]) -> None:
     (first, text), (second, cause) = pool2.run(_disagree, how)
     assert first == "ConfigError" and text.startswith("Rank 1 cannot shard this model: ")
     assert second == kind
@@ -376,7 +376,7 @@ def refusal_or_kind(act: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def test_one_rank_of_a_grid_stops_all_of_it(pool4: WorkerPool) -> None:
+def test_an_error_on_one_rank_of_a_grid_is_raised_on_all(pool4: WorkerPool) -> None:
     answers = pool4.run(_disagree_on_a_grid)
     assert [a.split(":")[0] for a in answers] == ["ConfigError"] * 3 + ["KeyError"]
     assert all("Rank 3 cannot shard this model: KeyError" in a for a in answers[:3])
@@ -394,7 +394,7 @@ def _ranks_hold_different_weights() -> tuple[bool, str]:
     return same, str(shardformer.describe_sharding(model))
 
 
-def test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted(pool2: WorkerPool) -> None:
+def test_different_initial_weights_are_replaced_by_those_of_rank_0(pool2: WorkerPool) -> None:
     for same, text in pool2.run(_ranks_hold_different_weights):
         assert same
         assert "The tensor ranks held different weights: all took those of rank 0." in text
@@ -425,7 +425,9 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": "nowhere.py"}, ("'nowhere.py' does not exist", "--config config.py")),
     ],
 )
-def test_a_grid_that_the_processes_do_not_fill(pool2: WorkerPool, sizes: Any, words: tuple[str, ...]) -> None:
+def test_axis_sizes_that_do_not_match_the_processes_raise(
+    pool2: WorkerPool, sizes: Any, words: tuple[str, ...]
+) -> None:
     refused(pool2.run(_lay_grid, **sizes), ConfigError, *words)
 
 
@@ -434,7 +436,7 @@ def _shard_over(**sizes: int) -> Refusal:
     return refusal_of(lambda: shard_model(model, context=context), model)
 
 
-def test_an_axis_over_which_nothing_is_cut(pool2: WorkerPool) -> None:
+def test_an_axis_that_shards_nothing_raises(pool2: WorkerPool) -> None:
     refused(pool2.run(_shard_over, sequence=2), ConfigError, "sequence=2")
 
 
@@ -442,7 +444,7 @@ def _lay_different_grids() -> Refusal:
     return refusal_of(lambda: launch_from_torch(tensor=2 - dist.get_rank()))
 
 
-def test_processes_that_lay_different_grids(pool2: WorkerPool) -> None:
+def test_processes_with_different_grids_raise(pool2: WorkerPool) -> None:
     refused(
         pool2.run(_lay_different_grids), ConfigError, "tensor=2", "tensor=1", "Give the same sizes on every process"
     )
@@ -462,7 +464,7 @@ def _without_a_launcher(act: str) -> Refusal:
 
 
 @pytest.mark.parametrize("act", ["launch_from_torch", "shard_model", "ShardFormer"])
-def test_no_launcher_started_this_process(pool2: WorkerPool, act: str) -> None:
+def test_a_process_without_launcher_raises(pool2: WorkerPool, act: str) -> None:
     words = ("RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "shardformer run --nproc_per_node 2", "torchrun")
     refused(pool2.run(_without_a_launcher, act), LaunchError, *words)
 
@@ -473,7 +475,7 @@ def _group_lacks_this_rank(ranks: list[int]) -> Refusal:
     return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
-def test_a_group_that_lacks_one_of_the_processes(pool2: WorkerPool) -> None:
+def test_a_group_without_one_of_the_processes_raises(pool2: WorkerPool) -> None:
     first, second = pool2.run(_group_lacks_this_rank, [0])
     refused([first, second], LaunchError, "lacks this process (global rank 1)", "group")
     assert first.what.startswith("Process 1 cannot shard: ")
@@ -490,11 +492,11 @@ def _second_try() -> list[str]:
     return answers
 
 
-def test_a_second_try_does_not_stumble_over_the_first(pool4: WorkerPool) -> None:
+def test_sharding_works_after_a_failed_attempt(pool4: WorkerPool) -> None:
     assert pool4.run(_second_try) == [["ConfigError", "LaunchError", "nothing"]] * 4
 
 
-def test_a_group_that_lacks_half_of_the_processes(pool4: WorkerPool) -> None:
+def test_a_group_of_half_of_the_processes_works(pool4: WorkerPool) -> None:
     refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "lacks this process")
 
 
@@ -510,7 +512,7 @@ def _members_give_different_groups() -> Refusal:
         return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
-def test_members_of_a_group_that_give_different_ones(pool4: WorkerPool) -> None:
+def test_ranks_with_different_groups_raise(pool4: WorkerPool) -> None:
     *two, third, _ = pool4.run(_members_give_different_groups)
     refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "the group that it belongs to")
     refused([third], LostPeerError, "Process 0 did not come", "[0, 1, 2]")
@@ -529,7 +531,7 @@ def _one_has_a_model_of_its_own(order: str) -> list[str]:
 
 
 @pytest.mark.parametrize("order", ["122", "212"])
-def test_a_model_of_one_process_beside_a_model_of_two(pool2: WorkerPool, order: str) -> None:
+def test_models_on_one_and_on_two_processes_coexist(pool2: WorkerPool, order: str) -> None:
     first, second = pool2.run(_one_has_a_model_of_its_own, order)
     assert first == [f"ToyLM over {'tensor=2' if n == '2' else 'one process'}" for n in order]
     assert second == ["ToyLM over tensor=2"] * 2
@@ -546,7 +548,7 @@ def _subgroups() -> tuple[float, str]:
     return abs(float(difference)), str(shardformer.describe_sharding(model)).splitlines()[0]
 
 
-def test_each_half_of_the_processes_shards_a_model_of_its_own(pool4: WorkerPool) -> None:
+def test_each_half_of_the_processes_can_shard_a_model(pool4: WorkerPool) -> None:
     for difference, title in pool4.run(_subgroups):
         assert difference < 1e-5 and title.startswith("ToyLM over tensor=2")
 
@@ -561,7 +563,7 @@ def _bystanders() -> float:
     return time.monotonic() - start
 
 
-def test_processes_outside_of_the_group_need_not_shard(pool4: WorkerPool) -> None:
+def test_processes_outside_the_group_need_not_shard(pool4: WorkerPool) -> None:
     assert max(pool4.run(_bystanders)) < 5.0
 
 
@@ -577,7 +579,7 @@ def _shard_again(wrap: bool, ranks: int) -> Refusal:
 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_is_sharded_once(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
+def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
     refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "sharded already", "once")
 
 
@@ -628,7 +630,7 @@ def _use(how: str) -> Refusal:
         ("save inside", ConfigError, ("save_pretrained on a GPT2Model", "Save the whole model")),
     ],
 )
-def test_a_batch_or_a_call_that_cannot_be(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:
+def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:
     refused(pool2.run(_use, how), kind, *words)
 
 
@@ -643,7 +645,7 @@ def _after_a_bad_batch() -> tuple[float, float]:
     return float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())
 
 
-def test_training_goes_on_after_a_batch_that_was_refused(pool2: WorkerPool) -> None:
+def test_training_continues_after_an_invalid_batch(pool2: WorkerPool) -> None:
     for ours, theirs in pool2.run(_after_a_bad_batch):
         assert abs(ours - theirs) < 1e-5
 
@@ -677,7 +679,7 @@ DYING = """
         (1, "os.kill(os.getpid(), 9)", "rank 1 failed first, killed by SIGKILL"),  # both are of the data axis
     ],
 )
-def test_a_worker_that_dies_ends_the_others_and_is_named(tmp_path: Path, tensor: int, end: str, said: str) -> None:
+def test_a_dead_worker_ends_the_others_and_is_reported(tmp_path: Path, tensor: int, end: str, said: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(DYING.format(tensor=tensor, end=end)))
     main = [*SHARDFORMER, "run", "--nproc_per_node", "2"]

@@ -59,7 +59,7 @@ def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(
     assert megabytes["ShardFormer"] == min(megabytes.values())
 
 
-def test_context_length_prints_a_row_for_each_length_and_draws_them(run: Run, tmp_path: Path) -> None:
+def test_context_length_prints_and_plots_a_row_per_length(run: Run, tmp_path: Path) -> None:
     options = [*TINY, "--heads", "2", "--intermediate", "16", "--n-ctx", "8", "16", "--png", str(tmp_path / "c.png")]
     table = rows(run("context_length", *options))
     assert {"8", "16"} <= set(table)
@@ -133,7 +133,7 @@ def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_losses_that_differ_are_found(run: Run) -> None:
+def test_different_losses_are_detected(run: Run) -> None:
     common = importlib.import_module("common")
     timings = {
         "reference": common.Timing([1.0], [2.0, 4.0]),
@@ -144,7 +144,7 @@ def test_losses_that_differ_are_found(run: Run) -> None:
     assert (name, round(difference, 6)) == ("other", 0.025)
 
 
-def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(run: Run, tmp_path: Path) -> None:
+def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "coverage.jsonl"
     run("coverage", "--out", str(out), "--only", "olmo2|fnet|mpnet")
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
@@ -196,7 +196,7 @@ def is_ever_below(bound: float, measure: Callable[[], float]) -> bool:
     return any(measure() < bound for _ in range(5))
 
 
-def test_context_parallel_is_timed_and_counted_beside_torchs_ring(
+def test_context_parallel_is_compared_with_torchs_ring(
     run: Run, pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("common"), "processes", lambda *_: nullcontext(pool2))
@@ -210,12 +210,12 @@ def test_context_parallel_is_timed_and_counted_beside_torchs_ring(
     assert is_ever_below(0.6, share_of_torchs_bytes)
 
 
-def test_tensor_grids_say_what_each_layout_sends_by_the_formulas(run: Run) -> None:
+def test_tensor_grids_print_the_traffic_by_formula(run: Run) -> None:
     table = rows(run("tensor_grids", "--formula", "8"))
     assert float(table["8 ranks, 65536 tokens"][-1]) < 0.3 and float(table["8 ranks, 4096 tokens"][-1]) > 1
 
 
-def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
+def test_zero_compares_the_traffic_of_each_stage_with_torch(run: Run) -> None:
     options = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
 
     def share_of_torchs_bytes() -> float:
@@ -230,7 +230,7 @@ def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
     assert is_ever_below(0.9, share_of_torchs_bytes)
 
 
-def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) -> None:
+def test_offload_is_timed_and_plotted(run: Run, tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
     table = rows(run("offload", *small, "--repetitions", "1", "--folder", str(tmp_path)))
     assert {"on the device", "on the host", "in files"} <= set(table)
@@ -240,7 +240,7 @@ def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) 
     assert rows(run("offload", "--largest", "80"))["stage 0"][0] == "5.0"
 
 
-def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) -> None:
+def test_offloaded_activations_use_less_device_memory_with_the_same_losses(run: Run) -> None:
     options = ["--repetitions", "1", "--layers", "2", "--vocabulary", "64", "--batch", "8"]
     table = rows(run("activations", *options, "--hidden", "64", "--sequence", "64"))
     on_device = {name: float(table[name][0]) for name in importlib.import_module("activations").VARIANTS}
@@ -248,14 +248,14 @@ def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) 
     assert on_device["checkpoints, in parts"] < on_device["checkpoints"] < on_device["all kept"]
 
 
-def test_checkpoints_are_timed_beside_torch_save_and_come_back(run: Run) -> None:
+def test_checkpoints_are_compared_with_torch_save(run: Run) -> None:
     small = ["--layers", "1", "--hidden", "64", "--vocabulary", "64", "--repetitions", "1"]
     for how in ([], ["--zero", "2"]):
         table = rows(run("checkpoints", *small, *how))
         assert {"torch.save", "save_checkpoint", "load_checkpoint"} <= set(table)
 
 
-def test_engine_stands_beside_the_bare_loop_in_every_layout(run: Run) -> None:
+def test_engine_is_compared_with_a_plain_loop_in_every_layout(run: Run) -> None:
     table = rows(run("engine", *TINY, "--layers", "2", "--batch", "2", "--hidden", "32", "--sequence", "8"))
     layouts = importlib.import_module("engine").LAYOUTS
     assert {f"{name}, {kind}" for name in layouts for kind in ("bare loop", "engine")} < set(table)

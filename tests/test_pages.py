@@ -36,7 +36,7 @@ def small() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(blocks("moving.md", "python"))))
-def test_a_script_that_moved_over_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migrated_script_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = small()
     exec(compile(blocks("moving.md", "python")[number], "moving.md", "exec"), names)
@@ -44,7 +44,7 @@ def test_a_script_that_moved_over_trains(number: int, tmp_path: Path, monkeypatc
     assert bool(torch.isfinite(names["loss"]))
 
 
-def test_the_page_of_the_trainer_runs(
+def test_the_trainer_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_the_page_of_the_trainer_runs(
     assert (tmp_path / "run" / "records.jsonl").is_file()
 
 
-def test_the_page_of_the_trainer_has_every_moment() -> None:
+def test_the_trainer_page_lists_every_event() -> None:
     from shardformer.training.hook import HOOK_METHODS
 
     said = (DOCS / "training.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_the_page_of_the_trainer_has_every_moment() -> None:
     assert places == sorted(places)
 
 
-def test_the_page_of_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     block = blocks("engine.md", "python")[-1]
     names = small()
@@ -86,7 +86,7 @@ def fewer_steps(text: str) -> str:
 
 
 @pytest.mark.slow
-def test_the_first_run(tmp_path: Path) -> None:
+def test_the_first_run_page_runs(tmp_path: Path) -> None:
     (config,) = blocks("first-run.md", "toml")
     (tmp_path / "run.toml").write_text(fewer_steps(config), encoding="utf-8")
     code = blocks("first-run.md", "python")

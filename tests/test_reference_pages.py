@@ -13,11 +13,11 @@ from tests.reference_pages import DOCS, PAGES
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_the_page_is_that_of_the_code(page: str) -> None:
+def test_the_page_matches_the_code(page: str) -> None:
     assert (DOCS / page).read_text(encoding="utf-8") == PAGES[page](), "run: make pages"
 
 
-def test_every_key_and_every_hook_is_told() -> None:
+def test_every_key_and_hook_is_documented() -> None:
     said = PAGES["configuration.md"]()
     assert [
         name for name in TrainConfig.model_fields if f"## [{name}]" not in said and f"| `{name}` |" not in said
@@ -26,6 +26,6 @@ def test_every_key_and_every_hook_is_told() -> None:
     assert re.search(r"\|  \|\n", said) is None  # each has a word
 
 
-def test_the_example_is_a_config() -> None:
+def test_the_example_is_a_valid_config() -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.DOTALL)
     assert parse_config(tomllib.loads(example), "example").layout.tensor == 2

@@ -29,7 +29,7 @@ def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Adagrad(nn.Linear(2, 2).parameters(), lr=0.1, initial_accumulator_value=0.5)
 
 
-def test_adagrad_is_tried_on_parameters_that_its_constructor_did_not_see(adagrad: Adagrad) -> None:
+def test_adagrad_gets_state_for_parameters_added_later(adagrad: Adagrad) -> None:
     group, param = adagrad.param_groups[0], torch.zeros(3)
     assert not needs_full_matrices(adagrad)
     assert state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]

@@ -86,7 +86,7 @@ def nothing_installed() -> Iterator[dict[str, Any]]:
     install_all()
 
 
-def test_after_uninstall_all_objects_are_the_original_ones(nothing_installed: dict[str, Any]) -> None:
+def test_uninstall_restores_all_original_objects(nothing_installed: dict[str, Any]) -> None:
     install_all()
     changed = replaced()
     for name in nothing_installed.keys() - {"backward", "sdpa_mask", "packed"}:  # these are replaced for a block
@@ -97,7 +97,7 @@ def test_after_uninstall_all_objects_are_the_original_ones(nothing_installed: di
     assert torch_patches.installed() == ()
 
 
-def test_a_model_that_is_sharded_later_installs_them_again(nothing_installed: dict[str, Any]) -> None:
+def test_sharding_a_model_installs_patches_again(nothing_installed: dict[str, Any]) -> None:
     shard()
     first = torch_patches.installed()
     shard()
@@ -113,7 +113,7 @@ def test_the_documentation_lists_all_patches(nothing_installed: dict[str, Any]) 
     assert table in PAGE.read_text(encoding="utf-8"), f"write this table into {PAGE.name}:\n{table}"
 
 
-def test_what_someone_else_replaced_afterwards_is_not_overwritten() -> None:
+def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
     library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
     torch_patches.install(patch, lambda: torch_patches.replace_attribute(library, "function", min))
     library.function = sum
@@ -151,7 +151,7 @@ def test_blocks_of_several_threads_share_a_patch_and_the_last_one_removes_it() -
     install_all()
 
 
-def test_a_function_that_is_not_decorated_is_replaced_where_its_library_has_it() -> None:
+def test_an_undecorated_function_is_replaced_in_its_library() -> None:
     here, there = SimpleNamespace(f=len), SimpleNamespace(g=len)
     undo = torch_patches.replace_decorated(len, lambda f: min, (here, "f"), (there, "g"))
     assert here.f is there.g is min

@@ -507,7 +507,9 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
-def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, mode: str, use_reentrant: bool) -> None:
+def test_recomputation_draws_the_same_dropout_masks(
+    pool2: WorkerPool, family: str, mode: str, use_reentrant: bool
+) -> None:
     for found in pool2.run(with_and_without_checkpoints, family, MODES[mode], use_reentrant):
         assert max(found["differences"].values()) < 1e-12, found["differences"]
         assert found["one state"], "after a step all ranks draw the same again"
@@ -564,7 +566,7 @@ def called(model: nn.Module, family: str, way: str) -> Values:
         for j, way in enumerate(ways_of_calling(family))
     ],
 )
-def test_other_ways_of_calling(family: str, way: str, mode: str) -> None:
+def test_other_forward_signatures(family: str, way: str, mode: str) -> None:
     assert_same(side_by_side(partial(called, way=way), family, MODES[mode]))
 
 
@@ -604,7 +606,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
-def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
+def test_autocast_differs_only_by_rounding(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
         assert 0 < found["noise of the gradient"] < 0.1, found
         assert found["gradient"] < 2 * found["noise of the gradient"], found
@@ -633,7 +635,7 @@ def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool
 
 
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
-def test_autocast_halves_what_is_sent_and_overlaps_as_without(pool2: WorkerPool, mode: str) -> None:
+def test_autocast_halves_the_traffic_and_keeps_the_overlap(pool2: WorkerPool, mode: str) -> None:
     (whole, ring), (half, ring_too) = (pool2.run(sent_by_blocks, MODES[mode], on)[0] for on in (False, True))
     assert whole / 2 <= half < 0.65 * whole  # the embedding's sum stays in fp32
     assert ring_too == ring == (mode == "overlap")
@@ -731,13 +733,13 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
 @pytest.mark.reduced
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:
+def test_a_saved_model_equals_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:
     for found in pools(tensor).run(saved, family, str(tmp_path), SEQUENCE):
         assert found["state"] < 1e-8 and found["loaded"] < 1e-8 and found["trains on"] < 1e-6
         assert found["dtypes"] == set() and found["tied"]
 
 
-def test_a_saved_model_with_a_data_axis(pool4: WorkerPool, tmp_path: Path) -> None:
+def test_a_saved_model_with_a_data_axis_equals_the_plain_one(pool4: WorkerPool, tmp_path: Path) -> None:
     found = pool4.run(saved_over_data, str(tmp_path))
     assert all(differences < 1e-12 for differences in found)
 

@@ -25,7 +25,7 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
@@ -34,19 +34,19 @@ def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFi
     assert said.count("rank 3 |") > 1
 
 
-def test_durations_and_the_time_on_the_way_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_durations_and_send_time_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
     schedule = make_schedule("1f1b", 2, 3)
     timeline = simulate(schedule, {ActionKind.BACKWARD: 3}, send=1)
     assert f"{timeline.bubble:.1%} of {timeline.makespan:g} units" in capsys.readouterr().out
 
 
-def test_chunks_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_chunks_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--schedule", "interleaved", "--stages", "2", "--micro-batches", "2", "--num-model-chunks", "3") == 0
     assert "c virtual stages 4-5" in capsys.readouterr().out
 
 
-def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
+def test_a_terminal_shows_each_action_as_one_colored_block(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -64,7 +64,7 @@ def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
-def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("a-long-name-that-a-user-may-copy-" * 3 + ".svg")
     assert run("--out", str(path)) == 0
     assert f"Chart saved to {path}\n" in capsys.readouterr().out
@@ -91,7 +91,7 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--send", "1e9"), "columns at the most"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_drawn(
+def test_invalid_options_raise_before_drawing(
     arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 2
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
         (["--grid", "2x2x2", "--tensor-parallel-mode", "2.5d"], ["+ 0.25 W (copies)"]),
     ],
 )
-def test_what_the_ranks_of_a_grid_hold(
+def test_a_grid_lists_the_shards_of_each_rank(
     arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 0
@@ -132,6 +132,6 @@ def test_what_the_ranks_of_a_grid_hold(
         (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode has no effect without --grid"),
     ],
 )
-def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_grid_raises(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err

@@ -53,7 +53,9 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_matplotlib
 @pytest.mark.parametrize("path", ["first", "first/log", "first/log/records.jsonl"])
-def test_a_run_is_drawn_into_its_folder(path: str, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_is_saved_in_the_folder_of_the_run(
+    path: str, runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = said(capsys, path)
     assert code == 0
     picture = Path(path.removesuffix("/records.jsonl")) / "curves.png"
@@ -62,7 +64,9 @@ def test_a_run_is_drawn_into_its_folder(path: str, runs: list[str], capsys: pyte
 
 
 @needs_matplotlib
-def test_several_runs_are_drawn_where_one_stands(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_of_several_runs_is_saved_in_the_working_directory(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, *runs)[0] == 0
     assert Path("curves.png").stat().st_size > 10_000
     assert said(capsys, *runs, "--out", "both.svg", "--values", "loss")[0] == 0
@@ -70,7 +74,7 @@ def test_several_runs_are_drawn_where_one_stands(runs: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_table_says_what_the_runs_reached_at_any_width(
+def test_the_table_fits_any_width(
     width: int, runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -82,7 +86,7 @@ def test_the_table_says_what_the_runs_reached_at_any_width(
     assert cells <= set(re.split(r"  +|\n", out)), out
 
 
-def test_a_terminal_of_ascii_gets_ascii(
+def test_an_ascii_terminal_gets_ascii(
     runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_matplotlib(monkeypatch)
@@ -99,7 +103,7 @@ def test_a_terminal_of_ascii_gets_ascii(
     terminal.close()
 
 
-def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
+def test_without_matplotlib_the_table_and_the_extra_are_printed(
     runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_matplotlib(monkeypatch)
@@ -124,7 +128,7 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
         ((".",), "holds 2 runs"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_drawn(
+def test_invalid_arguments_raise_before_drawing(
     arguments: tuple[str, ...], message: str, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     MetricsWriter("empty").close()
@@ -138,7 +142,7 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
 
 @needs_matplotlib
 @pytest.mark.parametrize("out", ["curves.pdf", "nowhere/curves.png"])
-def test_a_picture_that_cannot_be_is_said_before_anything_is_drawn(
+def test_an_invalid_output_path_raises_before_drawing(
     out: str, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, printed, err = said(capsys, "first", "--out", out)
@@ -146,7 +150,7 @@ def test_a_picture_that_cannot_be_is_said_before_anything_is_drawn(
     assert out in err
 
 
-def test_names_are_as_long_as_they_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_names_are_as_short_as_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert _run_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
     assert _run_names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]

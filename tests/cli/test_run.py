@@ -77,7 +77,7 @@ def assert_four_parts(error: ShardFormerError, value: str) -> None:
 # ------------------------------------------------------------------------------------------------------------ launching
 
 
-def test_the_script_gets_its_place_and_its_own_arguments(script: Path) -> None:
+def test_the_script_gets_its_rank_and_arguments(script: Path) -> None:
     status, out, err = finish(start("--nproc_per_node", "2", script, "--config", "c.py", "--mode", "train", "--", "-m"))
     assert status == 0, err
     threads = max(1, len(os.sched_getaffinity(0)) // 2)
@@ -87,14 +87,14 @@ def test_the_script_gets_its_place_and_its_own_arguments(script: Path) -> None:
     assert "OMP_NUM_THREADS" not in err
 
 
-def test_a_module_runs_as_python_m_does(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_module_runs_like_python_m(script: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(script.parent)
     status, out, err = finish(start("--nproc-per-node=2", "-m", "train", "-m", "x", OMP_NUM_THREADS="3"))
     assert status == 0, err
     assert sorted(out.splitlines()) == [f"{rank} {rank} 2 3 __main__ train.py -m x" for rank in (0, 1)]
 
 
-def test_the_rank_that_failed_first_is_named_last(tmp_path: Path) -> None:
+def test_the_first_failed_rank_is_reported_last(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import os, time\n"
@@ -115,7 +115,7 @@ def test_the_rank_that_failed_first_is_named_last(tmp_path: Path) -> None:
     assert err.count("Traceback") <= 2  # The workers' own, none of the launcher.
 
 
-def test_a_killed_rank_is_named(tmp_path: Path) -> None:
+def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text("import os, time\nif os.environ['RANK'] == '1':\n    os.kill(os.getpid(), 9)\ntime.sleep(60)\n")
     status, _, err = finish(start("--nproc_per_node", "2", bad))
@@ -142,7 +142,7 @@ library.pthread_mutex_lock(mutex)
 """Rank 1 dies. Rank 0 is slow to see it; or never sees it, inside of a call in which no handler of Python's runs."""
 
 
-def test_a_rank_has_the_time_to_say_what_it_waited_for(tmp_path: Path) -> None:
+def test_a_waiting_rank_has_time_to_report_its_error(tmp_path: Path) -> None:
     waits = tmp_path / "waits.py"
     waits.write_text(WAITS)
     status, _, err = finish(start("--nproc_per_node", "2", waits, "slow"))
@@ -151,7 +151,7 @@ def test_a_rank_has_the_time_to_say_what_it_waited_for(tmp_path: Path) -> None:
     assert "rank 1 failed first, killed by SIGKILL" in err.strip().splitlines()[-1]
 
 
-def test_a_rank_that_says_nothing_is_ended_and_its_children_at_once(tmp_path: Path) -> None:
+def test_a_rank_without_error_is_ended_and_its_children_at_once(tmp_path: Path) -> None:
     waits = tmp_path / "waits.py"
     waits.write_text(WAITS)
     began = time.monotonic()
@@ -176,7 +176,7 @@ print("all ended", flush=True)
 """
 
 
-def test_a_child_is_ended_as_soon_as_it_is_there_and_the_rank_goes_on(tmp_path: Path) -> None:
+def test_a_forked_child_ends_on_sigterm_and_the_rank_continues(tmp_path: Path) -> None:
     forks = tmp_path / "forks.py"
     forks.write_text(FORKS)
     status, out, err = finish(start("--nproc_per_node", "1", forks))
@@ -184,7 +184,7 @@ def test_a_child_is_ended_as_soon_as_it_is_there_and_the_rank_goes_on(tmp_path: 
     assert "all ended" in out
 
 
-def test_two_hosts_of_a_host_file_meet(script: Path) -> None:
+def test_two_hosts_of_a_host_file_form_one_run(script: Path) -> None:
     path = hostfile(script.parent, "127.0.0.1 slots=1\n127.0.0.2 slots=1\n")
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -196,7 +196,7 @@ def test_two_hosts_of_a_host_file_meet(script: Path) -> None:
     assert [out.split()[:3] for _, out, _ in results] == [["0", "0", "2"], ["1", "0", "2"]]
 
 
-def test_an_error_is_a_message_and_status_2_without_a_traceback(tmp_path: Path) -> None:
+def test_an_error_prints_a_message_without_traceback_and_exits_with_2(tmp_path: Path) -> None:
     (tmp_path / "train.py").touch()
     missing = tmp_path / "trian.py"
     status, _, err = finish(start("--nproc_per_node", "2", missing))
@@ -206,7 +206,7 @@ def test_an_error_is_a_message_and_status_2_without_a_traceback(tmp_path: Path) 
     assert "Traceback" in finish(start("--nproc_per_node", "2", missing, SHARDFORMER_TRACEBACK="1"))[2]
 
 
-def test_an_error_of_ours_is_said_once_for_all_ranks(tmp_path: Path) -> None:
+def test_an_error_raised_on_all_ranks_is_printed_once(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
         "from shardformer.config import ShardConfig\n"
@@ -229,7 +229,7 @@ def test_an_error_of_ours_is_said_once_for_all_ranks(tmp_path: Path) -> None:
     assert err.count("Traceback") == 2 and "__post_init__" in err
 
 
-def test_a_rank_that_ended_early_is_named_and_not_the_one_that_missed_it(tmp_path: Path) -> None:
+def test_a_rank_that_exited_early_is_reported_instead_of_the_waiting_one(tmp_path: Path) -> None:
     bad = tmp_path / "bad.py"
     bad.write_text(
         "import os, sys, torch, torch.distributed as dist\n"
@@ -263,7 +263,7 @@ def failure(exitcode: int, message: str = "", time_s: float = 0.0, **note: objec
         ({0: failure(-15), 1: failure(-15)}, 0),
     ],
 )
-def test_the_cause_is_told_from_its_consequences(failures: dict[int, Any], first: int) -> None:
+def test_the_cause_is_distinguished_from_its_consequences(failures: dict[int, Any], first: int) -> None:
     assert f"rank {first} failed first" in describe_failures(failures).splitlines()[-1]
 
 
@@ -288,11 +288,11 @@ OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
         ({1: failure(1, "x=3", 1, parts=OURS, world_size=4), 0: failure(-15)}, range(2), "run: rank 1 of 4: exit"),
     ],
 )
-def test_the_last_line_says_who(failures: dict[int, Any], ranks: range, words: str) -> None:
+def test_the_last_line_names_the_ranks(failures: dict[int, Any], ranks: range, words: str) -> None:
     assert words in describe_failures(failures, ranks).splitlines()[-1]
 
 
-def test_a_rank_that_did_something_else_is_named_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_that_executed_other_code_is_reported_with_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
     lost = ["LostPeerError", "Rank 0 does not reach rank 1", "Ranks make the same calls", "See rank 1"]
     failures = {0: failure(1, lost[1], 5, parts=lost, world_size=2), 1: failure(143)}
     monkeypatch.setitem(STACK_LOCATIONS, 1, '  File "train.py", line 7, in <module>\n    time.sleep(100)')
@@ -305,7 +305,7 @@ def test_a_rank_that_did_something_else_is_named_with_its_line(monkeypatch: pyte
 # ---------------------------------------------------------------------------------------------------------------- hosts
 
 
-def test_a_host_file_is_read_with_comments_and_without_slots(tmp_path: Path) -> None:
+def test_a_host_file_may_have_comments_and_no_slots(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "# the cluster\nnode1 slots=4  # first\n\n  node2   slots = 2\n10.0.0.3\n")
     assert read_hostfile(path) == [HostEntry("node1", 4), HostEntry("node2", 2), HostEntry("10.0.0.3", None)]
 
@@ -322,19 +322,19 @@ def test_a_host_file_is_read_with_comments_and_without_slots(tmp_path: Path) -> 
         ("node1\nnode1 slots=2\n", "'node1' a second time"),
     ],
 )
-def test_a_bad_host_file_is_refused(tmp_path: Path, text: str, value: str) -> None:
+def test_an_invalid_host_file_raises(tmp_path: Path, text: str, value: str) -> None:
     with pytest.raises(LaunchError) as caught:
         read_hostfile(hostfile(tmp_path, text))
     assert_four_parts(caught.value, value)
 
 
-def test_a_missing_host_file_is_refused(tmp_path: Path) -> None:
+def test_a_missing_host_file_raises(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         read_hostfile(tmp_path / "none")
     assert_four_parts(caught.value, "none")
 
 
-def test_hosts_are_chosen_in_the_order_of_the_file() -> None:
+def test_selected_hosts_keep_the_order_of_the_file() -> None:
     hosts = [HostEntry("a", 1), HostEntry("b", 2), HostEntry("c", 3)]
     assert select_hosts("c,a", hosts) == [HostEntry("a", 1), HostEntry("c", 3)]
     assert select_hosts("x, y", None) == [HostEntry("x"), HostEntry("y")]
@@ -344,7 +344,7 @@ def test_hosts_are_chosen_in_the_order_of_the_file() -> None:
         assert_four_parts(caught.value, repr(names))
 
 
-def test_this_machine_is_found_by_name_and_by_address(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
     # No name server is asked: only 127.0.0.1 is an address of this machine.
@@ -359,7 +359,7 @@ def test_this_machine_is_found_by_name_and_by_address(monkeypatch: pytest.Monkey
     assert "--node_rank 0 or 1" in caught.value.remedy
 
 
-def test_an_address_of_this_machine_is_known_from_one_that_is_not() -> None:
+def test_local_addresses_are_recognized() -> None:
     assert launcher_hostfile._is_local("127.0.0.1")
     assert not launcher_hostfile._is_local("192.0.2.1")  # Set aside for documentation: nobody's.
 
@@ -367,7 +367,7 @@ def test_an_address_of_this_machine_is_known_from_one_that_is_not() -> None:
 # -------------------------------------------------------------------------------------------------------------- options
 
 
-def test_a_host_file_fills_in_what_the_options_leave_open(tmp_path: Path) -> None:
+def test_a_host_file_sets_missing_options(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "192.0.2.1 slots=4\n127.0.0.1 slots=4\n")
     options = parse(["--hostfile", str(path), "train.py", "--hostfile", "mine"])
     filled = (options.nnodes, options.nproc_per_node, options.node_rank, options.master_addr)
@@ -378,7 +378,7 @@ def test_a_host_file_fills_in_what_the_options_leave_open(tmp_path: Path) -> Non
     assert (options.nproc_per_node, options.node_rank, options.master_addr) == ("2", 0, "10.0.0.9")
 
 
-def test_without_hosts_the_options_are_torchruns_own() -> None:
+def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
     from torch.distributed.run import get_args_parser
 
     for arguments in (["--nnodes", "2", "--node_rank", "1", "-t", "3", "a.py", "-x"], ["--standalone", "-m", "a.b"]):
@@ -413,7 +413,7 @@ def test_without_hosts_the_options_are_torchruns_own() -> None:
         (["--local-addr", "nowhere.invalid", "a.py"], "'nowhere.invalid'"),
     ],
 )
-def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) -> None:
+def test_invalid_options_raise(arguments: list[str], value: str) -> None:
     with pytest.raises(LaunchError) as caught:
         parse(arguments)
     assert_four_parts(caught.value, value)
@@ -430,28 +430,28 @@ def test_options_that_cannot_be_are_refused(arguments: list[str], value: str) ->
         (["--rdzv_backend", "etcd", "--rdzv_endpoint", "localhost:1"], "etcd"),
     ],
 )
-def test_what_the_launcher_itself_refuses_is_an_error_of_ours(tmp_path: Path, options: list[str], said: str) -> None:
+def test_errors_of_torchs_launcher_become_launch_errors(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "a.py").touch()
     with pytest.raises(LaunchError) as caught:
         cli_run._launch(parse([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
 
 
-def test_a_variable_that_is_no_number_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pet_variable_that_is_not_a_number_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PET_STANDALONE", "x")
     with pytest.raises(LaunchError) as caught:
         parse(["a.py"])
     assert_four_parts(caught.value, "PET_...")
 
 
-def test_a_pipe_is_not_a_script(tmp_path: Path) -> None:
+def test_a_pipe_as_script_raises(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.py")
     with pytest.raises(LaunchError) as caught:
         cli_run._check_script(parse([str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, "is a pipe")
 
 
-def test_a_folder_is_not_a_script(tmp_path: Path) -> None:
+def test_a_folder_without_main_as_script_raises(tmp_path: Path) -> None:
     with pytest.raises(LaunchError) as caught:
         cli_run._check_script(parse([str(tmp_path)]))
     assert_four_parts(caught.value, "has no __main__.py")
@@ -459,14 +459,14 @@ def test_a_folder_is_not_a_script(tmp_path: Path) -> None:
     cli_run._check_script(parse([str(tmp_path)]))
 
 
-def test_a_shortened_option_names_each_that_it_could_be_once() -> None:
+def test_an_ambiguous_abbreviation_lists_each_option_once() -> None:
     for short, remedy in (("--nproc", "--nproc-per-node?"), ("--node", "--node-rank?")):
         with pytest.raises(LaunchError) as caught:
             parse([short, "2", "a.py"])
         assert caught.value.remedy == f"Did you mean {remedy}"
 
 
-def test_hosts_that_differ_in_slots_need_a_number_of_processes(tmp_path: Path) -> None:
+def test_hosts_with_different_slots_need_nproc_per_node(tmp_path: Path) -> None:
     path = hostfile(tmp_path, "127.0.0.1 slots=4\nnode2\n")
     with pytest.raises(LaunchError) as caught:
         parse(["--hostfile", str(path), "--node_rank", "0", "a.py"])
@@ -475,14 +475,14 @@ def test_hosts_that_differ_in_slots_need_a_number_of_processes(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("arguments", [["none.py"], ["-m", "no_such_module"], ["--no_python", "no-such-program"]])
-def test_a_script_that_does_not_exist_is_refused(arguments: list[str]) -> None:
+def test_a_missing_script_raises(arguments: list[str]) -> None:
     with pytest.raises(LaunchError) as caught:
         cli_run._check_script(parse(arguments))
     assert_four_parts(caught.value, arguments[-1])
 
 
 @pytest.mark.parametrize("how", ["stopped", "deaf"])
-def test_the_launcher_ends_soon_and_names_a_process_that_would_not(how: str, tmp_path: Path) -> None:
+def test_the_launcher_kills_and_reports_a_process_that_ignores_sigterm(how: str, tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import os, signal, sys, time\n"

@@ -49,7 +49,7 @@ def started(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
+def test_a_run_of_two_processes_resumes_with_one(folder: Path) -> None:
     first = started("--set", "parallel.tensor=2")
     assert first.returncode == 0, first.stderr
     assert re.search(r"^step 4/4  loss \d", first.stdout, re.M)
@@ -60,7 +60,7 @@ def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
     assert [record.step for record in read_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_does_not_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--set", "parallel.tensor=2", "--set", "parallel.pipe=2", "--set", "parallel.zero_stage=1"]
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", "run.toml", "--dry-run", *changes])
@@ -76,7 +76,7 @@ def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("option", [("--processes", "1"), ("--max-restarts", "1"), ("--shutdown-timeout", "9")])
 @pytest.mark.parametrize("how", ["dry", "launched", "alone"])
-def test_an_option_of_processes_is_refused_where_none_are_started(
+def test_process_options_raise_if_no_processes_are_started(
     option: tuple[str, str], how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if how == "launched":
@@ -90,7 +90,7 @@ def test_an_option_of_processes_is_refused_where_none_are_started(
     assert not (folder / "run").exists()
 
 
-def test_the_number_of_processes_is_the_layout_s() -> None:
+def test_the_number_of_processes_must_match_the_layout() -> None:
     assert _num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
     assert _num_processes(ParallelConfig(tensor=2), 4) == 4
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
@@ -99,7 +99,7 @@ def test_the_number_of_processes_is_the_layout_s() -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> None:
+def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(folder: Path) -> None:
     (folder / "asks.py").write_text(
         "import pathlib, time, shardformer\n"
         "class Asks(shardformer.hooks.Hook):\n"

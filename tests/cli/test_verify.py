@@ -80,7 +80,7 @@ def user_module(tmp_path: Path) -> Path:
     return path
 
 
-def test_json_is_all_that_stands_on_standard_output() -> None:
+def test_standard_output_has_only_json() -> None:
     command = [*SHARDFORMER, "verify", "gpt2", "--steps", "2", "--json"]
     done = subprocess.run(
         command, capture_output=True, text=True, timeout=300, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -93,7 +93,7 @@ def test_json_is_all_that_stands_on_standard_output() -> None:
     assert done.stderr == ""
 
 
-def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> None:
+def test_the_report_of_a_folder_fits_into_80_columns(run: Run, bert: Path) -> None:
     status, out, _ = run("verify", bert, "--dtype", "fp32", "--sequence-parallel", "--sequence-overlap")
     assert status == 0, out
     assert out.splitlines()[-1].startswith("PASS: Largest difference ")
@@ -104,7 +104,7 @@ def test_a_folder_is_verified_in_a_table_of_80_columns(run: Run, bert: Path) -> 
     assert max(map(len, out.splitlines())) <= 80 and "\x1b" not in out
 
 
-def test_a_config_is_verified_under_another_head_with_options(run: Run, bert: Path) -> None:
+def test_a_config_is_verified_with_another_head_and_options(run: Run, bert: Path) -> None:
     head = "BertForMultipleChoice"
     options = [
         "--head",
@@ -124,7 +124,7 @@ def test_a_config_is_verified_under_another_head_with_options(run: Run, bert: Pa
     assert report["layout"] == "tensor=2, fused_normalization, flash_attention" and report["steps"] == 1
 
 
-def test_all_heads_have_a_line_each_and_one_verdict(run: Run) -> None:
+def test_all_heads_prints_a_line_per_head_and_one_verdict(run: Run) -> None:
     status, out, _ = run("verify", "llama", "--all-heads", "--steps", "1")
     lines = [line for line in out.splitlines() if line]
     assert status == 0, out
@@ -132,33 +132,33 @@ def test_all_heads_have_a_line_each_and_one_verdict(run: Run) -> None:
     assert all(" ok " in line for line in lines[:-1]) and lines[-1].startswith("PASS: 5 heads")
 
 
-def test_all_heads_as_json(run: Run) -> None:
+def test_all_heads_can_be_printed_as_json(run: Run) -> None:
     status, out, _ = run("verify", "gpt2", "--all-heads", "--steps", "1", "--json")
     found = json.loads(out)
     assert status == 0 and found["passed"] is True
     assert [report["model"] for report in found["reports"]] == list(HEAD_CLASSES["gpt2"])
 
 
-def test_a_collective_that_is_left_out_is_told(run: Run, user_module: Path) -> None:
+def test_a_missing_collective_fails(run: Run, user_module: Path) -> None:
     status, out, _ = run("verify", f"{user_module}:forgetful", "--steps", "2")
     assert status == 1, out
     assert "too large" in out
     assert "FAIL: losses, gradients, gradient norms, weights differ. Largest difference " in out.splitlines()[-1]
 
 
-def test_the_whole_batch_may_be_the_reference(run: Run) -> None:
+def test_the_full_batch_can_be_the_reference(run: Run) -> None:
     options = ["--tensor", "1", "--data", "2", "--steps", "1", "--average-loss-over", "tokens"]
     status, out, _ = run("verify", "gpt2", *options)
     assert status == 0 and "over data=2, each batch plain in one." in " ".join(out.split()), out
 
 
-def test_what_is_not_a_number_is_null_in_json(run: Run, user_module: Path) -> None:
+def test_nan_is_null_in_json(run: Run, user_module: Path) -> None:
     status, out, _ = run("verify", f"{user_module}:not_a_number", "--steps", "1", "--json")
     report = json.loads(out, parse_constant=lambda name: pytest.fail(f"{name} is no JSON"))
     assert status == 1 and report["passed"] is False and report["loss"]["relative"] is None
 
 
-def test_a_pipeline_is_verified_over_its_stages_alone(run: Run) -> None:
+def test_a_pipeline_without_other_axes_is_verified(run: Run) -> None:
     options = [
         "--pipe",
         "2",
@@ -179,7 +179,7 @@ def test_a_pipeline_is_verified_over_its_stages_alone(run: Run) -> None:
     assert max(map(len, out.splitlines())) <= 80
 
 
-def test_a_pipeline_goes_with_the_other_axes_and_a_batch_grows_with_its_parts(run: Run) -> None:
+def test_a_pipeline_composes_with_other_axes_and_enlarges_the_batch(run: Run) -> None:
     options = ["--pipe", "2", "--tensor", "2", "--partition", "1,2", "--micro-batches", "5", "--steps", "1"]
     status, out, err = run("verify", "gpt2", *options, "--json")
     report = json.loads(out)
@@ -187,7 +187,7 @@ def test_a_pipeline_goes_with_the_other_axes_and_a_batch_grows_with_its_parts(ru
     assert report["layout"] == "pipe=2, tensor=2, partition=[1, 2], 5 micro-batches"
 
 
-def test_heads_without_a_loss_of_their_own_are_verified_over_stages(run: Run) -> None:
+def test_heads_without_a_loss_are_verified_over_stages(run: Run) -> None:
     status, out, _ = run("verify", "swin", "--pipe", "2", "--head", "SwinForMaskedImageModeling", "--steps", "1")
     assert status == 0, out
 
@@ -250,7 +250,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bret"], ".\n  Did you mean 'bert' or 'beit' or 'albert'?\n  MODEL is a family"),
     ],
 )
-def test_what_cannot_be_is_an_error_before_any_process_starts(
+def test_invalid_options_raise_before_processes_start(
     monkeypatch: pytest.MonkeyPatch, run: Run, arguments: list[str], message: str
 ) -> None:
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
@@ -268,7 +268,7 @@ def test_what_cannot_be_is_an_error_before_any_process_starts(
         ("input()\n", "EOFError"),
     ],
 )
-def test_a_file_that_cannot_be_imported_is_named(run: Run, tmp_path: Path, text: str, said: str) -> None:
+def test_a_failed_import_reports_the_file(run: Run, tmp_path: Path, text: str, said: str) -> None:
     (tmp_path / "broken.py").write_text(text)
     status, _, err = run("verify", f"{tmp_path / 'broken.py'}:model")
     assert status == 2 and "broken.py cannot be imported" in err and said in err and "Traceback" not in err
@@ -284,18 +284,18 @@ def test_a_file_that_cannot_be_imported_is_named(run: Run, tmp_path: Path, text:
     ],
 )
 @pytest.mark.parametrize("command", ["verify", "infer"])
-def test_a_function_that_gives_nothing_is_named(run: Run, tmp_path: Path, command: str, body: str, said: str) -> None:
+def test_a_function_that_returns_none_is_reported(run: Run, tmp_path: Path, command: str, body: str, said: str) -> None:
     (tmp_path / "given.py").write_text(f"import sys\ndef model(): return {body}\n")
     status, _, err = run(command, f"{tmp_path / 'given.py'}:model")
     assert status == 2 and said in err and " failed: " in err and "Traceback" not in err
 
 
-def test_a_model_is_as_deep_as_it_is(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
+def test_the_depth_of_a_saved_model_is_not_changed(monkeypatch: pytest.MonkeyPatch, run: Run, bert: Path) -> None:
     monkeypatch.setattr(WorkerPool, "run", lambda *_, **__: pytest.fail("a process was started"))
     assert "4 pipeline stages for 2 layers" in run("verify", bert, "--pipe", "4")[2]
     assert "so 4 virtual stages, for the 2 layers of Bert" in run("verify", bert, "--pipe", "2", "--schedule", "zbv")[2]
 
 
-def test_a_function_with_batches_of_its_own_takes_no_sizes(run: Run, user_module: Path) -> None:
+def test_batch_sizes_raise_for_a_function_with_its_own_batches(run: Run, user_module: Path) -> None:
     status, _, err = run("verify", f"{user_module}:forgetful", "--batch", "8")
     assert status == 2 and "which has its own batch_fn" in err

@@ -63,7 +63,7 @@ def collectives(output: str) -> list[tuple[str, int, int, str]]:
 
 
 @pytest.mark.full
-def test_the_mlp_has_the_published_losses_and_half_the_memory_in_two(tmp_path: Path) -> None:
+def test_the_mlp_has_the_published_losses_and_half_the_memory_on_two_ranks(tmp_path: Path) -> None:
     for cut in (False, True):
         # its memory is measured, and a forked process has that of its server, too
         output = run("mlp.py", "--profile", "--out", str(tmp_path), *["--tensor-parallel"] * cut, python=sys.executable)
@@ -113,7 +113,7 @@ def test_random_tokens_with_padding_have_the_published_losses() -> None:
     assert losses(output) == pytest.approx(RANDOM_LOSSES, rel=1e-4)
 
 
-def test_tensor_parallelism_with_one_process_is_refused() -> None:
+def test_tensor_parallelism_with_one_process_raises() -> None:
     command = [PYTHON, str(FOLDER / "mlp.py"), "--tensor-parallel"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0

@@ -32,7 +32,7 @@ def _run_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return losses_in(capsys.readouterr().out)
 
 
-def test_two_stages_train_and_save_what_one_does(
+def test_two_stages_train_and_save_the_same_model_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

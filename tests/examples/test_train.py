@@ -32,7 +32,7 @@ def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return losses_in(capsys.readouterr().out)
 
 
-def test_two_processes_train_and_save_what_the_plain_model_does(
+def test_two_processes_train_and_save_the_same_model_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, cut = tmp_path / "plain", tmp_path / "cut"

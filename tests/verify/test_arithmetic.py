@@ -37,7 +37,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
+def test_a_cast_to_lower_precision_gives_fp64(cast: str) -> None:
     with ForceFp64():
         out = CASTS[cast](X)
     assert out.dtype == torch.float64
@@ -46,7 +46,7 @@ def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
     torch.testing.assert_close(out, rounded, atol=1e-2, rtol=1e-2)
 
 
-def test_other_casts_stay() -> None:
+def test_other_casts_are_unchanged() -> None:
     with ForceFp64():
         assert X.to(torch.int64).dtype == X.long().dtype == torch.int64
         assert (X > 0.5).to(torch.bool).dtype == torch.bool
@@ -54,7 +54,7 @@ def test_other_casts_stay() -> None:
         assert torch.arange(3, dtype=torch.int32).dtype == torch.int32
 
 
-def test_a_sum_that_cancels_is_off_by_the_rounding_of_its_terms() -> None:
+def test_the_noise_of_a_cancelling_sum_is_the_rounding_of_its_terms() -> None:
     terms = torch.tensor([1e3, 7.0, -1e3, -7.0], dtype=torch.float64)
     with RandomRounding(0):
         whole, cancelled = (terms * 3).abs().sum(), (terms * 3).sum()
@@ -86,7 +86,7 @@ def choice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["labels"])
 
 
-def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(pools: WorkerPools) -> None:
+def test_the_noise_of_a_zero_gradient_is_the_rounding_of_its_summands(pools: WorkerPools) -> None:
     """The summands are of the size of the gradient of a score, 0.1, whatever the largest gradient is."""
     job = VerifyJob(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
     plain: TrainingTrace = pools(1).run(plain_of, job)[0]
@@ -117,7 +117,7 @@ class Casts(torch.autograd.Function):
         return grad, None, None
 
 
-def test_a_backward_of_another_thread_has_its_casts() -> None:
+def test_a_backward_in_another_thread_keeps_its_casts() -> None:
     """Two comparisons and a plain backward go on at the same time, and end one after the other."""
     meeting, ends = threading.Barrier(3), [threading.Event() for _ in range(3)]
     before = torch.autograd.backward

@@ -111,5 +111,5 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("family", list(DROPOUT))
-def test_masks_are_those_of_one_model(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:
+def test_dropout_masks_equal_those_of_one_process(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:
     assert max(pool2.run(_worst_difference, family, sequence_parallel)) < 1e-6

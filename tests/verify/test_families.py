@@ -117,7 +117,7 @@ def test_sequence_parallel(
 
 @pytest.mark.feature("overlap")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (2,), (4,)))
-def test_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
+def test_sequence_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
     if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "overlap"):
         record_property("feature", refused)
 
@@ -132,18 +132,18 @@ def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
-def test_other_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
+def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
     check(pools, sample, RandomBatches(sample.head_class, batch=3, sequence=9), tensor, mode)
 
 
-def test_what_multiplies_slices_of_weights_itself_is_refused(pools: WorkerPools) -> None:
+def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
     with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
         verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=sample_loss, pool=pools(2))
 
 
 @over_two_and_four
-def test_bert_in_chunks_of_the_sequence(pools: WorkerPools, tensor: int) -> None:
+def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None:
     sample = SmallModel("bert", changes={"chunk_size_feed_forward": 1})
     assert_nobody_can_tell(verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
@@ -163,7 +163,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
 
 @pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
-def test_data_alone(pools: WorkerPools, family: str, data: int) -> None:
+def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
     batches = RandomBatches(DEFAULT_HEAD[family], batch=4)
     report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
     assert_nobody_can_tell(report, tensor=1)
@@ -183,7 +183,9 @@ def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode:
 
 @pytest.mark.reduced(family=("llama", "bert", "t5"))
 @pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
-def test_sequences_shorter_than_the_ranks(pools: WorkerPools, family: str, sequence: int, tensor: int) -> None:
+def test_sequences_shorter_than_the_number_of_ranks(
+    pools: WorkerPools, family: str, sequence: int, tensor: int
+) -> None:
     """Some ranks hold nothing of the sequence."""
     for mode in ("sequence", "overlap"):
         report = verify(

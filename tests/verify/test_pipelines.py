@@ -93,7 +93,7 @@ def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
 
 @pytest.mark.reduced(family=("bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family not in WITHOUT_SEQUENCE])
-def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) -> None:
+def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, config=SEQUENCE)
     assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
 
@@ -130,7 +130,7 @@ def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
 @pytest.mark.reduced(family=("llama", "t5", "vit"))
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
-def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) -> None:
+def test_a_split_backward(pool2: WorkerPool, family: str, schedule: str) -> None:
     check(pool2, deep(family), schedule, micro_batches=4)
 
 
@@ -140,7 +140,7 @@ OTHERWISE = ("bloom slow but exact", "bert of one layer")
 
 
 @pytest.mark.parametrize("name", READ_BETWEEN)
-def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, name: str) -> None:
+def test_settings_that_read_between_layers_raise(pool2: WorkerPool, name: str) -> None:
     with pytest.raises(ConfigError, match="reads the states between its layers"):
         check(pool2, VARIANTS[name].sample)
 
@@ -153,7 +153,7 @@ def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
 
 @pytest.mark.reduced(one_in=8, first=4)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in (*READ_BETWEEN, *OTHERWISE)])
-def test_other_settings(pool2: WorkerPool, name: str) -> None:
+def test_other_config_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
 
 
@@ -163,7 +163,7 @@ def test_other_settings(pool2: WorkerPool, name: str) -> None:
 @pytest.mark.reduced
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
-def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
+def test_several_stacks_split_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
     """In the encoder, between the stacks, in the decoder: what is handed on differs."""
     check(pool2, deep(family), partition=[first, 6 - first])
 
@@ -171,7 +171,7 @@ def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int)
 @pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [1, 2, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
-def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int]) -> None:
+def test_several_stacks_with_virtual_stages(pool2: WorkerPool, family: str, cut: list[int]) -> None:
     """Both ranks have layers of the encoder and of the decoder."""
     check(pool2, deep(family), "interleaved", partition=cut)
 
@@ -188,7 +188,7 @@ def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: li
     ("schedule", "cut"),
     [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "uniform"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
 )
-def test_uneven_cuts(pool2: WorkerPool, schedule: str, cut: Any) -> None:
+def test_uneven_partitions(pool2: WorkerPool, schedule: str, cut: Any) -> None:
     check(pool2, deep("llama", num_hidden_layers=5), schedule, partition=cut, micro_batches=4)
 
 
@@ -239,7 +239,7 @@ def test_every_head(pool2: WorkerPool, family: str, head: str) -> None:
     check(pool2, deep(family, head), loss_fn=loss_of(head))
 
 
-def test_a_head_whose_mean_is_one_of_the_larger_numbers(pool2: WorkerPool) -> None:
+def test_a_head_whose_loss_is_a_max_of_means(pool2: WorkerPool) -> None:
     check(pool2, deep("vit", MASKED_IMAGES), batches=Uneven(MASKED_IMAGES, batch=4), micro_batches=2)
 
 
@@ -248,7 +248,7 @@ REFUSED.append(("whisper", "WhisperForAudioClassification", {"use_weighted_layer
 
 
 @pytest.mark.parametrize(("family", "head", "changes"), REFUSED, ids=[head for _, head, _ in REFUSED])
-def test_what_reads_between_its_layers_is_refused(
+def test_models_that_read_between_layers_raise(
     pool2: WorkerPool, family: str, head: str, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match="it reads the states between its layers, of which a stage has those"):
@@ -256,7 +256,7 @@ def test_what_reads_between_its_layers_is_refused(
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -> None:
+def test_models_that_collect_from_every_layer_raise(pool2: WorkerPool, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=True with a pipeline"):
         check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
 
@@ -265,7 +265,7 @@ def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -
 @pytest.mark.parametrize(
     ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
 )
-def test_a_loss_of_what_an_earlier_stage_gave_is_refused(pool2: WorkerPool, family: str, head: str) -> None:
+def test_a_loss_on_the_output_of_an_earlier_stage_raises(pool2: WorkerPool, family: str, head: str) -> None:
     with pytest.raises(ShardFormerError, match="it reads something in the model's output that an earlier stage"):
         check(pool2, deep(family, head))
 
@@ -284,7 +284,7 @@ TIED: Mapping[str, Mapping[str, bool]] = {
 @pytest.mark.reduced(family=("bert", "llama", "t5"))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("family", TIED)
-def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
+def test_tied_embedding_and_head_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
     """With zbv both ends are on the first rank, and only T5 has its table in the middle as well."""
     report = check(pool2, deep(family, **TIED[family]), schedule, micro_batches=4)
     summed = any("all_reduce over pipe (gradients)" in name for name in report.collectives)
@@ -293,12 +293,12 @@ def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, 
 
 @pytest.mark.reduced(family=("t5", "albert"))
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
-def test_shared_weights_over_all_axes(pools: Any, family: str) -> None:
+def test_tied_weights_over_all_axes(pools: Any, family: str) -> None:
     check(pools(4), deep(family), tensor=2, config=SEQUENCE)
     check(pools(4), deep(family), data=2)
 
 
-def test_untied_parameters_are_summed_over_no_stages(pool2: WorkerPool) -> None:
+def test_untied_gradients_are_not_reduced_over_stages(pool2: WorkerPool) -> None:
     report = check(pool2, deep("llama"))
     assert not any("over pipe (gradients)" in name for name in report.collectives)
 

@@ -61,9 +61,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ({"model_fn": lambda: Tower()}, "cannot be sent"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
-    pool2: WorkerPool, asked: dict[str, Any], words: str
-) -> None:
+def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, asked: dict[str, Any], words: str) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
     call = {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "tensor": 2, **asked}
@@ -73,14 +71,14 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
     assert pool2.pids == pids, "no worker was killed"
 
 
-def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
+def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
     with pytest.raises(ConfigError, match="has a process group"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
 @pytest.mark.slow
-def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
+def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from shardformer.verify.small_models import RandomBatches, SmallModel\n"
@@ -95,7 +93,7 @@ def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) 
     assert "freeze_support" not in done.stderr and "WorkerError" not in done.stderr
 
 
-def test_the_plan_is_made_ahead_without_a_trace() -> None:
+def test_checking_the_plan_has_no_side_effects() -> None:
     policy = TowerPolicy()
     before = torch.random.get_rng_state()
     check_layout(Tower, 2, policy)
@@ -104,7 +102,7 @@ def test_the_plan_is_made_ahead_without_a_trace() -> None:
         check_layout(Tower, 2)
 
 
-def test_a_loss_that_calls_the_model_on_something_else_is_told_in_a_pipeline() -> None:
+def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> None:
     batch = {"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
     replay = PrecomputedForward(nn.Linear(2, 2), "output", batch)
     assert replay(**batch) == replay(batch["input_ids"]) == "output"

@@ -72,7 +72,7 @@ def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
-def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list[int]) -> None:
+def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
     batch = next(insert_media_tokens(model, dict(named_inputs(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
@@ -80,7 +80,7 @@ def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
 
 
-def test_a_model_without_tokens_for_images_has_nothing_in_its_text() -> None:
+def test_a_model_without_image_tokens_has_no_placeholders() -> None:
     model = clip()
     assert [*insert_media_tokens(model, dict(named_inputs(model)))] == []
 
@@ -102,7 +102,7 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
         ({"pipeline": VerifyPipeline(1, 2)}, "--micro-batches 1"),
     ],
 )
-def test_samples_that_are_compared_with_each_other_are_not_cut_apart(cut: dict[str, Any], remedy: str) -> None:
+def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> None:
     whole = VerifyJob(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
     check_independent_samples(whole, clip())
     check_independent_samples(replace(whole, data=2), clip())  # beside the plain model of the same parts
@@ -111,7 +111,7 @@ def test_samples_that_are_compared_with_each_other_are_not_cut_apart(cut: dict[s
     assert remedy in caught.value.remedy
 
 
-def test_every_model_type_is_known_by_a_class() -> None:
+def test_every_model_type_has_a_class() -> None:
     known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
     assert known.items() <= all_classes().items()
 
@@ -126,7 +126,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         known.cache_clear()
 
 
-def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
+def test_unknown_inputs_are_reported(small: Any) -> None:
     def none(model: nn.Module, together: bool) -> ReducedModel:
         raise PolicyError("TypeError", rule="", remedy="")
 
@@ -138,7 +138,7 @@ def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
         ReducedModelType("patchtst").config()
 
 
-def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
+def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
     small(lambda model, together: ReducedModel(clip(), forward_call(clip(), two), two))
     source = find_model("clip")
@@ -149,7 +149,7 @@ def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
 
 
 @pytest.mark.parametrize(("model_fn", "inputs"), [(clip, {"pixel_values", "return_loss"}), (qwen, {"image_grid_thw"})])
-def test_a_folder_of_such_a_model_is_fed_alike(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
+def test_a_folder_of_a_multimodal_model_gets_the_same_batches(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
     model_fn().save_pretrained(tmp_path)
     source = find_model(str(tmp_path))
     batch = source.batches(3)(0)

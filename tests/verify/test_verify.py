@@ -300,7 +300,7 @@ CASES = [
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whatever_is_left_out_is_seen(pools: WorkerPools, case: Case) -> None:
+def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
     sample = SmallModel(case.family, changes=case.changes)
     batches = RandomBatches(sample.head_class)
     job = VerifyJob(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
@@ -318,7 +318,7 @@ def test_whatever_is_left_out_is_seen(pools: WorkerPools, case: Case) -> None:
 
 
 @pytest.mark.parametrize(("tensor", "data", "config"), [(2, 1, {}), (2, 1, OVERLAP), (2, 2, SEQUENCE)])
-def test_nothing_left_out_is_nothing_seen(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
+def test_without_omission_it_passes(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
     """What was seen above is what was left out, not the way in which it was; and none of it outlives its test."""
     job = VerifyJob(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config
@@ -330,7 +330,7 @@ def test_nothing_left_out_is_nothing_seen(pools: WorkerPools, tensor: int, data:
 # ----------------------------------------------------------------------------------------------------------- the report
 
 
-def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
+def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
     batches = RandomBatches("GPT2LMHeadModel")
     report = verify(SmallModel("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
     assert report.passed
@@ -365,7 +365,7 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
-def test_a_model_that_casts_is_held_to_the_bounds_of_fp64(pool2: WorkerPool, family: str) -> None:
+def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are fp64 on both sides."""
     sample = SmallModel(family)
     report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=sample_loss, pool=pool2)
@@ -379,19 +379,19 @@ def test_a_model_that_casts_is_held_to_the_bounds_of_fp64(pool2: WorkerPool, fam
 
 
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
-def test_a_model_of_ones_own_with_a_policy_and_a_loss(pool2: WorkerPool, config: Any) -> None:
+def test_a_custom_model_with_policy_and_loss_passes(pool2: WorkerPool, config: Any) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=TowerPolicy, config=config, pool=pool2)
     assert report.passed, str(report)
     assert report.model == "Tower"
     assert report.bounds.gradient == 1e-10
 
 
-def test_a_wrong_policy_of_ones_own_is_seen(pool2: WorkerPool) -> None:
+def test_a_wrong_custom_policy_fails(pool2: WorkerPool) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=ForgetfulPolicy(), pool=pool2)
     assert not report.passed
     assert "layers.0.mlp.up.bias (weight)" in report.missing
 
 
-def test_own_workers_are_started_and_ended() -> None:
+def test_without_a_pool_workers_are_started_and_ended() -> None:
     report = verify(Tower, numbers, tensor=1, data=1, loss_fn=distance, policy=TowerPolicy, steps=1)
     assert report.passed, str(report)

@@ -36,7 +36,7 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
 @pytest.mark.reduced
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
+def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
     how = VerifyTraining(stage, precision=precision, offload="cpu" if stage == 2 else None)
     report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
     # the norm by which gradients are clipped is summed in another order, so that a last bit may differ
@@ -61,7 +61,7 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_stage_of_a_pipeline_may_have_nothing_that_trains(stage: int, pool4: WorkerPool) -> None:
+def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: WorkerPool) -> None:
     how = VerifyTraining(stage, frozen_pattern=r"transformer\.(wte|wpe|h\.0)\..*")
     report = verify(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=VerifyPipeline(2), pool=pool4
@@ -91,7 +91,7 @@ def right(start: object = ReduceScatterToShards.start) -> None:
     ReduceScatterToShards.start = start  # type: ignore[method-assign,assignment]
 
 
-def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
+def test_a_wrong_reduction_fails(pool2: WorkerPool) -> None:
     pool2.run(wrong)
     try:
         report = verify(
@@ -102,7 +102,7 @@ def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
     assert not report.passed
 
 
-def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
+def test_batches_of_a_small_model_have_the_requested_size() -> None:
     batches = ExampleBatches(ReducedModelType("stablelm"))
     assert batches(0)["input_ids"].shape[0] == 2
     five = batches.with_samples(5)(1)
@@ -122,7 +122,7 @@ def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ],
 )
-def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         VerifyTraining(**asked)
 
@@ -139,7 +139,7 @@ def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
         (VerifyTraining(1, frozen_pattern="h.0.attn"), None, "frozen='h.0.attn'"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(
+def test_options_that_the_model_does_not_support_raise(
     training: VerifyTraining, pipeline: VerifyPipeline | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said), WorkerPool(2) as pool:
