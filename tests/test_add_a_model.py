@@ -1,4 +1,4 @@
-"""docs/add-a-model.md: its files and commands, one after the other, in an empty folder, as a newcomer runs them."""
+"""docs/add-a-model.md: its files and commands run in order, in an empty folder."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ COMMANDS = [
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page's files, what its first one saves, and what is inferred of that."""
+    """Create a folder with the page's files, the model saved by its first file, and the policy derived from it."""
     folder = tmp_path_factory.mktemp("page")
     for name, text in FILES.items():
         (folder / name).write_text(text)

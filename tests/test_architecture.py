@@ -1,4 +1,4 @@
-"""The house rules, read from the source: who may import whom, how long things are, what an import costs."""
+"""Architecture rules, checked in the source: import order, sizes, private names, import time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
+# Packages from top to bottom. A package imports only from those above it. A nested package may have its own position.
 FLOORS = [
     "errors",
     "public_names",
@@ -71,7 +71,7 @@ LATE_ONLY = {
 
 
 def name_of(path: Path) -> str:
-    """``shardformer/comm/functions.py`` -> ``shardformer.comm.functions``."""
+    """Return ``shardformer.comm.functions`` for ``shardformer/comm/functions.py``."""
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -79,7 +79,7 @@ MODULES = {name_of(path) for path in FILES} | {f"shardformer.{part}" for part in
 
 
 def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[str]:
-    """Full names of what a tree imports anywhere, functions included; ``from x import y`` gives x.y if that is ours."""
+    """Return the full names of all imports in a tree, also in functions. ``from x import y`` gives ``x.y``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -94,7 +94,7 @@ def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[st
 
 
 def part_of(name: str) -> str | None:
-    """The part of the house that a module of ours belongs to; None for the package itself."""
+    """Return the entry of the package order that a module belongs to, or None for the package itself."""
     parts = name.split(".")[1:]
     if not parts:
         return None
@@ -102,9 +102,9 @@ def part_of(name: str) -> str | None:
 
 
 def broken_rule(source: str, target: str) -> str | None:
-    """What is wrong with an import of module ``target`` in module ``source``, None if nothing is."""
+    """Return the rule that an import of ``target`` in ``source`` breaks, or None."""
     if target.partition(".")[0] != "shardformer" or part_of(source) is None:
-        return None  # Not ours; or the package's own __init__, which names everything.
+        return None  # another library, or the package's own __init__
     here, there = part_of(source), part_of(target)
     if here not in FLOOR:
         return f"{source} stands on no floor: add {here!r} to FLOORS"
@@ -136,7 +136,7 @@ def test_files_have_no_import_cycles() -> None:
 
 
 def circle_in(arrows: dict[str, set[str]]) -> list[str]:
-    """The modules on one circle of imports; empty where there is none."""
+    """Return the modules of one import cycle, or an empty list."""
     done: set[str] = set()
 
     def look(name: str, way: list[str]) -> list[str]:
@@ -190,7 +190,7 @@ def test_optional_and_slow_libraries_are_imported_when_used(path: Path) -> None:
 
 
 def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements that run when a module is imported: outside functions and ``if TYPE_CHECKING``."""
+    """Return the import statements that run at import time: outside of functions and ``if TYPE_CHECKING``."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -203,7 +203,7 @@ def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 CACHES = re.compile(r"past_key_values?\b|cache_params|\bmems\b|past_buckets_states")
-"""Arguments and fields that have other names in other versions of transformers."""
+"""Arguments and fields with different names in different versions of transformers."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
@@ -226,12 +226,12 @@ ALLOWED_PRIVATE = {
     "_getframe": "of sys",
     "_exit": "of os",
 }
-"""Private attributes of other libraries that any file may use; the tables of nn.Module have no public names."""
+"""Private attributes of other libraries that any file may use. The tables of nn.Module have no public names."""
 OPERATORS = re.compile(r"(torch\.ops\.)?aten\.", re.IGNORECASE)
 
 
 def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
-    """Imports of private names and modules of torch, and private attributes that are not defined in the package.
+    """Return imports of private names and modules of torch, and private attributes not defined in the package.
 
     Args:
         own: the private names that the package defines.
@@ -288,7 +288,7 @@ MAY_BE_SHORT = re.compile(
 def test_the_package_has_few_files_of_one_concept_each() -> None:
     lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert len(lines) <= 230
-    assert sum(lines.values()) <= 57_000  # lower it when the package gets smaller
+    assert sum(lines.values()) <= 57_000  # lower this when the package gets smaller
     assert [path for path, count in lines.items() if count < 60 and not MAY_BE_SHORT.fullmatch(path)] == []
 
 
@@ -304,13 +304,13 @@ def test_files_functions_and_signatures_stay_short(path: Path) -> None:
             too_long.append(f"{node.name}: {num_lines} lines")
         names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         num_arguments = len([name for name in names if name not in ("self", "cls")])
-        if num_arguments > 12:  # a layer's constructor takes what torch's does, and verify what a comparison needs
+        if num_arguments > 12:  # constructors of layers have torch's arguments, and verify those of a comparison
             too_long.append(f"{node.name}: {num_arguments} arguments")
     assert too_long == []
 
 
 def test_policy_dataclasses_have_few_fields() -> None:
-    """What belongs together is a value of its own, in the words of a policy."""
+    """Dataclasses of policies group related fields into values of their own."""
     for file in ("policies/roles.py", "policies/module_descriptions.py", "pipeline/layer_sequence.py"):
         for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
@@ -348,13 +348,14 @@ SHARED = {
     "verify.small_models.LIBRARIES": "what a library of models registers for the process",
     "training.preemption._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
 }
-"""What changes at module level, and why ranks that are threads of one process may have it in common."""
+"""Names that change at module level, and why ranks that are threads may share them."""
 COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|Weak\w+)")
 
 
 def shared_state(tree: ast.Module) -> Iterator[str]:
-    """Names of what all threads of a process have in common: collections that begin empty, ``global``, class attributes
-    that a method replaces."""
+    """Return names of state shared by all threads: collections that start empty, ``global``, and class attributes
+    that methods assign.
+    """
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and begins_empty(node.value):
             yield from (ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target]))
@@ -374,7 +375,7 @@ def begins_empty(value: ast.expr) -> bool:
 
 
 def test_module_level_state_is_listed() -> None:
-    """Ranks may be threads. What is known of a model is kept by the model, its optimizer, or the thread."""
+    """Ranks may be threads. State is stored in the model, its optimizer, or the thread."""
     found = {
         f"{name_of(path).removeprefix('shardformer.')}.{name}"
         for path in FILES
@@ -398,13 +399,13 @@ def test_module_level_state_is_detected(code: str, names: list[str]) -> None:
 
 
 def import_seconds(statement: str) -> float:
-    """Seconds of CPU that an import takes where torch has been imported, the better of two fresh interpreters."""
+    """Return the CPU seconds of an import after torch, the minimum of two new interpreters."""
     code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     return min(float(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2))
 
 
-# Public names are loaded when they are asked for, so all of them are asked for.
+# public names are loaded lazily, so all of them are requested
 ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr(shardformer, '__all__', ())]"
 
 

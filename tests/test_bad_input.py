@@ -1,4 +1,4 @@
-"""What cannot be is refused on every rank, before anything is trained, with the model as it was. Nothing hangs."""
+"""Invalid input raises on every rank before training, leaves the model unchanged, and never hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
 
 @dataclass(frozen=True)
 class Refusal:
-    """What one rank said, and whether it left the model alone."""
+    """The error of one rank, and whether the rank's model is unchanged."""
 
     kind: str
     what: str
@@ -66,7 +66,7 @@ def refusal_of(act: Callable[[], Any], model: nn.Module | None = None) -> Refusa
 
 
 def fingerprint(model: nn.Module | None) -> list[str]:
-    """Everything that sharding changes: modules, parameters, hooks, attributes and the config."""
+    """Return everything that sharding changes: modules, parameters, hooks, attributes and the config."""
     if model is None:
         return []
     out = [str(vars(getattr(model, "config", object)) if hasattr(model, "config") else "")]
@@ -82,16 +82,13 @@ def fingerprint(model: nn.Module | None) -> list[str]:
 
 
 def refused(refusals: list[Refusal], kind: type[ShardFormerError], *words: str) -> None:
-    """Every rank refused, all in the same kind of error with a remedy, and left its model alone."""
+    """Assert that every rank raised the same type of error with a remedy, and left its model unchanged."""
     for refusal in refusals:
         assert refusal.kind == kind.__name__, refusal
         assert refusal.untouched, refusal
         assert refusal.what and refusal.remedy
         for word in words:
             assert word in refusal.text, refusal
-
-
-# ---------------------------------------------------------------------------------- asked of all ranks, refused by each
 
 
 class NotAPolicy:
@@ -110,7 +107,7 @@ def describe(*pairs: tuple[str, Any], **kwargs: Any) -> ModulePolicyDescription:
 
 
 class Written(Policy):
-    """A policy made of one rule for a Layer of the toy."""
+    """A policy with a single rule for a Layer of the toy model."""
 
     def __init__(self, key: str, *pairs: tuple[str, Any], **kwargs: Any) -> None:
         super().__init__()
@@ -139,7 +136,7 @@ def meta() -> nn.Module:
 def unknown() -> nn.Module:
     import transformers
 
-    # no attention and no MLP: there is nothing to infer either
+    # without attention and MLP, no policy can be derived
     return transformers.MambaModel(
         transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=31)
     )
@@ -259,9 +256,6 @@ def test_all_ranks_raise(pool2: WorkerPool, name: str) -> None:
     refused(pool2.run(_refuse, name), CASES[name].kind, *CASES[name].words)
 
 
-# -------------------------------------------------------------------------------------------------- ranks that disagree
-
-
 class Broken(ToyPolicy):
     def module_policy(self) -> Any:
         if self.axis.rank == 1:
@@ -270,7 +264,7 @@ class Broken(ToyPolicy):
 
 
 class BrokenAtTheEnd(ToyPolicy):
-    """Fails after the model was changed, on one rank only."""
+    """Fails on one rank after the model was changed."""
 
     def postprocess(self) -> nn.Module:
         if self.axis.rank == 1:
@@ -290,7 +284,7 @@ def frozen() -> nn.Module:
 
 
 def ranks_differ(rank: int, how: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and the arguments of this rank in a disagreement of that name."""
+    """Return this rank's model and arguments for a named disagreement."""
     model: nn.Module = ToyLM()
     arguments: dict[str, Any] = {"policy": ToyPolicy}
     if how == "layers" and rank:
@@ -400,9 +394,6 @@ def test_different_initial_weights_are_replaced_by_those_of_rank_0(pool2: Worker
         assert "The tensor ranks held different weights: all took those of rank 0." in text
 
 
-# ------------------------------------------------------------------------------------------------ processes and groups
-
-
 def _lay_grid(**sizes: Any) -> Refusal:
     return refusal_of(lambda: launch_from_torch(**sizes))
 
@@ -482,7 +473,7 @@ def test_a_group_without_one_of_the_processes_raises(pool2: WorkerPool) -> None:
 
 
 def _second_try() -> list[str]:
-    """A refusal on every process, one on some, and then what they should have done."""
+    """Raise on every process, raise on some, then shard correctly."""
     wrong, right = dist.new_group([1, 3]), [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     tries: list[Any] = ["no group", wrong, right]
     answers = []
@@ -504,7 +495,7 @@ def _members_give_different_groups() -> Refusal:
     pair, whole = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if dist.get_rank() == 3:
         return Refusal("ConfigError", "the two differ [0, 1] [0, 1, 2]", "it takes no part", "none", True)
-    if dist.get_rank() == 2:  # which a process cannot know of that is in the larger group alone: its wait ends in time
+    if dist.get_rank() == 2:  # a process that is only in the larger group cannot know this, and its wait times out
         _get_default_store().set_timeout(timedelta(seconds=2))
     group = whole if dist.get_rank() else pair
     model = ToyLM()
@@ -519,7 +510,7 @@ def test_ranks_with_different_groups_raise(pool4: WorkerPool) -> None:
 
 
 def _one_has_a_model_of_its_own(order: str) -> list[str]:
-    """Rank 0 shards a model over itself alone, before, between or after those that both shard."""
+    """Rank 0 shards a model alone, before, between or after the models that both ranks shard."""
     alone, both = dist.new_group([0]), dist.new_group([0, 1])
     titles = []
     for what in order:
@@ -554,7 +545,7 @@ def test_each_half_of_the_processes_can_shard_a_model(pool4: WorkerPool) -> None
 
 
 def _bystanders() -> float:
-    """Only the first two of the processes shard anything."""
+    """Only the first two processes shard a model."""
     pair = dist.new_group([0, 1])
     start = time.monotonic()
     if dist.get_rank() < 2:
@@ -565,9 +556,6 @@ def _bystanders() -> float:
 
 def test_processes_outside_the_group_need_not_shard(pool4: WorkerPool) -> None:
     assert max(pool4.run(_bystanders)) < 5.0
-
-
-# ------------------------------------------------------------------------------------------------------ sharded already
 
 
 def _shard_again(wrap: bool, ranks: int) -> Refusal:
@@ -581,9 +569,6 @@ def _shard_again(wrap: bool, ranks: int) -> Refusal:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
     refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "sharded already", "once")
-
-
-# ------------------------------------------------------------------------------------------------ a sharded model's use
 
 
 def _use(how: str) -> Refusal:
@@ -650,8 +635,6 @@ def test_training_continues_after_an_invalid_batch(pool2: WorkerPool) -> None:
         assert abs(ours - theirs) < 1e-5
 
 
-# -------------------------------------------------------------------------------------------------------- a worker dies
-
 DYING = """
     import os, sys, time
     import torch
@@ -676,7 +659,7 @@ DYING = """
     ("tensor", "end", "said"),
     [
         (2, "os._exit(7)", "rank 1 failed first, exit code 7"),
-        (1, "os.kill(os.getpid(), 9)", "rank 1 failed first, killed by SIGKILL"),  # both are of the data axis
+        (1, "os.kill(os.getpid(), 9)", "rank 1 failed first, killed by SIGKILL"),  # both ranks are on the data axis
     ],
 )
 def test_a_dead_worker_ends_the_others_and_is_reported(tmp_path: Path, tensor: int, end: str, said: str) -> None:

@@ -1,4 +1,4 @@
-"""Every benchmark runs, in its smallest setting, and prints what it is there to print."""
+"""Every benchmark runs in its smallest setting and prints its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """``run(script, *options)``: what it prints, with the session's processes in place of its own."""
+    """``run(script, *options)`` returns the output of a benchmark, which uses the session's workers."""
     monkeypatch.syspath_prepend(str(FOLDER))
     common = importlib.import_module("common")
     monkeypatch.setattr(common, "two_processes", lambda threads: nullcontext(pool2))
@@ -40,7 +40,7 @@ def run(pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def rows(printed: str) -> dict[str, list[str]]:
-    """The lines of a printed table by their first column, which is followed by two spaces."""
+    """Return the lines of a printed table by their first column, which ends with two spaces."""
     cells = [line.split("  ") for line in printed.splitlines() if "  " in line]
     return {first: [c.strip() for c in rest if c.strip()] for first, *rest in cells}
 
@@ -50,7 +50,7 @@ def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(
     variants = importlib.import_module("tensor_parallel").VARIANTS
     assert set(variants) <= set(table)
     assert table["one process"][1:] == ["1.00", table["one process"][2], "-", "-"]
-    # the embedding, two exits, two entries and the head's entry; and the loss
+    # the embedding, two exits, two entries, the entry of the head, and the loss
     assert table["ShardFormer"][3] == "7 (1 the loss's)"
     count = {name: int(table[name][3].split()[0]) for name in variants if name != "one process"}
     assert count["ShardFormer"] == min(count.values())
@@ -192,7 +192,7 @@ def test_coverage_compares_an_architecture_over_other_layouts(
 
 
 def is_ever_below(bound: float, measure: Callable[[], float]) -> bool:
-    """Whether one of five measurements is: the loopback device also counts what other programs send meanwhile."""
+    """Whether one of five measurements is below a limit. The loopback device also counts other programs' traffic."""
     return any(measure() < bound for _ in range(5))
 
 
@@ -223,7 +223,7 @@ def test_zero_compares_the_traffic_of_each_stage_with_torch(run: Run) -> None:
         assert len([name for name in table if name.startswith("ShardFormer")]) == 5
         is_number = {name: bool(cells) and cells[-1].replace(".", "").isdigit() for name, cells in table.items()}
         sent = {name: float(table[name][-1]) for name, known in is_number.items() if known}
-        if not sent:  # the system does not say what crosses its loopback device
+        if not sent:  # the system does not count the bytes on its loopback device
             return 0.0
         return sent["ShardFormer stage 2"] / sent["DDP + ZeroRedundancyOptimizer"]
 

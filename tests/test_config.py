@@ -1,4 +1,4 @@
-"""``ParallelConfig``: every field survives JSON, has a description, and answers to its earlier name."""
+"""``ParallelConfig``: every field round-trips through JSON, has a description, and accepts its earlier name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHER_DEFAULTS = {
     "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",
     "shardformer.verify.verify.tensor": "verify compares a model that is sharded",
 }
-"""Parameters that have the name of a field and another default, with the reason."""
+"""Parameters with the name of a field and another default, with the reason."""
 OWN_DEFAULTS = {"tensor", "data", "average_loss_over", "micro_batches"}
 """Flags of ``shardformer verify`` and ``draw`` whose help has their default."""
 NEEDS: dict[str, dict[str, Any]] = {

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/concepts.md runs as it stands there, on a small model."""
+"""The Python blocks of the README and of docs/concepts.md run unchanged on a small model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/features.md: written from what the tests say, and a run of all tests fails when it says something else."""
+"""docs/features.md is generated from test results, and a full run of the tests fails if it is outdated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ markers = feature: a cell
 
 @dataclass(frozen=True)
 class Project:
-    """A repository with tests of features. They run in a process of their own, as a user starts them."""
+    """A repository with tests of features, run in a separate process."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class Project:
         return read_page(self.page.read_text())[row, column]
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """The exit status, and all that was said."""
+        """Return the exit status and the output."""
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, timeout=120)
@@ -85,7 +85,7 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """One whose page is not written yet."""
+    """Create a project whose page does not exist yet."""
     (tmp_path / "pytest.ini").write_text(INI)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.feature_table"]\n')
     for folder in ("tests", "docs"):

@@ -1,4 +1,4 @@
-"""What docs/in-your-script.md says: each piece runs on the plain model and on the sharded one, with the same result."""
+"""docs/in-your-script.md: each snippet gives the same result on the plain and on the sharded model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def first(family: str) -> Any:
 
 
 def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """The names that a piece leaves."""
+    """Run a snippet, and return its variables."""
     code = PIECES[piece]
     if "_shardformer" not in model.__dict__:
-        code = code.replace('torch.compile(model, backend="eager")', "model")  # takes long, and is torch's own
+        code = code.replace('torch.compile(model, backend="eager")', "model")  # compilation is slow and tested by torch
         code = code.replace(PLAIN_STATE, "weights = {n: w.clone() for n, w in model.state_dict().items()}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     names: dict[str, Any] = {"torch": torch, "shardformer": shardformer, "copy": copy, "model": model}
@@ -84,7 +84,10 @@ def test_on_data_ranks_it_equals_training_on_both_batches(piece: str) -> None:
 
 def compiled(sizes: dict[str, int]) -> bool:
     plain = first("llama")
-    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:1], 1  # each is compiled, for seconds
+    plain.model.layers, plain.config.num_hidden_layers = (
+        plain.model.layers[:1],
+        1,
+    )  # each layer is compiled, which takes seconds
     whole = ran("Compiling", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
     ran("Compiling", model, batches_of()[:2])

@@ -1,4 +1,4 @@
-"""The pages on training run as they stand: their Python in one process after the other, and their commands."""
+"""The Python blocks and commands of the training pages run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def small() -> dict[str, Any]:
-    """What a reader has: a model that gives its loss, an optimizer, a scheduler, data."""
+    """Return a small model that computes a loss, an optimizer, a scheduler and data."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
@@ -76,11 +76,11 @@ def test_the_engine_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 STEPS = {60: 6, 90: 9, 20: 2}
-"""Of the steps on the page a tenth: what a run keeps and where it goes on does not depend on how many they are."""
+"""A tenth of the page's steps. Checkpoints and resuming do not depend on their number."""
 
 
 def fewer_steps(text: str) -> str:
-    """The page's runs, their steps cut to a tenth. Each number is on the page where it is looked for."""
+    """Divide the numbers of steps in a page's runs by ten. Each number must occur on the page."""
     number = r"\b((?:steps|training\.steps|every_steps) ?= ?)(\d+)"
     return re.sub(number, lambda found: f"{found[1]}{STEPS[int(found[2])]}", text)
 

@@ -1,4 +1,4 @@
-"""Public names: few, typed, importable by their earlier names, and with suggestions for misspelt ones."""
+"""Public names are few and typed, can be imported by earlier names, and are suggested for misspelled ones."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_public_name_can_be_imported(name: str) -> None:
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_no_public_name_is_a_module(name: str) -> None:
-    """Importing ``shardformer.x.y`` binds the module to the name ``y`` of the package."""
+    """Importing ``shardformer.x.y`` would bind the module to the name ``y`` of the package."""
     modules = {path.stem for path in (PACKAGE / name).glob("*.py")} | {p.name for p in (PACKAGE / name).glob("*/")}
     assert modules & set(public(importlib.import_module(f"shardformer.{name}"))) == set()
 
@@ -89,7 +89,7 @@ def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
 
 
 def test_policy_methods_with_earlier_names_are_used() -> None:
-    """It would be ignored in silence otherwise."""
+    """They would otherwise be ignored silently."""
     with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
 
         class Mine(RolePolicy):

@@ -1,4 +1,4 @@
-"""The pages that are written from the code are those of this code."""
+"""Generated pages of the documentation match the code."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def test_every_key_and_hook_is_documented() -> None:
         name for name in TrainConfig.model_fields if f"## [{name}]" not in said and f"| `{name}` |" not in said
     ] == []
     assert [name for name in KNOWN_HOOKS if f"### {name}" not in said] == []
-    assert re.search(r"\|  \|\n", said) is None  # each has a word
+    assert re.search(r"\|  \|\n", said) is None  # every option has a description
 
 
 def test_the_example_is_a_valid_config() -> None:

@@ -1,4 +1,4 @@
-"""The tiers: which cases each of them runs, what the fast one forbids, and what a test may cost."""
+"""Tiers: the cases that each one runs, what the fast tier forbids, and the time limit of a test."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, tier: str, *options: str) -> tuple[set[str], str]:
-    """The cases that failed, and all that was printed."""
+    """Return the failed cases and the output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--tier", tier, "-rA", "-vv", *options]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)

@@ -1,4 +1,4 @@
-"""What has another form in another version of torch: each form, whichever version is installed."""
+"""Differences between versions of torch, tested for each version independent of the installed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ own_init_group: Any = Adagrad._init_group
 
 
 def _only_with_state(self: Adagrad, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """As in torch 2.11: the step reads the state that the constructor made."""
+    """An Adagrad as in torch 2.11, whose step needs the state from the constructor."""
     for param in group["params"]:
         self.state[param]["sum"]
     return own_init_group(self, group, *lists)

@@ -32,7 +32,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
 def replaced() -> dict[str, Any]:
-    """All objects of torch and transformers that the package replaces, and the tables to which it adds."""
+    """Return all objects of torch and transformers that the package replaces, and the tables it extends."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     tables: dict[str, Any] = {
@@ -65,7 +65,7 @@ def shard() -> None:
 
 
 def install_all() -> set[Patch]:
-    """Installs every patch. Returns them, and those that are installed for the duration of a block."""
+    """Install every patch. Return them, and those that are installed for the duration of a block."""
     shard()
     register_attention(ATTENTION_NAME, attention, None)
     register_context_attention()
@@ -80,7 +80,7 @@ def install_all() -> set[Patch]:
 
 @pytest.fixture
 def nothing_installed() -> Iterator[dict[str, Any]]:
-    """All objects of the libraries without patches. Afterwards the patches are there again, for other tests."""
+    """Return the libraries' objects without patches. Patches are restored afterwards for other tests."""
     torch_patches.uninstall()
     yield replaced()
     install_all()

@@ -1,4 +1,4 @@
-"""What has another name in another version of transformers: each name, whichever version is installed."""
+"""Differences between versions of transformers, tested for each name independent of the installed version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.ones(1, 1, 2, 2)
 
 
 class Output(dict[str, Any]):
-    """An output of a model, as transformers makes it."""
+    """A model output of transformers."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(fields)

@@ -1,4 +1,4 @@
-"""``shardformer check``: what it finds, and that a missing requirement is an exit status of 1."""
+"""``shardformer check``: its results, and exit status 1 for a failed requirement."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shardformer.errors import WorkerError
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes are started: the all-reduce is taken as good."""
+    """Replace the all-reduce, so that no processes are started."""
     monkeypatch.setattr(cli_check, "measure_all_reduce", lambda: 0.5)
 
 

@@ -1,4 +1,4 @@
-"""How long the launcher waits for its processes: those that save on a signal are not killed meanwhile."""
+"""How long the launcher waits for processes to end. Processes that save on a signal get more time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """(seconds that torch's launcher waits, whether processes hear that one of them failed), of each close."""
+    """Return for each close: the timeout of torch's launcher, and whether processes see that one of them failed."""
     found: list[tuple[int, bool]] = []
     monkeypatch.delenv(SHUTDOWN_TIMEOUT_VARIABLE, raising=False)
     monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_ended())))

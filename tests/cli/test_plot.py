@@ -1,4 +1,4 @@
-"""``shardformer plot``: runs as a table and as a picture."""
+"""``shardformer plot``: tables and plots of training runs."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_without_matplotlib_the_table_and_the_extra_are_printed(
     code, out, err = said(capsys, runs[0])
     assert (code, err) == (0, "")
     assert "loss" in out and "pip install 'shardformer[plot]'" in out
-    code, out, err = said(capsys, runs[0], "--out", "asked.png")  # what was asked for cannot be: an error
+    code, out, err = said(capsys, runs[0], "--out", "asked.png")  # an explicit --out that cannot be saved is an error
     assert code == 2
     assert "loss" in out and "pip install 'shardformer[plot]'" in err
 

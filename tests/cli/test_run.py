@@ -1,4 +1,4 @@
-"""``shardformer run``: host files, what reaches the script, and what is said when a process fails."""
+"""``shardformer run``: host files, the environment of the script, and reports of failures."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script that prints its place among the processes, its threads and its own arguments."""
+    """Create a script that prints its rank, its number of threads and its arguments."""
     path = tmp_path / "train.py"
     path.write_text(
         "import os, pickle, sys\n"
@@ -57,7 +57,7 @@ def script(tmp_path: Path) -> Path:
         "pickle.dumps(Thing)\n"  # Works only if __main__ is really this file.
         "names = ('RANK', 'LOCAL_RANK', 'WORLD_SIZE', 'OMP_NUM_THREADS')\n"
         "words = [*(os.environ[n] for n in names), __name__, os.path.basename(__file__), *sys.argv[1:]]\n"
-        "os.write(1, (' '.join(words) + '\\n').encode())\n"  # One write, so that the processes' lines do not mix.
+        "os.write(1, (' '.join(words) + '\\n').encode())\n"  # one write, so that lines do not mix
     )
     return path
 
@@ -72,9 +72,6 @@ def assert_four_parts(error: ShardFormerError, value: str) -> None:
     assert value in error.what
     assert error.remedy
     assert error.remedy.rstrip(".") in str(error)
-
-
-# ------------------------------------------------------------------------------------------------------------ launching
 
 
 def test_the_script_gets_its_rank_and_arguments(script: Path) -> None:
@@ -112,7 +109,7 @@ def test_the_first_failed_rank_is_reported_last(tmp_path: Path) -> None:
     how = "(exit code 1|ended by the launcher while it was exiting)"
     assert re.search(f"rank 1 failed first, {how}: ValueError: label 7 is out of the vocabulary", last), last
     assert "worker.py" not in err
-    assert err.count("Traceback") <= 2  # The workers' own, none of the launcher.
+    assert err.count("Traceback") <= 2  # the workers' own tracebacks, and none of the launcher
 
 
 def test_a_killed_rank_is_reported(tmp_path: Path) -> None:
@@ -139,7 +136,7 @@ mutex, library = ctypes.create_string_buffer(256), ctypes.CDLL(None)
 library.pthread_mutex_lock(mutex)
 library.pthread_mutex_lock(mutex)
 """
-"""Rank 1 dies. Rank 0 is slow to see it; or never sees it, inside of a call in which no handler of Python's runs."""
+"""Rank 1 dies. Rank 0 notices late, or never, because it is in a call during which Python runs no signal handlers."""
 
 
 def test_a_waiting_rank_has_time_to_report_its_error(tmp_path: Path) -> None:
@@ -273,10 +270,10 @@ OURS = ["ConfigError", "x=3", "It is even", "Use 2"]
 @pytest.mark.parametrize(
     ("failures", "ranks", "words"),
     [
-        # on another machine: the launcher does not know which
+        # on another machine, whose ranks the launcher does not know
         ({0: failure(1, "Connection closed by peer")}, range(0), "a process of its group exited before rank 0"),
         ({2: failure(1, "Connection closed by peer")}, range(3), "ranks 0, 1 exited before rank 2"),
-        # the launcher ended rank 1 while it was about to end by itself; and rank 0, though that had raised it first
+        # the launcher ended rank 1 while it was exiting, and rank 0, which had raised the error first
         *(
             (
                 {r: failure(c, "x=3", r, parts=OURS, world_size=2) for r, c in enumerate(codes)},
@@ -300,9 +297,6 @@ def test_a_rank_that_executed_other_code_is_reported_with_its_line(monkeypatch: 
     assert said[-4].startswith("shardformer run: rank 1 had not failed") and said[-1].strip() == "time.sleep(100)"
     fault = {0: failure(1, "ValueError: x", 5), 1: failure(143)}
     assert "rank 0 failed first" in describe_failures(fault, range(2)).splitlines()[-1]
-
-
-# ---------------------------------------------------------------------------------------------------------------- hosts
 
 
 def test_a_host_file_may_have_comments_and_no_slots(tmp_path: Path) -> None:
@@ -347,7 +341,7 @@ def test_selected_hosts_keep_the_order_of_the_file() -> None:
 def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
-    # No name server is asked: only 127.0.0.1 is an address of this machine.
+    # without a name server, only 127.0.0.1 is an address of this machine
     monkeypatch.setattr(launcher_hostfile, "_is_local", lambda name: name == "127.0.0.1")
     assert find_this_host([HostEntry("node1"), HostEntry("node2"), HostEntry("127.0.0.1")]) == 1
     assert find_this_host([HostEntry("node1.cluster"), HostEntry("NODE2.cluster")]) == 1
@@ -361,10 +355,7 @@ def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatc
 
 def test_local_addresses_are_recognized() -> None:
     assert launcher_hostfile._is_local("127.0.0.1")
-    assert not launcher_hostfile._is_local("192.0.2.1")  # Set aside for documentation: nobody's.
-
-
-# -------------------------------------------------------------------------------------------------------------- options
+    assert not launcher_hostfile._is_local("192.0.2.1")  # reserved for documentation
 
 
 def test_a_host_file_sets_missing_options(tmp_path: Path) -> None:
@@ -383,7 +374,7 @@ def test_without_hosts_the_options_equal_those_of_torchrun() -> None:
 
     for arguments in (["--nnodes", "2", "--node_rank", "1", "-t", "3", "a.py", "-x"], ["--standalone", "-m", "a.b"]):
         ours, theirs = vars(parse(arguments)), vars(get_args_parser().parse_args(arguments))
-        ours["local_addr"] = None  # Ours says 127.0.0.1 when a run is alone.
+        ours["local_addr"] = None  # shardformer sets 127.0.0.1 for a single machine
         assert {name: ours[name] for name in theirs} == theirs
 
 

@@ -1,4 +1,4 @@
-"""``shardformer train``: the command starts the processes that the layout is for, and can tell what they will hold."""
+"""``shardformer train``: starting the processes of a layout, and dry runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_process_options_raise_if_no_processes_are_started(
     if how == "launched":
         monkeypatch.setenv("RANK", "0")
     if how == "alone" and option[0] == "--processes":
-        return  # one process is what it starts
+        return  # --processes 1 starts one process
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", "run.toml", *option, *(["--dry-run"] if how == "dry" else [])])
     assert ended.value.code == 2

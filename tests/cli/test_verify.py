@@ -1,4 +1,4 @@
-"""``shardformer verify``: its exit status, its table and its JSON, for each form of MODEL."""
+"""``shardformer verify``: exit status, table and JSON for each form of MODEL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def not_a_number():
 
 @pytest.fixture
 def run(pools: WorkerPools, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Runs a command in this process, in the workers of the session: status, standard output and standard error."""
+    """Run a command in this process with the session's workers. Return status, standard output and standard error."""
 
     @contextmanager
     def share_from_first(num_workers: int, **_: object) -> Iterator[WorkerPool]:

@@ -1,4 +1,4 @@
-"""examples/convergence.py fine-tunes a BERT under several layouts, whose losses lie on each other. Two of them here."""
+"""examples/convergence.py fine-tunes a BERT with the same losses under every layout. Tests two layouts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/pipeline.py trains over two stages as over one, dropout included, and saves the whole model."""
+"""examples/pipeline.py trains over two stages as over one, with dropout, and saves the full model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
 
 
 def _run_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """The script on a single stage, in this process."""
+    """Run the script with a single stage in this process."""
 
     def launch(seed: int, **_: Any) -> ParallelContext:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""examples/train.py trains over two processes as the plain model does, and what it saves is a plain checkpoint."""
+"""examples/train.py trains over two processes as in one, and saves a regular checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 
 def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """The script without the line that shards, in this process."""
+    """Run the script without the line that shards the model, in this process."""
 
     def launch(seed: int) -> ParallelContext:
         torch.manual_seed(seed)

@@ -1,4 +1,4 @@
-"""A fixed part of the net; ``make hostile`` tries all of it."""
+"""A fixed subset of the hostile cases. ``make hostile`` runs all of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each mutant is an edit of the package as it is now."""
+"""Every mutant applies to the current source of the package."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_names_are_unique_and_every_area_has_mutants() -> None:
 
 
 def test_a_timeout_does_not_count_as_a_failed_test(tmp_path: Path) -> None:
-    """On a machine that does other work, any test may take longer than its budget."""
+    """On a machine with other load, any test may exceed its time limit."""
     assert tier_arguments(ROOT, "test") == ["--tier", "test", "--no-budget"]
     (tmp_path / "conftest.py").write_text('addoption("--tier")')  # an earlier commit, without the second option
     assert tier_arguments(tmp_path, "all") == ["--tier", "all"]

@@ -1,4 +1,4 @@
-"""fp64 stays fp64, and rounding is known by what it does to a sum whose terms cancel."""
+"""``ForceFp64`` replaces casts, and ``RandomRounding`` measures the noise of sums whose terms cancel."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_the_noise_of_a_cancelling_sum_is_the_rounding_of_its_terms() -> None:
 
 
 class Chooser(nn.Module):
-    """Scores choices; one bias for all of them, which the softmax over them takes away again."""
+    """Scores choices with a common bias, which the softmax cancels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ def choice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_the_noise_of_a_zero_gradient_is_the_rounding_of_its_summands(pools: WorkerPools) -> None:
-    """The summands are of the size of the gradient of a score, 0.1, whatever the largest gradient is."""
+    """The summands have the magnitude of a score's gradient, 0.1, not that of the largest gradient."""
     job = VerifyJob(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
     plain: TrainingTrace = pools(1).run(plain_of, job)[0]
     for grads in plain.grads:
@@ -103,7 +103,7 @@ def plain_of(job: VerifyJob) -> TrainingTrace | None:
 
 
 class Casts(torch.autograd.Function):
-    """Whose backward casts what it is given, in its own time."""
+    """Its backward casts its input, and waits for an event."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[torch.dtype], wait: Callable[[], Any]) -> Tensor:
@@ -118,7 +118,7 @@ class Casts(torch.autograd.Function):
 
 
 def test_a_backward_in_another_thread_keeps_its_casts() -> None:
-    """Two comparisons and a plain backward go on at the same time, and end one after the other."""
+    """Two comparisons and a plain backward overlap in time, and end one after the other."""
     meeting, ends = threading.Barrier(3), [threading.Event() for _ in range(3)]
     before = torch.autograd.backward
 

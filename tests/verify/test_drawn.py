@@ -1,4 +1,4 @@
-"""What a model draws at random outside of its blocks is drawn alike by both sides, whoever draws it."""
+"""Random numbers that a model draws outside of its blocks are the same in the sharded and the plain model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Listener:
-    """A small random model of sounds, which covers parts of them in training, as its config says by default."""
+    """A small random audio model that masks inputs in training, as its default config specifies."""
 
     kind: str
 
@@ -51,7 +51,7 @@ def sounds(step: int) -> dict[str, Tensor]:
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
 def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
-    """By numpy, a mask for each sample: SpecAugment."""
+    """NumPy draws a mask per sample (SpecAugment)."""
     report = verify(Listener(kind), sounds, tensor=2, steps=2, pool=pool2)
     assert report.passed, str(report)
 
@@ -66,7 +66,7 @@ def test_each_data_rank_draws_the_plain_models_numbers_for_its_shard(
 
 
 def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Draws a number that counts after the first step, as a router's does once two experts are as good (PhiMoE)."""
+    """Draws a number that matters after the first step, like a router with two equally good experts (PhiMoE)."""
     number = {"torch": lambda: torch.rand(()), "python": random.random}[draw]()
     loss: Tensor = model(**batch).loss
     is_first = batch["input_ids"].sum() == LLAMA_BATCHES(0)["input_ids"].sum()

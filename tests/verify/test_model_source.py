@@ -1,4 +1,4 @@
-"""MODEL on the command line: what each form of it finds, and what is said when it finds nothing."""
+"""What each form of MODEL on the command line finds, and the errors for forms that find nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def user_module(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """A folder that save_pretrained wrote."""
+    """Create a folder with ``save_pretrained``."""
     folder = tmp_path / "bert"
     sample = SmallModel("bert", "BertForSequenceClassification", {"hidden_dropout_prob": 0.1})
     sample().save_pretrained(folder)

@@ -1,7 +1,7 @@
-"""Nobody can tell: every family over the stages of a pipeline, against the plain model that sees the whole batch.
+"""Every family in a pipeline passes ``verify``, compared with the plain model on the full batch.
 
-Five samples make three or four micro-batches, of two samples and of one, with a number of labels each, and one of them
-none: a loss that is weighed wrongly shows.
+Five samples form three or four micro-batches of two samples and of one, with different label counts including zero. A
+wrongly weighted loss therefore fails.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def check(
     steps: int = 2,
     **stages: Any,
 ) -> Report:
-    """Trains over a pipeline and asserts that nobody can tell."""
+    """Verify a pipeline, and assert that it passes."""
     head = sample.head_class
     if batches is None:
         batches = Uneven(head, batch=5 * data)
-    # the interleaved schedules take the stages' number of micro-batches, or a multiple of it
+    # interleaved schedules need a multiple of the number of stages
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
     weight = num_samples if weights_loss_by_sample(head) else None
     pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
@@ -67,9 +67,6 @@ def check(
     assert report.gradient.where and report.weight.where, "something was compared"
     assert any("over pipe (activation)" in name for name in report.collectives)
     return report
-
-
-# ------------------------------------------------------------------------------------------------------------- families
 
 
 @pytest.mark.reduced(schedule=("gpipe", "1f1b"))
@@ -115,7 +112,7 @@ def test_fewer_micro_batches_than_stages(pool4: WorkerPool, schedule: str, micro
 @pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper", "albert"])
 def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
-    """Each data rank has five samples of its own, and its own number of labels in each micro-batch."""
+    """Each data rank has five samples, with different label counts in each micro-batch."""
     report = check(pool4, deep(family), data=2)
     assert any("over data (gradients)" in name for name in report.collectives), report.collectives
 
@@ -123,7 +120,7 @@ def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
 @pytest.mark.reduced(family=("t5",))
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
-    """Fused norms, flash attention, compiled chains, sequences cut and overlapped: what is elsewhere is left alone."""
+    """Fused norms, flash attention, fused activations and sequence parallelism work with absent layers."""
     check(pool4, deep(family), "interleaved", tensor=2, config={"enable_all_optimization": True})
 
 
@@ -136,7 +133,7 @@ def test_a_split_backward(pool2: WorkerPool, family: str, schedule: str) -> None
 
 READ_BETWEEN = ("whisper with a sum over layers", "beit with a pyramid")
 OTHERWISE = ("bloom slow but exact", "bert of one layer")
-"""Refused with tensor parallelism, and of fewer layers than there are stages."""
+"""Raise with tensor parallelism, or have fewer layers than there are stages."""
 
 
 @pytest.mark.parametrize("name", READ_BETWEEN)
@@ -157,14 +154,11 @@ def test_other_config_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
 
 
-# ----------------------------------------------------------------------------------------------------------------- cuts
-
-
 @pytest.mark.reduced
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_split_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
-    """In the encoder, between the stacks, in the decoder: what is handed on differs."""
+    """In the encoder, between the stacks and in the decoder, different tensors are sent."""
     check(pool2, deep(family), partition=[first, 6 - first])
 
 
@@ -192,9 +186,7 @@ def test_uneven_partitions(pool2: WorkerPool, schedule: str, cut: Any) -> None:
     check(pool2, deep("llama", num_hidden_layers=5), schedule, partition=cut, micro_batches=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------- heads
-
-# What is given beside these was made on an earlier stage.
+# the additional inputs were computed on an earlier stage
 OUTPUTS = {
     "T5Model": "last_hidden_state",
     "WhisperModel": "last_hidden_state",
@@ -202,11 +194,11 @@ OUTPUTS = {
     "Blip2VisionModelWithProjection": "image_embeds",
 }
 BETWEEN = ("BeitForSemanticSegmentation", "BeitBackbone", "SwinBackbone", "Swinv2Backbone")
-MASKED_IMAGES = "ViTForMaskedImageModeling"  # it divides by what it counts and a little more, unlike for each sample
+MASKED_IMAGES = "ViTForMaskedImageModeling"  # divides by the count plus a small number, which differs between samples
 
 
 class Output:
-    """The distance of one output of a model from the wave that is ``sample_loss``'s."""
+    """The distance of one output of a model from the cosine of ``sample_loss``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -270,8 +262,6 @@ def test_a_loss_on_the_output_of_an_earlier_stage_raises(pool2: WorkerPool, fami
         check(pool2, deep(family, head))
 
 
-# ----------------------------------------------------------------------------------------------------- tied parameters
-
 TIED: Mapping[str, Mapping[str, bool]] = {
     "gpt2": {},
     "bert": {},
@@ -285,7 +275,7 @@ TIED: Mapping[str, Mapping[str, bool]] = {
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("family", TIED)
 def test_tied_embedding_and_head_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
-    """With zbv both ends are on the first rank, and only T5 has its table in the middle as well."""
+    """With zbv both ends are on the first rank, and only T5 uses its embedding in the middle as well."""
     report = check(pool2, deep(family, **TIED[family]), schedule, micro_batches=4)
     summed = any("all_reduce over pipe (gradients)" in name for name in report.collectives)
     assert summed == (schedule != "zbv" or family == "t5"), report.collectives

@@ -1,4 +1,4 @@
-"""With data ranks a batch's loss is the mean of its parts' losses, or is not; ``average_loss_over=`` chooses."""
+"""``average_loss_over`` selects the reference loss with data ranks: mean over shards, or over the full batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.verify.test_drawn import Listener, sounds
 
 
 def experts() -> nn.Module:
-    """Its router's loss multiplies two means over the tokens that it is given."""
+    """The router's loss is a product of two means over its tokens."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=127,
@@ -38,7 +38,7 @@ def experts() -> nn.Module:
 
 
 def tokens(step: int) -> dict[str, Tensor]:
-    """As many labels in every sample."""
+    """Every sample has the same number of labels."""
     ids = torch.randint(5, 127, (4, 9), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 

@@ -1,4 +1,4 @@
-"""What ``verify`` refuses: ahead of any process where it can be, in one sentence."""
+"""Unsupported arguments of ``verify`` raise, before any process starts where possible."""
 
 from __future__ import annotations
 

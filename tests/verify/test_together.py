@@ -1,4 +1,4 @@
-"""Models that read several inputs: what they are fed, and how that is shared out among data ranks."""
+"""Models with several inputs: their example batches, and how data ranks split them."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
     job = VerifyJob(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=special_token_ids(qwen().config))
     batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
     words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
-    words[1, -3:] = 7  # as if each stood for 16 patches, all of the second sample: the config says that they do not
+    words[1, -3:] = 7  # each stands for 16 patches of the second sample, which the config does not specify
     parts = [data_rank_batch(job, batch, rank, 2) for rank in (0, 1)]
     assert [len(part["pixel_values"]) for part in parts] == [16, 32]
     assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
@@ -105,7 +105,7 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
 def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> None:
     whole = VerifyJob(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
     check_independent_samples(whole, clip())
-    check_independent_samples(replace(whole, data=2), clip())  # beside the plain model of the same parts
+    check_independent_samples(replace(whole, data=2), clip())  # compared with the plain model on the same shards
     with pytest.raises(ConfigError, match=r"CLIPModel compares the samples of a batch.*logits_per_") as caught:
         check_independent_samples(replace(whole, **cut), clip())
     assert remedy in caught.value.remedy
@@ -118,7 +118,7 @@ def test_every_model_type_has_a_class() -> None:
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes the small model of each type in a moment: what a function gives."""
+    """Replace the small models by precomputed ones."""
     for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)

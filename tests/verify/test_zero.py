@@ -1,4 +1,4 @@
-"""``shardformer verify --zero``: stages, optimizers, and small models of any type in batches of any size."""
+"""``verify`` with ZeRO stages and optimizers, and with batches of any size."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
 def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
     how = VerifyTraining(stage, precision=precision, offload="cpu" if stage == 2 else None)
     report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
-    # the norm by which gradients are clipped is summed in another order, so that a last bit may differ
+    # the norm for clipping is summed in another order, so that the last bit may differ
     assert report.passed and max(report.gradient.relative, report.weight.relative) < 2**-8, report
 
 
@@ -77,7 +77,7 @@ def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
 
 
 def wrong() -> None:
-    """A rank takes half of what all have."""
+    """A rank takes half of the reduced gradient."""
     start = ReduceScatterToShards.start
 
     def halved(self: ReduceScatterToShards, bucket: object) -> None:

@@ -1,4 +1,4 @@
-"""The rows cover what they promise, and the page and ``shardformer check`` know the same versions."""
+"""The rows cover all combinations they promise, and the page and ``shardformer check`` have the same versions."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_the_oldest_versions_are_the_lower_bounds_of_the_package() -> None:
 
 
 def test_a_complete_environment_is_reused(tmp_path: Path) -> None:
-    """With a Python that there is not: to make it would raise."""
+    """The Python does not exist, so that creating the environment would raise."""
     (tmp_path / ".complete").touch()
     Environment(Row("3.99", OLDEST, OLDEST), tmp_path).make()
 
