@@ -127,8 +127,8 @@ def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
     printed = run("pipeline", *few, "--png", str(tmp_path / "t.png"))
     table = rows(printed)
     assert {"1f1b (2, 2)", "zbv (1, 1, 1, 1)"} <= {name.strip() for name in table}
-    assert "as many micro-batches held as the schedule says: yes" in printed
-    assert "as the formula says: yes" in printed
+    assert "stored micro-batches equal to the schedule: yes" in printed
+    assert "equal to the formula: yes" in printed
     assert {"1: 0", "2: 0", "2: 1"} <= {name.strip() for name in table}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
