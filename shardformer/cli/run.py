@@ -149,7 +149,7 @@ class _Parser(argparse.ArgumentParser):
             # torch defines each option twice, with - and with _
             wanted = sorted({name.replace("_", "-") for name in names.split(", ")})
             raise LaunchError(
-                f"The option {short.partition('=')[0]!r} is an ambiguous abbreviation",
+                f"The option {short.partition('=')[0]!r} is incomplete",
                 remedy=f"Did you mean {' or '.join(wanted)}?",
             )
         raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}", remedy=f"See {self.prog} --help")

@@ -464,7 +464,7 @@ class ModelSource:
             return self
         if layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"The stages need a {self.title} with {layers} layers",
+                f"{layers} layers are too many for {self.title}",
                 rule=f"A small model has at most {MAX_STAGE_LAYERS} layers",
                 remedy="Use fewer stages or a smaller --num-model-chunks",
             )

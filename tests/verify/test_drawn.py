@@ -85,7 +85,7 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"when it is computed again. The same random numbers"):
+    with pytest.raises(ConfigError, match=r"when it is recomputed. With the same seeds"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 

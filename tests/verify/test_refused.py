@@ -40,14 +40,20 @@ def without_tensors(step: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
-        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3}, "4 samples over data=3"),
-        ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss.*Add labels"),
-        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has none.*Give loss_fn="),
-        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has none"),
+        (
+            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2},
+            "data=2 does not divide the batch of 3 samples",
+        ),
+        (
+            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3},
+            "data=3 does not divide the batch of 4 samples",
+        ),
+        ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
+        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has no such field.*Pass loss_fn="),
+        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no such field"),
         (
             {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
-            "its output, a Tensor, has none",
+            "its output, a Tensor, has no such field",
         ),
         ({"tensor": 7}, "more than the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
@@ -56,7 +62,7 @@ def without_tensors(step: int) -> dict[str, int]:
         ({"data": -1}, "data=-1"),
         ({"steps": 0}, "steps=0"),
         ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
-        ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
+        ({"config": {"enable_sequence_overlap": True}}, "needs enable_sequence_parallelism=True"),
         ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
         ({"model_fn": lambda: Tower()}, "cannot be sent"),
     ],
@@ -88,7 +94,8 @@ def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert f"ConfigError: verify() is called without a guard, at line 3 of {script}." in last
+    where = f"line 3 of {script}."
+    assert f'ConfigError: verify() is called outside of `if __name__ == "__main__":`, at {where}' in last
     assert last.endswith('if __name__ == "__main__":') and done.stderr.count("Traceback") == 1
     assert "freeze_support" not in done.stderr and "WorkerError" not in done.stderr
 

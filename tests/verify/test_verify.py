@@ -367,7 +367,7 @@ def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family:
     assert report.passed, str(report)
     assert report.bounds == Tolerances(1e-10, 1e-10, 2.2e-16)
     assert report.loss.relative < 1e-12 and report.gradient.used < 0.1
-    assert "casts to fewer bits, off in both" in str(report)
+    assert "casts to lower precision disabled in both" in str(report)
 
 
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
