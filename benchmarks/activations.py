@@ -1,12 +1,12 @@
-"""Activations on the host, or in parts on the tensor ranks: bytes of them on the device, and the time of a step.
+"""Activation offload to the host, or sharded over tensor ranks: bytes on the device, and the time of a step.
 
     python benchmarks/activations.py                                  # a LLaMA over two tensor ranks
     python benchmarks/activations.py --hidden 512 --layers 4
 
-A step is forward and backward, in fp32. All variants live in the same processes and take turns step by step; their
-losses must be the same to the bit, or the command fails. Bytes are those of one rank, at most, of what autograd saves:
-under checkpoints the inputs of layers, and not what is computed again. Where the device is the CPU, device and host are
-two pools of one memory, and copies take time of the same cores.
+A step is a forward and a backward in fp32. All variants run in the same processes and alternate step by step. The
+command fails unless their losses are bitwise identical. Bytes are the peak of saved tensors on one rank. With
+activation checkpointing, they include the inputs of layers, but not recomputed tensors. On the CPU, device and host are
+two pools of the same memory, and copies use the same cores.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ VARIANTS: dict[str, tuple[bool, str | None]] = {
     "checkpoints, in parts": (True, "tensor"),
     "checkpoints, in parts on the host": (True, "tensor+host"),
 }
-"""Name -> whether layers are checkpointed, and where what is saved is kept."""
+"""Name -> whether layers are recomputed, and where saved tensors are stored."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained."""
+    """The model and batch of the benchmark."""
 
     size: Llama
     batch: int
@@ -45,7 +45,7 @@ class Setting:
 
 
 def measure(setting: Setting) -> tuple[dict[str, tuple[int, int]], dict[str, Timing]]:
-    """Runs in every process: bytes on the device and on the host at most, and the times."""
+    """Measure in every process: peak bytes on the device and on the host, and times."""
     context = ParallelContext.from_world({})
     batches, steps, held = setting.size.batches(setting.batch), dict[str, Step | None](), dict[str, tuple[int, int]]()
     for name, (checkpointed, on) in VARIANTS.items():
@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             f"{args.sequence}, tensor 2\n\n{report(held, timings)}"
         )
     if difference > 0:
-        print(f"the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
+        print(f"FAIL: the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
         return 1
     return 0
 

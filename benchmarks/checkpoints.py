@@ -1,11 +1,11 @@
-"""Checkpoints: how long is a save, how long does one in the background block, and what does a load read?
+"""Checkpoints: the time of a save, the time for which a background save blocks, and the bytes that a load reads.
 
     python benchmarks/checkpoints.py                     # two tensor ranks, 540 MB each
-    python benchmarks/checkpoints.py --zero 2            # two data ranks under ZeRO
+    python benchmarks/checkpoints.py --zero 2            # two data ranks with ZeRO
 
-A LLaMA with AdamW in fp32. Beside it torch.save of what each rank holds, without and with waiting for the disk, as
-save_checkpoint does; torch.distributed.checkpoint; and one copy of the same bytes into memory that is there. All take
-turns in the same processes. What was loaded is compared to the bit.
+A LLaMA with AdamW in fp32. Compared with torch.save of each rank's tensors (with and without syncing to disk, as
+save_checkpoint does), torch.distributed.checkpoint, and a copy of the same bytes in memory. All variants alternate in
+the same processes. Loaded tensors are compared bitwise.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ OURS, STARTS, COPY = "save_checkpoint", "start_checkpoint, until it returns", "o
 TORCH_LOAD, LOAD = "torch.load", "load_checkpoint"
 
 Run = Callable[[int], Any]
-"""Given the number of the round."""
+"""Called with the index of the round."""
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What is saved, and where."""
+    """The checkpoint, and its folder."""
 
     size: Llama
     zero: int | None
@@ -53,7 +53,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Found:
-    """Bytes that a rank holds, writes and reads, and the times."""
+    """Bytes that a rank stores, writes and reads, and the times."""
 
     holds: int
     writes: int
@@ -63,7 +63,7 @@ class Found:
 
 
 def trained(setting: Setting) -> tuple[nn.Module, Any]:
-    """A model behind one step."""
+    """Return a model after one step."""
     sizes = {"tensor": 2} if setting.zero is None else {"data": 2}
     model = shardformer.shard_model(setting.size.build(), context=ParallelContext.from_world(sizes))
     optimizer: Any = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
@@ -79,10 +79,10 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def measure(setting: Setting) -> Found:
-    """Runs in every process."""
+    """Measure in every process."""
     model, optimizer = trained(setting)
     rank, folder = dist.get_rank(), Path(setting.folder)
-    part = {name: x.as_subclass(Tensor) for name, x in model.state_dict().items()}  # as plain tensors, to be pickled
+    part = {name: x.as_subclass(Tensor) for name, x in model.state_dict().items()}  # as regular tensors, to be pickled
     own = {"model": part, "optimizer": optimizer.state_dict()}
     values = tensors_in(own)
     memory = [x.clone() for x in values]
@@ -123,10 +123,10 @@ def measure(setting: Setting) -> Found:
 
 
 def _timed(runs: dict[str, Run], setting: Setting) -> dict[str, Timing]:
-    """Each in turn, on a disk that has nothing else to do. The first round is not counted.
+    """Time each variant in turn, on an otherwise idle disk. The first round is not counted.
 
-    What each wrote is taken away behind it, so that all write into memory that was used before: other memory is slow in
-    a virtual machine. Each round begins with another one.
+    Files are removed after each save, so that all variants write into memory that was used before. New memory is slow
+    in a virtual machine. Each round starts with another variant.
     """
     names = list(runs)
     taken: dict[str, list[float]] = {name: [] for name in runs}
@@ -175,7 +175,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         how = "tensor 2" if args.zero is None else f"data 2, ZeRO stage {args.zero}"
         print(f"\nLLaMA, {args.layers} layers, hidden {args.hidden}, {how}, AdamW, fp32\n\n{report(found)}")
     if not found.is_same:
-        print("what was loaded differs from what was saved", file=sys.stderr)
+        print("FAIL: loaded tensors differ from the saved ones", file=sys.stderr)
         return 1
     return 0
 
@@ -187,8 +187,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, default=32)
     parser.add_argument("--vocabulary", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=1)
-    parser.add_argument("--zero", type=int, default=None, help="two data ranks under this stage of ZeRO")
-    parser.add_argument("--folder", default=None, help="where to write; by default the machine's temporary folder")
+    parser.add_argument("--zero", type=int, default=None, help="two data ranks with this ZeRO stage")
+    parser.add_argument("--folder", default=None, help="output folder (default: the temporary folder of the machine)")
     return parser.parse_args(argv)
 
 

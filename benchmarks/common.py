@@ -1,4 +1,4 @@
-"""What the benchmarks share: LLaMAs of a given size, processes in which variants take turns, medians, tables."""
+"""Shared parts of the benchmarks: LLaMAs of a given size, processes in which variants alternate, medians, tables."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ NUM_BATCHES = 4
 TIMEOUT_S = 3600.0
 
 Step = Callable[[int], float]
-"""One training step: the number of the step -> its loss."""
+"""One training step: index of the step -> its loss."""
 
 
 @dataclass(frozen=True)
 class Llama:
-    """The size of a LLaMA; ``config()`` is what transformers builds it from."""
+    """The size of a LLaMA. ``config()`` returns transformers' config."""
 
     hidden: int
     intermediate: int
@@ -55,7 +55,7 @@ class Llama:
         )
 
     def build(self, head: str = "LlamaForCausalLM") -> nn.Module:
-        """The model in fp32, with the same random weights on every process."""
+        """Build the model in fp32, with the same random weights in every process."""
         import transformers
 
         torch.manual_seed(0)
@@ -63,7 +63,7 @@ class Llama:
         return model
 
     def batches(self, batch: int, head: str = "LlamaForCausalLM") -> list[dict[str, Tensor]]:
-        """Random batches, the same on every process."""
+        """Return random batches, the same in every process."""
         generator = torch.Generator().manual_seed(1)
         out = []
         for _ in range(NUM_BATCHES):
@@ -75,7 +75,7 @@ class Llama:
 
 @dataclass(frozen=True)
 class Timing:
-    """What one variant's steps took, each on the slowest rank, and the losses that they gave."""
+    """The times of one variant's steps, each on the slowest rank, and its losses."""
 
     seconds: list[float]
     losses: list[float]
@@ -91,7 +91,7 @@ def train_step(
     optimizer: torch.optim.Optimizer | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Step:
-    """A step forward, backward and, with an optimizer, of it; everything inside ``around()``."""
+    """Run a forward, a backward and an optimizer step (if there is an optimizer) within ``around()``."""
 
     def step(index: int) -> float:
         model.zero_grad()
@@ -106,7 +106,7 @@ def train_step(
 
 
 def pipeline_step(model: nn.Module, pipeline: Pipeline, batches: Sequence[Mapping[str, Tensor]]) -> Step:
-    """A step forward and backward over the stages of a pipeline."""
+    """Run a forward and a backward over the pipeline stages."""
 
     def step(index: int) -> float:
         model.zero_grad()
@@ -116,18 +116,18 @@ def pipeline_step(model: nn.Module, pipeline: Pipeline, batches: Sequence[Mappin
 
 
 def llama(hidden: int, sequence: int, layers: int, vocabulary: int) -> Llama:
-    """LLaMA's proportions: 8/3 of the hidden size inside, to a multiple of 16; heads of 64 numbers, of 32 below 512."""
+    """Return a LLaMA with an MLP of 8/3 of the hidden size, rounded to 16, and heads of 64 (32 below hidden 512)."""
     heads = max(2, hidden // (64 if hidden >= 512 else 32))
     return Llama(hidden, (hidden * 8 // 3 + 15) // 16 * 16, heads, sequence, layers, vocabulary)
 
 
 def head_like_a_layer(hidden: int) -> int:
-    """The vocabulary with which the head has as many weights as a layer."""
+    """Return the vocabulary size for which the head has as many weights as a layer."""
     return 4 * hidden + 3 * ((hidden * 8 // 3 + 15) // 16 * 16)
 
 
 def adamw(model: nn.Module) -> torch.optim.Optimizer:
-    """torch's fused AdamW. It takes tensors of one kind at a time, so plain ones and DTensors get a group each."""
+    """Return torch's fused AdamW. Regular tensors and DTensors form two groups, because it cannot mix them."""
     kinds: dict[type, list[nn.Parameter]] = {}
     for param in model.parameters():
         kinds.setdefault(type(param.data), []).append(param)
@@ -137,11 +137,11 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 def take_turns(
     steps: Mapping[str, Step | None], repetitions: int, seconds: float, *, at_least: int = 5, warm_up: int = 2
 ) -> dict[str, Timing]:
-    """Times the variants in turn, one step each, on all ranks; a rank that has None for one sleeps meanwhile.
+    """Time the variants alternately, one step each, on all ranks. A rank whose variant is None sleeps.
 
-    Called by all ranks. After ``warm_up`` rounds, which are not counted, there are ``repetitions`` rounds, or with 0
-    as many as fit ``seconds``, but ``at_least`` so many. Every round starts with another variant, so that none always
-    follows the same one.
+    Called by all ranks. After ``warm_up`` uncounted rounds, ``repetitions`` rounds follow, or with 0 as many as fit
+    into ``seconds``, but at least ``at_least``. Every round starts with another variant, so that none always follows
+    the same one.
     """
     names = list(steps)
     taken: dict[str, list[float]] = {name: [] for name in names}
@@ -159,7 +159,7 @@ def take_turns(
             losses[name].append(loss)
         lasted = time.perf_counter() - begin
         index += 1
-        if index == warm_up + 1:  # the first round that was warm says how many more there is time for
+        if index == warm_up + 1:  # the first round after warm-up determines how many more fit into the time
             more = repetitions or max(int(seconds / lasted), at_least)
             rounds = warm_up + agree(more)
     everywhere: list[Any] = [None] * dist.get_world_size()
@@ -171,14 +171,14 @@ def take_turns(
 
 
 def agree(value: int) -> int:
-    """Rank 0's value, on all ranks."""
+    """Return rank 0's value on all ranks."""
     box = [value]
     dist.broadcast_object_list(box)
     return box[0]
 
 
 def processes(num: int, threads: int = 1) -> WorkerPool:
-    """A pool of processes that talk over gloo."""
+    """Start a pool of processes that communicate over gloo."""
     return WorkerPool(num, timeout_s=TIMEOUT_S, threads=threads, imports=("torch", "transformers"))
 
 
@@ -187,26 +187,26 @@ def two_processes(threads: int = 1) -> WorkerPool:
 
 
 def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """A parser with what all benchmarks have."""
+    """Return a parser with the options of all benchmarks."""
     parser = argparse.ArgumentParser(
         description=(description or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--repetitions", type=int, default=0, help="steps of each variant; 0: as many as fit --seconds")
     parser.add_argument(
-        "--seconds", type=float, default=seconds, help="time for each setting; a few steps at the least"
+        "--repetitions", type=int, default=0, help="steps per variant (0: as many as fit into --seconds)"
     )
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
-    parser.add_argument("--json", action="store_true", help="print every number as JSON in place of tables")
+    parser.add_argument("--seconds", type=float, default=seconds, help="time per setting, for at least a few steps")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON instead of tables")
     return parser
 
 
 def progress(text: str) -> None:
-    """A line for who waits, beside the tables."""
+    """Print a progress line to standard error."""
     print(text, file=sys.stderr, flush=True)
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns that are as wide as their widest cell; all but the first to the right."""
+    """Format a table with left-aligned first and right-aligned other columns."""
     lines = [list(head), *map(list, rows)]
     widths = [max(len(line[i]) for line in lines) for i in range(len(head))]
     lines.insert(1, ["-" * width for width in widths])
@@ -221,7 +221,7 @@ def ms(value: float) -> str:
 
 
 def largest_difference(timings: Mapping[str, Timing], reference: str) -> tuple[str, float]:
-    """The variant whose losses differ most from the reference's, and by how much, relative to the loss."""
+    """Return the variant whose losses differ most from the reference's, and the relative difference."""
     expected = timings[reference].losses
     differences = {
         name: max(abs(a - b) / abs(b) for a, b in zip(timing.losses, expected)) for name, timing in timings.items()
@@ -231,7 +231,7 @@ def largest_difference(timings: Mapping[str, Timing], reference: str) -> tuple[s
 
 
 def as_json(benchmark: str, settings: Mapping[str, Any], results: Any) -> str:
-    """Everything that was measured, and on what."""
+    """Format all measurements, with a description of the machine."""
     machine = {"cores": os.cpu_count(), "torch": torch.__version__, "load": os.getloadavg()}
     return json.dumps({"benchmark": benchmark, "machine": machine, "settings": settings, "results": results}, indent=1)
 

@@ -1,11 +1,11 @@
-"""Training time of a LLaMA by sequence length: the plain model in one process, and sharded over two.
+"""Training time of a LLaMA by sequence length, in one process and sharded over two.
 
     python benchmarks/context_length.py
     python benchmarks/context_length.py --n-ctx 256 1024 --png context_length.png
 
-Forward and backward, batch 4, 8 heads of 64, in fp32. What the numbers above leave open is chosen here: 4 layers, an
-MLP of 1,376, a vocabulary of 1,000, and a head that classifies the sequence (``--head LlamaForCausalLM`` for the
-language model). Both models live in the same two processes and take turns step by step.
+Forward and backward, batch 4, 8 heads of 64, in fp32. Settings that the published benchmark does not specify are chosen
+here: 4 layers, an MLP of 1,376, a vocabulary of 1,000, and a sequence classification head (``--head LlamaForCausalLM``
+for the language model). Both models run in the same two processes and alternate step by step.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Setting:
 
 
 def measure(setting: Setting) -> dict[str, Timing]:
-    """Runs in every process."""
+    """Measure in every process."""
     context = ParallelContext.from_world({"tensor": 2})
     batches = setting.model.batches(setting.batch, setting.head)
     options: dict[str, Any] = {f"enable_{name}": True for name in setting.options}
@@ -94,7 +94,7 @@ def report(results: Mapping[int, Mapping[str, Timing]], args: argparse.Namespace
 
 
 def draw(results: Mapping[int, Mapping[str, Timing]], path: Path) -> None:
-    """A point for each length, both axes logarithmic."""
+    """Plot the times by length on logarithmic axes."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -127,13 +127,13 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=40.0)
     parser.add_argument("--n-ctx", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="sequence lengths")
     parser.add_argument("--batch", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=8, help="heads of 64")
+    parser.add_argument("--heads", type=int, default=8, help="number of heads of size 64")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--intermediate", type=int, default=1376)
     parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--head", default="LlamaForSequenceClassification", help="a class of transformers")
-    parser.add_argument("--options", nargs="*", default=[], help="of ShardConfig, such as sequence-parallelism")
-    parser.add_argument("--png", type=Path, help="draw the times into this file (needs matplotlib)")
+    parser.add_argument("--head", default="LlamaForSequenceClassification", help="class of transformers")
+    parser.add_argument("--options", nargs="*", default=[], help="options of ShardConfig, such as sequence-parallelism")
+    parser.add_argument("--png", type=Path, help="plot the times into this file (needs matplotlib)")
     return parser.parse_args(argv)
 
 

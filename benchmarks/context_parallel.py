@@ -1,14 +1,14 @@
-"""A sequence cut over ranks: attention beside torch's own ring, and a LLaMA's step and memory over 1 to 4 processes.
+"""Context parallelism: attention compared with torch's ring, and step time and memory of a LLaMA over 1 to 4 processes.
 
     python benchmarks/context_parallel.py                      # both
     python benchmarks/context_parallel.py --attention --lengths 4096 8192
     python benchmarks/context_parallel.py --attention --dtype bfloat16
     python benchmarks/context_parallel.py --model --lengths 1024 4096
 
-Attention is causal, forward and backward, of the same numbers in the same processes, in turn; outputs and
-gradients must be those of attention in one place, or the command fails. torch's context parallelism has no kernel for
-the CPU: its ring is called with the one that ShardFormer uses. Bytes are those that cross the loopback device, of all
-ranks together. The model's memory is what autograd saves, and the highest number of bytes that a step holds.
+Attention is causal, forward and backward, on the same tensors in the same processes, alternately. The command fails
+unless outputs and gradients equal those of attention on one rank. torch's context parallelism has no CPU kernel, so its
+ring is called with the kernel of ShardFormer. Bytes are those of all ranks on the loopback device. The memory of the
+model is the size of saved tensors, and the peak size of tensors in a step.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 
 HEADS, WIDTH = 8, 64
 ALLOWED = {"float32": 1e-4, "bfloat16": 4e-2}
-"""Differences of outputs and gradients, of the largest number: in 16 bit torch's own ring differs by half of that."""
+"""Tolerance for outputs and gradients, relative to the largest value. In 16 bits torch's ring differs by half of it."""
 OURS = ("ring", "ulysses", "gather")
 TORCHS = ("torch all-gather", "torch all-to-all")
 Attend = Callable[[], list[Tensor]]
@@ -45,10 +45,10 @@ Attend = Callable[[], list[Tensor]]
 
 @dataclass(frozen=True)
 class Attention:
-    """What is computed by all variants.
+    """The attention that all variants compute.
 
     Args:
-        keys: heads of keys and values.
+        keys: number of key and value heads.
     """
 
     length: int
@@ -59,7 +59,7 @@ class Attention:
 
 
 def measure_attention(setting: Attention) -> tuple[dict[str, Timing], dict[str, float], dict[str, float]]:
-    """Runs in every process: times, MB on the loopback device (0 where it is not known), largest differences."""
+    """Measure in every process: times, MB on the loopback device (0 if unknown), and the largest differences."""
     context = ParallelContext.from_world({"sequence": dist.get_world_size()})
     generator = torch.Generator().manual_seed(0)
     heads = (HEADS, setting.keys, setting.keys, HEADS)
@@ -127,7 +127,7 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
 
 
 def _torchs(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Attend:
-    """torch's templates of a ring, which take the kernel as an argument."""
+    """Return torch's ring templates, which take the kernel as an argument."""
     import torch.distributed.tensor.experimental._context_parallel._attention as rings
 
     at = SequencePositions(whole[0].shape[2], context.sequence.size).indices(context.sequence.rank)
@@ -166,18 +166,15 @@ def _in_one_place(whole: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _on_loopback() -> int:
-    """Bytes that the loopback device has sent; 0 where the system does not say."""
+    """Return the bytes sent on the loopback device, or 0 if the system does not count them."""
     table = Path("/proc/net/dev")
     lines = table.read_text().splitlines() if table.is_file() else []
     return next((int(line.split()[9]) for line in lines if line.strip().startswith("lo:")), 0)
 
 
-# --------------------------------------------------------------------------------------------------------- whole models
-
-
 @dataclass(frozen=True)
 class Model:
-    """What is trained, over as many processes as there are."""
+    """The model, trained over all processes."""
 
     size: Llama
     repetitions: int
@@ -185,7 +182,7 @@ class Model:
 
 
 def measure_model(setting: Model) -> tuple[Timing, float, float]:
-    """Runs in every process: times, and the bytes that autograd saves and that a step holds, of this rank."""
+    """Measure in every process: times, and this rank's bytes of saved tensors and of all tensors in a step."""
     context = ParallelContext.from_world({"sequence": dist.get_world_size()})
     batches = setting.size.batches(1)
     model = shardformer.shard_model(setting.size.build(), context=context, context_parallel="ring").train()
@@ -260,19 +257,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(common.as_json("context_parallel", vars(args), results))
     if wrong > 1:
-        print(f"somebody can tell: a difference of {wrong:.1f} times what rounding explains", file=sys.stderr)
+        print(f"FAIL: the largest difference is {wrong:.1f} times the rounding error", file=sys.stderr)
         return 1
     return 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=20.0)
-    parser.add_argument("--attention", action="store_true", help="attention alone, beside torch's ring")
-    parser.add_argument("--model", action="store_true", help="a LLaMA")
+    parser.add_argument("--attention", action="store_true", help="attention only, compared with torch's ring")
+    parser.add_argument("--model", action="store_true", help="a LLaMA only")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
-    parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4], help="the first is what others are told of")
-    parser.add_argument("--keys", type=int, default=4, help=f"heads of keys, of {HEADS} of queries, in attention alone")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="of attention alone")
+    parser.add_argument(
+        "--ranks", type=int, nargs="+", default=[1, 2, 4], help="numbers of ranks, the first one as the reference"
+    )
+    parser.add_argument("--keys", type=int, default=4, help=f"key heads in --attention, of {HEADS} query heads")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype in --attention")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=2000)

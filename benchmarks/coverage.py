@@ -1,17 +1,16 @@
-"""Of every architecture that transformers can build: how much of it the policies cut, and whether anybody could tell.
+"""Coverage of the architectures in transformers: the sharded fraction of each, and whether it passes ``verify``.
 
-    python benchmarks/coverage.py --out coverage.jsonl                 # all of them, resumes where it was stopped
+    python benchmarks/coverage.py --out coverage.jsonl                 # all of them, resumes an interrupted run
     python benchmarks/coverage.py --out coverage.jsonl --only "opt|bart"
-    python benchmarks/coverage.py --out coverage.jsonl --verify 30     # real processes, of the sharded ones, or "all"
+    python benchmarks/coverage.py --out coverage.jsonl --verify 30     # verify 30 (or "all") sharded types in processes
     python benchmarks/coverage.py --out coverage.jsonl --table         # writes docs/coverage.md
-    python benchmarks/coverage_stages.py --out stages.jsonl            # before it: all of them over pipeline stages
-    python benchmarks/coverage_layouts.py --out layouts.jsonl          # and with cut sequences and over grids
+    python benchmarks/coverage_stages.py --out stages.jsonl            # run before --table: pipeline stages
+    python benchmarks/coverage_layouts.py --out layouts.jsonl          # run before --table: sequences and grids
 
-For each model type of the auto classes named in TASKS: its class with its default config, as it is or with the few
-SETTINGS that transformers itself needs; the policy that the chain gives (registered, or inferred on a small twin); the
-proof of that policy on the twin, over ranks that are threads; and the share of the weights of linears that it cuts at
-the default size. Counted are the linears that the forward calls, and stacked weights with three dims inside of layers
-(experts); an embedding is no linear.
+Each model type of the auto classes in TASKS is built with its default config, changed only by SETTINGS that
+transformers needs. Its policy (registered or derived) is validated on the reduced model, over ranks that are threads.
+The sharded fraction is that of the weights of linears at the default size. It counts the linears that the forward
+calls, and stacked weights with three dimensions in layers (experts). Embeddings are not counted.
 """
 
 from __future__ import annotations
@@ -58,11 +57,11 @@ from shardformer.verify.model_source import main_classes
 from shardformer.verify.verification import verify
 
 SECONDS = 30
-"""Of the processor, after which an architecture is given up; all times are those of the processor."""
+"""CPU seconds after which an architecture is given up. All times are CPU times."""
 POOL_S = 300.0
-"""Within which a comparison in processes ends."""
+"""Time limit of a comparison in processes."""
 NUMEL = 400_000_000
-"""Of a model without a twin, which is looked at itself."""
+"""Maximum size of a model without reduced model, which is inspected itself."""
 
 SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "deepseek_v2": {"num_experts_per_tok": 6},
@@ -76,11 +75,11 @@ SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "reformer": {"is_decoder": True},
     "xmod": {"default_language": "en_XX"},
 }
-"""Without which the default config of a type cannot be built by transformers."""
+"""Settings without which transformers cannot build the default config of a type."""
 
 
 def native(model_type: str, name: str) -> nn.Module:
-    """The model at its default size, without memory; a class that wants the config of its text part gets that."""
+    """Build the model at its default size on the meta device, from its text config if the class needs that."""
     config = transformers.CONFIG_MAPPING[model_type](**SETTINGS.get(model_type, {}))
     problem: Exception | None = None
     parts = (getattr(config, part, None) for part in ("text_config", "decoder"))
@@ -94,14 +93,11 @@ def native(model_type: str, name: str) -> nn.Module:
     raise problem
 
 
-# ---------------------------------------------------------------------------------------- what a model is made of
-
-
 class Mixing(TorchDispatchMode):
-    """Notes in which layer softmax attention or a convolution carries tokens to each other."""
+    """Records the layers in which softmax attention or a convolution mixes tokens."""
 
     ENDS = ("mm", "add", "convolution", "layer_norm")
-    """Operations behind which a score is none any more."""
+    """Operations whose outputs are no longer attention scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -128,7 +124,7 @@ class Mixing(TorchDispatchMode):
 
 
 def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[str]]:
-    """What kind of model it is, and the paths of the modules that its forward calls."""
+    """Return the kind of a model, and the paths of the modules that its forward calls."""
     mixing, called = Mixing(), set[str]()
     hooks = []
     for path, module in model.named_modules():
@@ -158,9 +154,9 @@ def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[st
 
 
 def is_layer(model: nn.Module, path: str) -> bool:
-    """Whether the module is an element of a list, at any depth, and more than a linear (one of several heads).
+    """Whether a module is an element of a list, at any depth, and more than a linear (one of several heads).
 
-    The outermost one that is called is the layer.
+    The outermost called module is the layer.
     """
     above, _, name = path.rpartition(".")
     in_list = name.isdigit() and isinstance(model.get_submodule(above), nn.ModuleList)
@@ -168,7 +164,7 @@ def is_layer(model: nn.Module, path: str) -> bool:
 
 
 def twin_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel:
-    """What can be looked at: the small twin, or where there is none the model, if it is not too large."""
+    """Return the model to inspect: the reduced model, or the model itself if there is none and it is small enough."""
     try:
         return reduce_model(model)
     except ShardFormerError:
@@ -179,11 +175,8 @@ def twin_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel
     return ReducedModel(model, forward_call(model, batch), batch)
 
 
-# ---------------------------------------------------------------------------------------- one architecture
-
-
 def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda record: None) -> Record:
-    """Runs in a process of its own. ``tell`` is handed what is known before the part that may take too long."""
+    """Run in a separate process. ``tell`` receives intermediate results before slow parts."""
     record = partial(Record, model_type, name)
     try:
         model = native(model_type, name)
@@ -194,7 +187,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
         twin = twin_or_itself(model, model_type, name)
         kind, called = look(twin.model, twin.run)
     except Exception:
-        pass  # what cannot be looked at counts as what should be cut
+        pass  # modules that cannot be inspected count as weights to shard
     tell(record("given up", kind, seconds=SECONDS, reason=f"more than {SECONDS} s"))
     start = time.process_time()
     try:
@@ -212,7 +205,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 
 
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
-    """The share of the weights that are cut, and the names of those of the others that stand outside of the layers."""
+    """Return the sharded fraction of the weights, and the names of unsharded weights outside of the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     parts = set(make_plan(model, policy).sharded_parameter_ids())
@@ -231,7 +224,7 @@ def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list
 
 
 def anywhere(path: str) -> str:
-    """A path with ``*`` for each index: the twin has fewer layers."""
+    """Replace each index in a path by ``*``, because the reduced model has fewer layers."""
     return re.sub(r"(^|(?<=\.))\d+(?=\.|$)", "*", path)
 
 
@@ -246,13 +239,13 @@ def short(error: Exception) -> str:
 
 
 def clean(text: str) -> str:
-    """As one line, with ``*`` for the numbers of layers and each name once."""
+    """Format a reason as one line, with ``*`` for indices of layers and each name once."""
     words = list(dict.fromkeys(anywhere(word) for word in re.split(r"(?<=,) ", " ".join(text.split()))))
     return re.sub(r"(?<=\.)\d+(?=\.)", "*", " ".join(words))[:400]
 
 
 def apart(model_type: str, name: str) -> Record:
-    """``survey`` in a process of its own, which the system ends when it takes too long."""
+    """Run ``survey`` in a separate process with a time limit."""
     fork = multiprocessing.get_context("fork")
     receive, send = fork.Pipe(duplex=False)
 
@@ -272,22 +265,19 @@ def apart(model_type: str, name: str) -> Record:
     return record
 
 
-# ---------------------------------------------------------------------------------------- real processes
-
-
 def small(model_type: str, name: str) -> nn.Module:
-    """The small twin, of which nothing is random in training."""
+    """Return the reduced model without randomness in training."""
     model = reduce_model(native(model_type, name)).model
     if hasattr(model, "config") and hasattr(model.config, "apply_spec_augment"):
         model.config.apply_spec_augment = False
     for module in model.modules():
-        if hasattr(module, "jitter_noise"):  # of a router's input
+        if hasattr(module, "jitter_noise"):  # noise on the input of a router
             module.jitter_noise = 0.0
     return model
 
 
 def batch(model_type: str, name: str, step: int) -> Mapping[str, Tensor]:
-    """The batch that the twin takes, another one for each step as far as tokens go."""
+    """Return a batch for the reduced model, with different tokens in each step."""
     taken = batch_of(model_type, name)
     return {n: x.roll(step, -1) if n == "input_ids" else x for n, x in taken.items()}
 
@@ -302,7 +292,7 @@ def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
-    """What ``shardformer.verify`` says of the twin: in fp64 where it computes in that, over the two processes."""
+    """Run ``shardformer.verify`` on the reduced model over two processes, in fp64 if the model supports it."""
     arguments = model_type, name
     try:
         dtype = next(small(*arguments).parameters()).dtype
@@ -313,9 +303,6 @@ def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
         return {"verify": model_type, "passed": False, "said": short(error)}
 
 
-# ---------------------------------------------------------------------------------------- the command
-
-
 def read(path: Path) -> Iterator[dict[str, Any]]:
     if path.exists():
         yield from (json.loads(line) for line in path.read_text(encoding="utf-8").splitlines())
@@ -323,12 +310,14 @@ def read(path: Path) -> Iterator[dict[str, Any]]:
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=Path("coverage.jsonl"), help="JSON lines; what is there is kept")
-    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
-    parser.add_argument("--verify", default="0", metavar="N", help="verify N of those that are sharded, or all of them")
-    parser.add_argument("--seed", type=int, default=0, help="of the choice of those N")
-    parser.add_argument("--stages", type=Path, default=Path("stages.jsonl"), help="what coverage_stages.py found")
-    parser.add_argument("--layouts", type=Path, default=Path("layouts.jsonl"), help="what coverage_layouts.py found")
+    parser.add_argument(
+        "--out", type=Path, default=Path("coverage.jsonl"), help="JSON lines, to which new results are added"
+    )
+    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression for model types")
+    parser.add_argument("--verify", default="0", metavar="N", help="verify N of the sharded types, or all")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the selection of N types")
+    parser.add_argument("--stages", type=Path, default=Path("stages.jsonl"), help="output of coverage_stages.py")
+    parser.add_argument("--layouts", type=Path, default=Path("layouts.jsonl"), help="output of coverage_layouts.py")
     parser.add_argument("--table", action="store_true", help=f"write {PAGE.name}")
     return parser.parse_args(argv)
 

@@ -1,12 +1,12 @@
-"""Of every architecture that transformers can build: which layouts beside tensor and pipe does it train over?
+"""Coverage of the architectures in transformers by layouts other than tensor parallelism and pipelines.
 
     python benchmarks/coverage_layouts.py --out layouts.jsonl                     # all of them, resumes
-    python benchmarks/coverage_layouts.py --out layouts.jsonl --layout context    # sequence, context, 2d or 3d alone
+    python benchmarks/coverage_layouts.py --out layouts.jsonl --layout context    # only sequence, context, 2d or 3d
     python benchmarks/coverage_layouts.py --out layouts.jsonl --only "opt|bart"
     python benchmarks/coverage.py --out coverage.jsonl --layouts layouts.jsonl --table
 
-The small twin of each model type (``coverage.py``) trains over each of LAYOUTS in processes: ``shardformer.verify``
-compares loss, gradients and weights over three steps with the plain model's, in fp64 where it computes in that.
+The reduced model of each model type (``coverage.py``) trains over each of LAYOUTS in processes. ``shardformer.verify``
+compares loss, gradients and weights over three steps with the plain model, in fp64 if the model supports it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ POOL_S = 120.0
 
 
 def over(layout: Layout, model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
-    """What ``shardformer.verify`` says. ``passed`` is None where the layout was refused."""
+    """Run ``shardformer.verify`` over a layout. ``passed`` is None if the layout is not supported."""
     said: dict[str, Any] = {"type": model_type, "name": name, "layout": layout.name}
     try:
         model_fn, batch_fn = partial(small, model_type, name), partial(batch, model_type, name)
@@ -66,8 +66,10 @@ def survey(layout: Layout, todo: Sequence[tuple[str, str]], out: Path, console: 
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=Path("layouts.jsonl"), help="JSON lines; what is there is kept")
-    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
+    parser.add_argument(
+        "--out", type=Path, default=Path("layouts.jsonl"), help="JSON lines, to which new results are added"
+    )
+    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression for model types")
     parser.add_argument("--layout", choices=[x.name for x in LAYOUTS], action="append", help="by default each")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""docs/coverage.md: what was found of every architecture that transformers can build, as a page."""
+"""docs/coverage.md: the results for every architecture that transformers can build."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KINDS = {
 
 @dataclass(frozen=True)
 class Record:
-    """What was found about one architecture. ``outcome`` is "sharded", "refused", "not built" or "given up"."""
+    """The results of one architecture. ``outcome`` is "sharded", "refused", "not built" or "given up"."""
 
     type: str
     name: str
@@ -44,7 +44,7 @@ class Record:
 
 @dataclass(frozen=True)
 class Layout:
-    """One that the twins train over: its sizes as ``verify`` takes them, and the options of ShardConfig."""
+    """A layout for the reduced models: its sizes as for ``verify``, and the options of ShardConfig."""
 
     name: str
     title: str
@@ -67,11 +67,11 @@ def page(
     stages: Mapping[str, Mapping[str, Any]],
     layouts: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The whole page.
+    """Render the page.
 
     Args:
-        records, verdicts: what coverage.py found, and what ``verify`` said of some.
-        stages, layouts: what coverage_stages.py found, by type, and coverage_layouts.py.
+        records, verdicts: results of coverage.py, and of ``verify`` for some types.
+        stages, layouts: results of coverage_stages.py by type, and of coverage_layouts.py.
     """
     built = [r for r in records if r.outcome != "not built"]
     lines = [
@@ -130,11 +130,11 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         "",
         "## Stages of a pipeline",
         "",
-        "Written from what `python benchmarks/coverage_stages.py --out stages.jsonl` found: the twin of each type over "
-        "two stages in two processes, each layer whole, three steps of two micro-batches (one, where there are batch "
-        "norms, which see one at a time) with padding and labels that do not count, compared by `shardformer.verify`.",
+        "Results of `python benchmarks/coverage_stages.py --out stages.jsonl`: `shardformer.verify` compares the "
+        "reduced model of each type over two stages in two processes, with unsharded layers, over three steps of two "
+        "micro-batches (one for models with batch norms) with padding and ignored labels.",
         "",
-        "| what it is made of | compared | nobody can tell |",
+        "| kind of model | compared | equal |",
         "|---|---|---|",
     ]
     for kind in KINDS:
@@ -153,16 +153,15 @@ def cell(text: str) -> str:
 
 
 def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> list[str]:
-    """The layouts over which each type trains, of those types that tensor parallelism cuts."""
+    """Render the layouts over which each type trains, for types that tensor parallelism shards."""
     kind_of = {r.type: r.kind for r in built if r.outcome == "sharded"}
     lines = [
         "",
-        "## Cut sequences, and grids",
+        "## Sequence parallelism and grids",
         "",
-        "Written from what `python benchmarks/coverage_layouts.py --out layouts.jsonl` found: the twin of each type "
-        "that tensor parallelism cuts, over each layout in two or four processes, three steps, compared by "
-        "`shardformer.verify`. In each cell: of how many nobody can tell, how many were refused with the reason, and "
-        "how many neither.",
+        "Results of `python benchmarks/coverage_layouts.py --out layouts.jsonl`: `shardformer.verify` compares the "
+        "reduced model of each type that tensor parallelism shards, over each layout in two or four processes, over "
+        "three steps. Each cell has the number of equal types, of types that raise an error, and of others.",
         "",
         f"| layout | {' | '.join(KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",
@@ -189,7 +188,7 @@ def counted(passed: Sequence[bool | None]) -> str:
 
 
 def reason(said: str) -> str:
-    """Without the names of a model and of its modules, and without sizes: alike for all types that it holds for."""
+    """Remove names of models and modules and sizes from a reason, so that it is the same for all types."""
     start = r"^\w+='?\w+'?(?: with sequence=\d+)?,? (?:for|and of this|does not (?:work for|support)(?: this)?) \w+"
     said = re.sub(start + "(?: it is known that |: |, which | )?", "", said)
     said = re.sub(r"(its own attention in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)

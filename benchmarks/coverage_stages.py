@@ -1,13 +1,13 @@
-"""Of every architecture that transformers can build: does it train over the stages of a pipeline as on one device?
+"""Coverage of the architectures in transformers by pipeline stages.
 
-    python benchmarks/coverage_stages.py --out stages.jsonl                # all of them, resumes where it was stopped
+    python benchmarks/coverage_stages.py --out stages.jsonl                # all of them, resumes an interrupted run
     python benchmarks/coverage_stages.py --out stages.jsonl --only "opt|bart"
     python benchmarks/coverage.py --out coverage.jsonl --stages stages.jsonl --table
 
-The small twin of each model type (``coverage.py``) trains over two stages, in two processes, each layer whole:
-``shardformer.verify`` compares loss, gradients and weights over three steps of two micro-batches of two samples and
-of one; of one micro-batch where there are batch norms, which see one at a time, as in any accumulation. The loss is
-the model's own; where it gives none for labels like its tokens, the mean square of its logits.
+The reduced model of each model type (``coverage.py``) trains over two stages in two processes, with unsharded layers.
+``shardformer.verify`` compares loss, gradients and weights over three steps, each with micro-batches of two samples and
+of one. Models with batch norms use a single micro-batch, because the norm sees one at a time, as in gradient
+accumulation. The loss is the model's own, or the mean square of its logits if it has none for labels like its tokens.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ WHY = {
     "levit": "its batch norms over three samples amplify the last bit; the first step is equal to the bit",
     "neomme": "of its lambdas, whose gradient is 0 but for rounding",
 }
-"""Of types that differ, why: it is looked up when they do."""
+"""Known reasons of types that differ."""
 
 
 def task_of(name: str) -> str:
-    """The task of a class; of one that has several the first."""
+    """Return the task of a class, the first one if it has several."""
     for task in TASKS:
         named = getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES").values()
         if any(name == (names if isinstance(names, str) else names[0]) for names in named):
@@ -58,7 +58,7 @@ def task_of(name: str) -> str:
 
 
 def without_layerdrop(model_type: str, name: str) -> nn.Module:
-    """The small twin that runs all of its layers, as a pipeline wants it, on sounds that are not masked."""
+    """Return the reduced model without layer drop, which a pipeline does not support, and without masking of sounds."""
     model = small(model_type, name)
     if hasattr(model, "config"):
         model.config.use_cache = False
@@ -78,7 +78,7 @@ def three_samples(model_type: str, name: str) -> dict[str, Tensor]:
 
 
 def batch(model_type: str, name: str, labelled: bool, step: int) -> Mapping[str, Tensor]:
-    """Another one for each step as far as tokens go; micro-batches whose labels do not count alike."""
+    """Return a batch with different tokens in each step, and micro-batches with different label counts."""
     out = {n: x.roll(step, -1) if n == "input_ids" else x for n, x in three_samples(model_type, name).items()}
     if not labelled:
         return out
@@ -97,7 +97,7 @@ def of_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
-    """What ``shardformer.verify`` says, by the model's own loss or else by its logits."""
+    """Run ``shardformer.verify`` with the model's own loss, or a loss on its logits."""
     twin, record = without_layerdrop(model_type, name), {"type": model_type, "name": name}
     dtype = next(twin.parameters()).dtype
     has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in twin.modules())
@@ -130,8 +130,10 @@ def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
-    parser.add_argument("--out", type=Path, default=Path("stages.jsonl"), help="JSON lines; what is there is kept")
-    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression of types")
+    parser.add_argument(
+        "--out", type=Path, default=Path("stages.jsonl"), help="JSON lines, to which new results are added"
+    )
+    parser.add_argument("--only", type=re.compile, default=re.compile(".*"), help="regular expression for model types")
     args = parser.parse_args(argv)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")

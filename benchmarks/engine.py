@@ -1,8 +1,8 @@
-"""What the engine itself costs: ``engine.train_step`` beside a bare loop with the same parts.
+"""Overhead of the engine: ``engine.train_step`` compared with a plain loop over the same parts.
 
-The bare loop calls the pipeline, clips, calls the optimizer and throws the gradients away. Two processes, three
-layouts; and one process beside the loop of plain PyTorch. Each is built twice, first and last: which memory a model
-gets is worth some percent of a step.
+The loop calls the pipeline, clips, steps the optimizer and clears the gradients. Measured on two processes in three
+layouts, and in one process against a plain PyTorch loop. Each variant is built twice, first and last, because the
+memory that a model gets changes the step time by some percent.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, seconds: float) -> Any:
-    """Runs in every process."""
+    """Measure in every process."""
     rank = torch.distributed.get_rank()
     steps: dict[str, Step] = {}
     if not sizes:
@@ -39,7 +39,7 @@ def measure(size: Llama, batch: int, sizes: dict[str, int], repetitions: int, se
 
 
 def joined(timings: Any) -> dict[str, float]:
-    """Kind -> ms of a step: the mean of the two of a kind."""
+    """Return kind -> ms per step, the mean of its two variants."""
     own = {name: [t.ms for n, t in timings.items() if n.removesuffix(" again") == name] for name in timings}
     return {name: sum(ms) / len(ms) for name, ms in own.items() if ms}
 

@@ -1,11 +1,11 @@
-"""What fused norms, fused attention and fused activations bring, for a model of each family.
+"""Effect of fused norms, fused attention and fused activations, for a model of each family.
 
     python benchmarks/fused.py
     python benchmarks/fused.py --families llama --sequence 2048
 
-A step is forward, backward and torch's fused AdamW on two processes. Each option by itself and all three together are
-measured beside the model as it comes (transformers chooses torch's scaled_dot_product_attention where a model has it)
-and with eager attention. The losses must agree. An option that a model cannot have is refused, and the table says why.
+A step is a forward, a backward and torch's fused AdamW on two processes. Each option, and all three together, are
+compared with the default model (in which transformers selects torch's scaled_dot_product_attention if available) and
+with eager attention. The losses must agree. If a model does not support an option, the table has the reason.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Setting:
 
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str]]:
-    """Runs in every process: the timings, and for each option that was refused why."""
+    """Measure in every process: the timings, and the reason for each unsupported option."""
     context = ParallelContext.from_world({"tensor": 2})
     sample = setting.sample()
     make = RandomBatches(sample.head_class, setting.vocabulary, setting.batch, setting.sequence)

@@ -1,4 +1,4 @@
-"""A LLaMA cut into stages by hand, as torch.distributed.pipelining asks for it: what ``pipeline.py`` compares with."""
+"""A LLaMA split into stages by hand for torch.distributed.pipelining, the reference of ``pipeline.py``."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ SCHEDULES: Mapping[str, Any] = {
     "interleaved_zb": ScheduleInterleavedZeroBubble,
     "zbv": ScheduleZBVZeroBubble,
 }
-"""torch's class for each of our schedules."""
+"""torch's class for each schedule of ShardFormer."""
 
 
 class LlamaStage(nn.Module):
-    """The layers from ``start`` to before ``end`` of a transformers LLaMA, whose modules it takes over.
+    """The layers ``start`` to ``end`` (exclusive) of a transformers LLaMA, whose modules it takes over.
 
-    The first stage has the embedding, the last the norm and the head.
+    The first stage has the embedding, the last one the norm and the head.
     """
 
     def __init__(self, whole: Any, start: int, end: int) -> None:
@@ -44,7 +44,7 @@ class LlamaStage(nn.Module):
         self.norm, self.lm_head = (model.norm, whole.lm_head) if is_last else (None, None)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Ids for the first stage, hidden states for the others -> hidden states, from the last stage logits."""
+        """Map token ids (first stage) or hidden states to hidden states, or to logits on the last stage."""
         hidden = self.embed_tokens(x) if self.embed_tokens is not None else x
         positions = torch.arange(hidden.shape[1], device=hidden.device).unsqueeze(0)
         rotary = self.rotary_emb(hidden, position_ids=positions)
@@ -56,18 +56,18 @@ class LlamaStage(nn.Module):
 
 
 def causal_loss(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over tokens, each of which predicts the next; without a copy of the logits."""
+    """Return the mean next-token loss, without a copy of the logits."""
     following = F.pad(labels, (0, 1), value=-100)[..., 1:]
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), following.reshape(-1))
 
 
 class HandCut:
-    """Steps of torch's schedule over hand-cut stages.
+    """Steps of torch's schedule over hand-split stages.
 
     Args:
         whole: the model, of which this rank keeps its stages.
-        bounds: for each virtual stage the layers from, and to before.
-        placement: the rank that holds each virtual stage.
+        bounds: first layer and end (exclusive) of each virtual stage.
+        placement: the rank of each virtual stage.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class HandCut:
         self._is_first, self._is_last = 0 in own, len(placement) - 1 in own
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Forward and backward of a batch. Returns its loss on the rank that has it, NaN on others."""
+        """Run a forward and a backward of a batch. Return its loss on the rank that has it, and NaN on others."""
         for param in self.modules.parameters():
             param.grad = None
         losses: list[Tensor] = []

@@ -1,10 +1,10 @@
-"""Peak memory of building and sharding a LLaMA: built whole first, without values, and from saved weights.
+"""Peak memory of building and sharding a LLaMA: with an eager build, with lazy initialization, and from saved weights.
 
     python benchmarks/lazy_init.py
     python benchmarks/lazy_init.py --hidden 512 --layers 2 --tensor 2
 
-Every variant runs in processes of its own. What is printed is the peak of the slowest to free (VmHWM of Linux) above
-what the process held before, beside what it has to hold: its share of the model, and one full tensor on the way to it.
+Every variant runs in separate processes. Printed is the highest peak of a rank (VmHWM of Linux) above its memory at the
+start, compared with the minimum: its shard of the model and one full tensor.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ VARIANTS = (EAGER, LAZY, LOADED, LAZY_LOADED)
 LAZY_ONES = (LAZY, LAZY_LOADED)
 SMALL = Llama(64, 128, 8, 8, layers=1, vocabulary=64)
 ALLOWANCE = 1.1
-"""How much of share + one full tensor the peak of a lazy variant may be; --allow says another."""
+"""Maximum ratio of the peak of a lazy variant to shard + one full tensor, unless --allow is set."""
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Memory:
-    """Of one rank, in bytes: its parameters and buffers, the largest full tensor, and the peak above the start."""
+    """Memory of one rank, in bytes: parameters and buffers, the largest full tensor, and the peak above the start."""
 
     share: int
     largest: int
@@ -64,12 +64,12 @@ class Memory:
 
 
 def measure(setting: Setting) -> Memory:
-    """Runs in every process."""
+    """Measure in every process."""
     context = ParallelContext.from_world({"tensor": setting.tensor})
-    for variant in VARIANTS:  # so that code, and what it keeps for good, is in memory before
+    for variant in VARIANTS:  # warm-up, so that code and persistent allocations are in memory
         _sharded(Setting(SMALL, setting.tensor, variant, setting.small_folder, ""), context)
     gc.collect()
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before = _status("VmHWM")
     start = time.perf_counter()
     model = _sharded(setting, context)
@@ -97,7 +97,7 @@ def _sharded(setting: Setting, context: ParallelContext) -> nn.Module:
 
 
 def _status(field: str) -> int:
-    """A line of /proc/self/status, in bytes."""
+    """Return a line of /proc/self/status, in bytes."""
     lines = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(lines[field].split()[0]) * 1024
 
@@ -137,7 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run_apart(num: int, threads: int, fn: Any, *args: Any) -> Any:
-    """``fn`` in processes that nothing ran in before."""
+    """Run ``fn`` in new processes."""
     with WorkerPool(num, timeout_s=common.TIMEOUT_S, threads=threads, imports=("torch", "transformers")) as pool:
         return pool.run(fn, *args)
 
@@ -159,13 +159,13 @@ def report(results: dict[int, dict[str, list[Memory]]], args: argparse.Namespace
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=0.0)
-    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4], help="tensor sizes")
+    parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4], help="tensor parallel sizes")
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--intermediate", type=int, default=2752)
     parser.add_argument("--heads", type=int, default=16)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=16000)
-    parser.add_argument("--allow", type=float, default=ALLOWANCE, help="highest ratio of the lazy variants")
+    parser.add_argument("--allow", type=float, default=ALLOWANCE, help="maximum ratio of the lazy variants")
     return parser.parse_args(argv)
 
 

@@ -1,14 +1,14 @@
-"""Offload: a step beside the floor that the link sets, what overlaps, and the largest model in a given memory.
+"""Offload: step time compared with the minimum of the link, overlap, and the largest model for a given memory.
 
-    python benchmarks/offload.py                              # times, over a link of 0.5 GB/s each way
-    python benchmarks/offload.py --bandwidth 0                # as fast as memory is
-    python benchmarks/offload.py --timeline timeline.png      # when what was computed, copied and updated in one step
-    python benchmarks/offload.py --largest 80                 # parameters that fit into 80 GB of a device
-    python benchmarks/offload.py --memory memory.png          # the example of the paper on ZeRO, by kind, as bars
+    python benchmarks/offload.py                              # times, over a link of 0.5 GB/s in each direction
+    python benchmarks/offload.py --bandwidth 0                # at the speed of the memory
+    python benchmarks/offload.py --timeline timeline.png      # computation, copies and updates of one step
+    python benchmarks/offload.py --largest 80                 # parameters that fit into 80 GB of device memory
+    python benchmarks/offload.py --memory memory.png          # the example of the ZeRO paper, by kind, as bars
 
-A LLaMA in bf16 under stage 2 over two data ranks. On a CPU, device and host are two pools of the same memory, and
-threads copy between them, no faster than ``--bandwidth``. All variants live in the same processes and take turns step
-by step; their losses must be the same to the bit. The floor is what a rank's gradients and parameters take on the link.
+A LLaMA in bf16 with ZeRO stage 2 over two data ranks. On a CPU, device and host are two pools of the same memory, and
+threads copy between them at no more than ``--bandwidth``. All variants run in the same processes and alternate step by
+step. Their losses must be bitwise identical. The minimum is the time of a rank's gradients and parameters on the link.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ PAPER = (7.5e9, 64)
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, and how fast the link is, in bytes a second; None: as memory."""
+    """The model, and the bandwidth of the link in bytes per second (None: unlimited)."""
 
     size: Llama
     batch: int
@@ -72,7 +72,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, str], float]:
-    """Runs in every process: the times, what each optimizer says of itself, and the seconds of the floor."""
+    """Measure in every process: the times, statistics of each optimizer, and the minimum time in seconds."""
     context = ParallelContext.from_world({"data": dist.get_world_size()})
     steps: dict[str, common.Step] = {}
     made = {name: setting.made(name, context) for name in VARIANTS}
@@ -106,14 +106,11 @@ def step_of(
     return step
 
 
-# ----------------------------------------------------------------------------------------------------------- a timeline
-
-
 Spans = dict[str, list[tuple[float, float]]]
 
 
 def timeline(setting: Setting) -> Spans:
-    """Runs in every process: of one step, what ran from when to when, in seconds from its begin."""
+    """Record in every process: the operations of one step, with start and end in seconds."""
     context = ParallelContext.from_world({"data": dist.get_world_size()})
     model, optimizer = setting.made("on the host", context)
     step = step_of(setting, context, model, optimizer)
@@ -159,9 +156,6 @@ def draw_timeline(spans: Spans, path: Path) -> None:
     figure.savefig(path, dpi=110)
 
 
-# --------------------------------------------------------------------------------------------------- memory, by formula
-
-
 PLACES: dict[str, dict[str, Any]] = {
     "stage 0": {"stage": 0},
     "stage 1": {"stage": 1},
@@ -178,7 +172,7 @@ PLACES: dict[str, dict[str, Any]] = {
 
 
 def model_of(numel: float, layers: int = 100) -> nn.Module:
-    """So many parameters, in layers, without memory."""
+    """Build a model with this many parameters, in layers, on the meta device."""
     width = round(numel / layers / 1000)
     return nn.ModuleList([nn.Linear(width, 1000, bias=False, device="meta") for _ in range(layers)])
 
@@ -191,7 +185,7 @@ def kept(numel: float, ranks: int, how: Mapping[str, Any]) -> shardformer.zero.m
 
 
 def largest(gigabytes: float) -> str:
-    """Parameters that fit, in billions: what a rank keeps grows with them in proportion."""
+    """Return the number of parameters that fit, in billions. A rank's memory grows in proportion to it."""
     rows = []
     for name, how in PLACES.items():
         cells = []
@@ -224,9 +218,6 @@ def draw_memory(path: Path) -> None:
     axes.legend(loc="lower right", fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(path, dpi=110)
-
-
-# ----------------------------------------------------------------------------------------------------------------- main
 
 
 def report(timings: Mapping[str, Timing], floor: float) -> str:
@@ -263,23 +254,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"\n{described['in files']}")
     worst, difference = common.largest_difference(timings, ON_DEVICE)
     if difference:
-        print(f"the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
+        print(f"FAIL: the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
         return 1
     return 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=40.0)
-    parser.add_argument("--bandwidth", type=float, default=0.5, help="GB a second each way; 0: as fast as memory")
+    parser.add_argument("--bandwidth", type=float, default=0.5, help="GB per second in each direction (0: unlimited)")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=2, help="samples of a rank")
+    parser.add_argument("--batch", type=int, default=2, help="samples per rank")
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--folder", default=None, help="for the files; by default that of temporary ones")
+    parser.add_argument("--folder", default=None, help="folder for offloaded files (default: the temporary folder)")
     parser.add_argument("--timeline", type=Path, default=None, metavar="PNG")
     parser.add_argument("--memory", type=Path, default=None, metavar="PNG")
-    parser.add_argument("--largest", type=float, default=0.0, metavar="GB", help="of memory on each rank")
+    parser.add_argument("--largest", type=float, default=0.0, metavar="GB", help="memory of each rank")
     return parser.parse_args(argv)
 
 

@@ -1,15 +1,14 @@
-"""What it brings that communication runs under computation: each way of doing it, with and without.
+"""Effect of overlapping communication with computation: each method, with and without.
 
     python benchmarks/overlap.py
     python benchmarks/overlap.py --shapes 4x512 --hidden 2048
 
-Two ways are measured, forward and backward, on two processes. In a block's backward the collective of the input's
-gradient runs under the products that give the weights' gradients; "waiting" sends it and waits first. With sequence
-parallelism ``enable_sequence_overlap`` passes the stretches around a ring under the products at a block's edges.
+Two methods are measured, forward and backward, on two processes. In a block's backward, the collective of the input's
+gradient overlaps with the matmuls of the weights' gradients; "waiting" waits for it first. With sequence parallelism,
+``enable_sequence_overlap`` passes shards around a ring during the matmuls at a block's edges.
 
-Overlap needs somebody who sends while a process computes: a GPU's copy engines, or a CPU core that is free. Where every
-core already computes, as on a machine with as many cores as processes, it cannot bring more than the time that the
-processes would wait for each other.
+Overlap needs hardware that sends while a process computes: the copy engines of a GPU, or a free CPU core. If there are
+as many cores as processes, it can only save the time for which processes would wait for each other.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ WORST_DIFFERENCE = 1e-4
 
 @contextmanager
 def waiting() -> Iterator[None]:
-    """In here the collectives of a block's edges are waited for where they start."""
+    """Wait for the collectives at a block's edges where they start."""
     starts = {name: getattr(edges, name) for name in ("start_all_reduce", "start_reduce_scatter")}
     for name, start in starts.items():
         setattr(edges, name, _wait_at_once(start))
@@ -73,7 +72,7 @@ class Setting:
 
 
 def measure(setting: Setting) -> dict[str, Timing]:
-    """Runs in every process."""
+    """Measure in every process."""
     context = ParallelContext.from_world({"tensor": 2})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {}

@@ -1,4 +1,4 @@
-"""How much memory tensors take at the fullest moment of a training step."""
+"""Peak memory of tensors in a training step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,19 @@ from torch.profiler import ProfilerActivity, profile
 
 @dataclass
 class Peak:
-    """``num_bytes`` of the fullest moment, once the step is over."""
+    """Peak memory ``num_bytes``, set at the end of the step."""
 
     num_bytes: int = 0
 
 
 @contextmanager
 def measure_peak(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Peak]:
-    """Measures one training step, which runs inside: weights, optimizer states, gradients, activations, scratch.
+    """Measure the training step that runs inside the block: weights, optimizer states, gradients, activations,
+    temporaries.
 
-    What lies there before the step is counted tensor by tensor, what comes and goes in it by torch's profiler, which
-    sees each allocation on the CPU. Gradients are None before and after. Python and its libraries are not counted.
+    Tensors that exist before the step are counted one by one. Allocations in the step are counted by torch's profiler,
+    which sees all of them on the CPU. Gradients must be None before and after. Python and its libraries are not
+    counted.
     """
     peak = Peak()
     before = _bytes_of(model, optimizer)

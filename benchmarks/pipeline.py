@@ -1,4 +1,4 @@
-"""Pipeline parallelism: against torch.distributed.pipelining, the bubble, the micro-batches held, memory, bytes.
+"""Pipeline parallelism: compared with torch.distributed.pipelining; bubble, stored micro-batches, memory and traffic.
 
     python benchmarks/pipeline.py                     # all parts
     python benchmarks/pipeline.py --against-torch --hidden 512 --sequence 256
@@ -6,9 +6,9 @@
     python benchmarks/pipeline.py --memory
     python benchmarks/pipeline.py --bytes
 
-Against torch: an unmodified LLaMA of transformers, cut by ShardFormer, and the same layers cut by hand at the same
-places (``hand_cut.py``) under torch's schedule of the same name; forward and backward, in the same two processes and
-over the same group, in turn, step by step. Their losses must agree at every step, or the command fails.
+Against torch: an unmodified LLaMA of transformers, split by ShardFormer, and the same layers split by hand at the same
+positions (``hand_cut.py``) with torch's schedule of the same name. Forward and backward, in the same two processes and
+over the same group, alternating step by step. The command fails unless their losses agree in every step.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Measured:
-    """What one process saw: times, the CPU seconds of its own steps, and how many layers each virtual stage has."""
+    """Measurements of one process: times, CPU seconds of its own steps, and the number of layers per virtual stage."""
 
     timings: dict[str, Timing]
     cpu: dict[str, list[float]]
@@ -69,7 +69,7 @@ class Measured:
 
 
 def measure(setting: Setting) -> Measured:
-    """Runs in both processes."""
+    """Measure in both processes."""
     context = ParallelContext.from_world({"pipe": 2})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {SINGLE: None}
@@ -95,7 +95,7 @@ def measure(setting: Setting) -> Measured:
 
 
 def timed(step: common.Step, times: list[float]) -> common.Step:
-    """The step, whose CPU seconds go to ``times``."""
+    """Wrap a step to add its CPU seconds to ``times``."""
 
     def run(index: int) -> float:
         before = time.process_time()
@@ -107,7 +107,7 @@ def timed(step: common.Step, times: list[float]) -> common.Step:
 
 
 def joined(ranks: Sequence[dict[str, Timing]]) -> dict[str, Timing]:
-    """The times, with the losses of the rank that has them."""
+    """Combine the times with the losses of the rank that has them."""
     return {
         name: Timing(
             timing.seconds, [next(x for x in xs if not isnan(x)) for xs in zip(*(r[name].losses for r in ranks))]
@@ -160,11 +160,11 @@ def against_torch(args: argparse.Namespace) -> tuple[list[Any], bool]:
             if not args.json:
                 single = timings[SINGLE]
                 print(
-                    f"\n{setting}; milliseconds a step, medians and least of {len(single.seconds)} rounds, ratios the "
-                    f"medians of rounds; one process, the whole batch at once: {common.ms(single.ms)} (least "
+                    f"\n{setting}; milliseconds per step, median and minimum of {len(single.seconds)} rounds. Ratios "
+                    f"are medians of rounds. One process, full batch: {common.ms(single.ms)} (minimum "
                     f"{common.ms(min(single.seconds) * 1e3)})\n\n{report(timings, cpu, ranks[0].layers)}\n"
                 )
-                print(f"losses differ by {difference:.1e} at most, from {SINGLE} to {name}", flush=True)
+                print(f"largest relative difference of a loss: {difference:.1e}, from {SINGLE} to {name}", flush=True)
     return results, alike
 
 
@@ -176,7 +176,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "against_torch" in wanted:
         results["against_torch"], good = against_torch(args)
         if not good:
-            print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the two do not do the same", file=sys.stderr)
+            print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the variants are not equivalent", file=sys.stderr)
     if "bubble" in wanted:
         results["bubble"], is_held = pipeline_timeline.run(args)
         good &= is_held
@@ -202,7 +202,9 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=60.0)
     for part in PARTS:
-        parser.add_argument(f"--{part.replace('_', '-')}", action="store_true", help="this part, and others so named")
+        parser.add_argument(
+            f"--{part.replace('_', '-')}", action="store_true", help="run this part, and other specified parts"
+        )
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 256])
     parser.add_argument("--batch", type=int, default=8)
@@ -210,8 +212,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
-    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="of --memory")
-    parser.add_argument("--png", type=Path, help="draw a timeline of --bubble into this file (needs matplotlib)")
+    parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="numbers of stages in --memory")
+    parser.add_argument("--png", type=Path, help="plot a timeline of --bubble into this file (needs matplotlib)")
     return parser.parse_args(argv)
 
 

@@ -1,4 +1,4 @@
-"""What a stage of a pipeline holds, and what stages send to each other. Part of ``pipeline.py``."""
+"""Memory of a pipeline stage, and traffic between stages. Part of ``pipeline.py``."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shardformer.pipeline.stage_manager import PipelineStageManager
 
 @dataclass(frozen=True)
 class Held:
-    """Bytes on one stage; ``activations`` is what a step needs at its fullest moment beyond the rest."""
+    """Bytes on one stage. ``activations`` is the peak of a step minus the other fields."""
 
     params: int
     grads: int
@@ -30,7 +30,7 @@ class Held:
 
 
 def measure_held(size: Llama, batch: int, micro_batches: int, schedule: str) -> Held:
-    """Runs in every process."""
+    """Measure in every process."""
     import torch.distributed as dist
 
     context = ParallelContext.from_world({"pipe": dist.get_world_size()})
@@ -42,7 +42,7 @@ def measure_held(size: Llama, batch: int, micro_batches: int, schedule: str) -> 
     grads = bytes_of([p.grad for p in model.parameters()])
     optimizer.step()
     model.zero_grad()
-    step(1)  # warm: what is made once is there
+    step(1)  # warm-up, for persistent allocations
     model.zero_grad()
     params = bytes_of(list(model.parameters()))
     states = bytes_of([x for state in optimizer.state.values() for x in state.values() if isinstance(x, Tensor)])
@@ -84,9 +84,6 @@ def memory(args: argparse.Namespace) -> list[Any]:
     return results
 
 
-# ------------------------------------------------------------------------------------------------------------- bytes
-
-
 @dataclass(frozen=True)
 class Sent:
     """Bytes that one rank sent in a step, and that it gathered over its tensor axis on arrival."""
@@ -98,7 +95,7 @@ class Sent:
 
 
 def measure_sent(size: Llama, batch: int, micro_batches: int, is_sequence_parallel: bool) -> Sent:
-    """Runs in every process. The first step sends headers too, and is not counted."""
+    """Measure in every process. The first step, which also sends headers, is not counted."""
     context = ParallelContext.from_world({"tensor": 2, "pipe": 2})
     options = {"enable_sequence_parallelism": True} if is_sequence_parallel else {}
     model = shardformer.shard_model(size.build(), context=context, **options)
@@ -112,7 +109,7 @@ def measure_sent(size: Llama, batch: int, micro_batches: int, is_sequence_parall
 
 
 def communicated(args: argparse.Namespace) -> tuple[list[Any], bool]:
-    """Prints what crosses a boundary for a micro-batch, of all ranks together, beside B*S*H."""
+    """Print the traffic per micro-batch and boundary of all ranks, compared with B*S*H."""
     size = common.llama(args.hidden[0], args.sequence[0], args.layers, args.vocabulary)
     micro_batches = min(args.micro_batches)
     formula = args.batch // micro_batches * size.sequence * size.hidden * 4
@@ -138,5 +135,5 @@ def communicated(args: argparse.Namespace) -> tuple[list[Any], bool]:
             f"\nBytes of all ranks: hidden {size.hidden}, batch {args.batch} x {size.sequence}, {micro_batches} "
             f"micro-batches, one boundary\n\n{common.table(head, rows)}"
         )
-        print(f"as the formula says: {'yes' if good else 'NO'}", flush=True)
+        print(f"equal to the formula: {'yes' if good else 'NO'}", flush=True)
     return results, good

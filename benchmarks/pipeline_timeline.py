@@ -1,4 +1,4 @@
-"""When each rank of a pipeline really did what: its bubble, what it held, and a picture. Part of ``pipeline.py``."""
+"""Measured timeline of a pipeline: its bubble, its stored micro-batches, and a plot. Part of ``pipeline.py``."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Row = list[tuple[Action, float, float]]
 
 @dataclass(frozen=True)
 class Played:
-    """One step: what each rank did from when to when, in seconds from the first action, and the most that it held."""
+    """One step: actions of each rank with start and end in seconds, and the maximum of stored micro-batches."""
 
     rows: list[Row]
     in_flight: list[int]
@@ -51,7 +51,7 @@ class Played:
         return 1 - busy / (len(self.rows) * self.makespan)
 
     def durations(self) -> dict[ActionKind, float]:
-        """The mean time of each kind of action."""
+        """Return the mean time of each kind of action."""
         taken: dict[ActionKind, list[float]] = {}
         for row in self.rows:
             for action, start, end in row:
@@ -60,7 +60,7 @@ class Played:
 
 
 def measure(size: Llama, batch: int, schedule: str, micro_batches: int, rounds: int) -> list[Played]:
-    """Runs in both processes: a few steps, each as all ranks saw it."""
+    """Measure in both processes: a few steps with the actions of all ranks."""
     context = ParallelContext.from_world({"pipe": 2})
     manager = PipelineStageManager(context, schedule)
     model = shardformer.shard_model(size.build(), context=context, pipeline_stage_manager=manager)
@@ -81,9 +81,9 @@ def measure(size: Llama, batch: int, schedule: str, micro_batches: int, rounds: 
 
 
 def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
-    """Prints the table of bubbles and of what is held. Returns the numbers, and whether as much is held as was said."""
+    """Print the table of bubbles and stored micro-batches. Return the numbers, and whether they match the schedule."""
     hidden, sequence = args.hidden[0], args.sequence[0]
-    layers = max(4, args.layers - 1)  # with a head that costs as much as a layer, all stages are alike
+    layers = max(4, args.layers - 1)  # with a head that costs as much as a layer, all stages cost the same
     size = common.llama(hidden, sequence, layers, common.head_like_a_layer(hidden))
     results, rows, is_held = [], [], True
     drawn: tuple[Schedule, Played] | None = None
@@ -92,7 +92,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
             for micro_batches in [m for m in MICRO_BATCHES if m <= 2 * max(args.micro_batches)]:
                 common.progress(f"tracing {name}, {micro_batches} micro-batches")
                 per_round = args.repetitions or AT_LEAST
-                # as many samples a micro-batch whatever their number, so that actions take as long in each row
+                # the same number of samples per micro-batch in each row, so that actions take the same time
                 played = pool.run(measure, size, 2 * micro_batches, name, micro_batches, per_round)[0]
                 schedule = make_schedule(name, 2, micro_batches)
                 best = min(played, key=lambda p: p.makespan)
@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> tuple[list[Any], bool]:
             f"\nBubble: hidden {hidden}, {layers} layers and a head that costs one, 2 stages, micro-batches of "
             f"2 x {sequence}; of the fastest of {per_round} steps\n\n{common.table(list(results[0]), rows)}"
         )
-        print(f"as many micro-batches held as the schedule says: {'yes' if is_held else 'NO'}", flush=True)
+        print(f"stored micro-batches equal to the schedule: {'yes' if is_held else 'NO'}", flush=True)
     if args.png is not None and drawn is not None:
         draw(*drawn, args.png)
     return results, is_held
@@ -134,7 +134,7 @@ def as_row(schedule: Schedule, best: Played, played: Sequence[Played]) -> dict[s
 
 
 def draw(schedule: Schedule, played: Played, path: Path) -> None:
-    """What was measured above what the schedule says with the same mean times, to one scale."""
+    """Plot the measured timeline above that of the schedule with the same mean times, on one scale."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -164,7 +164,7 @@ def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan
         for action, start, end in row:
             face, ink = colours(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
-            if end - start > narrowest:  # as wide as its name
+            if end - start > narrowest:  # wide enough for its name
                 middle, name = (start + end) / 2 * 1e3, action_label(schedule, action)
                 axis.text(middle, rank, name, color=ink, fontsize=6, ha="center", va="center")
     axis.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])

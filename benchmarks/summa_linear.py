@@ -1,7 +1,7 @@
-"""A linear on a 2D tensor grid that multiplies in steps (SUMMA), to compare with ``shardformer.tensor_parallel.grid``.
+"""A linear on a 2D tensor grid that multiplies in steps (SUMMA), compared with ``shardformer.tensor_parallel.grid``.
 
-Of a product Y = X W^T with W of (out, in) a rank holds: of X, samples over rows and input features over columns; of W,
-output features over columns and input features over rows; of Y, samples over rows and output features over columns.
+For Y = X W^T with W of (out, in): X is sharded by samples over rows and by input features over columns, W by output
+features over columns and input features over rows, and Y by samples over rows and output features over columns.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
 from shardformer.tensor_parallel.parallel_module import check_native
 
-# b samples of this rank, S sequence; h, f: this rank's part of the in and out features
+# b samples of this rank, S sequence; h, f: this rank's shard of the in and out features
 
 
 class Linear2D(GridModule):
-    """A linear on rows and columns: (b, S, h) -> (b, S, f).
+    """Linear on rows and columns: (b, S, h) -> (b, S, f).
 
-    On a square it multiplies by SUMMA (van de Geijn and Watts 1997; Xu et al. 2021, section 3.1): in step t the ranks
-    of a row get the t-th block of X and those of a column the t-th block of W, and add their product; the next blocks
-    are on their way meanwhile. Memory is that of one block more. On a rectangle, and with ``summa=False``, X is
-    gathered over columns and W over rows.
+    On a square grid it multiplies by SUMMA (van de Geijn and Watts 1997; Xu et al. 2021, section 3.1): in step t the
+    ranks of a row receive the t-th block of X, and those of a column the t-th block of W, and add their product. The
+    next blocks are sent during the computation, which needs memory for one more block. On a rectangle, and with
+    ``summa=False``, X is gathered over columns and W over rows.
 
-    Communicates, forward and backward, with N tokens and (q-1)/q = f_q: 3 (N/q) in f_q + 3 (in out / q) f_q numbers a
-    rank; the gradients of its parameters are the whole model's.
+    Communicates, forward and backward, with N tokens and (q-1)/q = f_q: 3 (N/q) in f_q + 3 (in out / q) f_q numbers per
+    rank. The gradients of its parameters are those of the full model.
 
     Args:
         grid: the grid, of mode "2d".
-        summa: whether to multiply in steps where the grid is a square.
+        summa: whether to multiply in steps on a square grid.
 
     Raises ConfigError for a grid of another mode.
     """
@@ -70,7 +70,7 @@ class Linear2D(GridModule):
         self.__dict__["grid"] = grid
         self.in_features, self.out_features = in_features, out_features
         self.summa = summa and grid.row.size == grid.column.size
-        # the plain layer first: this rank keeps its part of the numbers that the random state gives that one
+        # initialize the full layer first: this rank keeps its shard of those random numbers
         native = native if native is not None else nn.Linear(in_features, out_features, bias)
         out = Split.even(out_features, grid.column.size, axes=(grid.column.name,))
         splits: dict[int, AnySplit | Sequence[AnySplit]] = {0: out, 1: hidden_splits(in_features, grid)}
@@ -80,7 +80,7 @@ class Linear2D(GridModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Cuts an nn.Linear that holds the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
+        """Shard an nn.Linear with the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
         if not isinstance(module, nn.Linear):
             raise ConfigError(
                 f"{cls.__name__} was given a {type(module).__name__}",
@@ -91,7 +91,7 @@ class Linear2D(GridModule):
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to_tp_region(self.weight, self.grid.depth)  # copies have other samples
+        weight = copy_to_tp_region(self.weight, self.grid.depth)  # replicas have other samples
         y = self._product(x, weight)
         return y if self.bias is None else y + copy_to_tp_region(self.bias, self.grid.batch)
 
@@ -108,7 +108,7 @@ class Linear2D(GridModule):
 
 
 class _Summa(Function):
-    """The product on a square, in as many steps as it has rows."""
+    """The product on a square grid, in as many steps as it has rows."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, grid: TensorGrid, full: int) -> Tensor:
@@ -141,7 +141,7 @@ class _Summa(Function):
 def _steps(
     x: Tensor, weight: Tensor, grid: TensorGrid, full: int
 ) -> Iterator[tuple[PendingCollective, PendingCollective]]:
-    """The blocks of X and of W of each step; those of the next are on their way before a step is computed."""
+    """Yield the blocks of X and of W for each step. The next blocks are sent before a step is computed."""
     lengths = [b - a for a, b in pairwise(even_bounds(full, grid.column.size))]
 
     def start(step: int) -> tuple[PendingCollective, PendingCollective]:
@@ -160,7 +160,7 @@ def _steps(
 
 
 def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> PendingCollective:
-    """Starts sending rank ``source``'s contiguous x into that of every other rank. One broadcast of x."""
+    """Start a broadcast of rank ``source``'s contiguous x to the other ranks."""
     if axis.size == 1:
         return PendingCollective((), lambda: x)
     noted = record("broadcast", axis, bytes_of(x), purpose)
@@ -171,7 +171,7 @@ def start_broadcast(x: Tensor, axis: Axis, source: int, *, purpose: str) -> Pend
 
 
 def start_reduce(x: Tensor, axis: Axis, target: int, *, purpose: str) -> PendingCollective:
-    """Starts the sum of the ranks' x for rank ``target``; the others get their own back. One reduce of x."""
+    """Start a reduce of the ranks' x to rank ``target``. Other ranks keep their own x."""
     if axis.size == 1:
         return PendingCollective((), lambda: x)
     noted = record("reduce", axis, bytes_of(x), purpose)

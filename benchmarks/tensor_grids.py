@@ -1,11 +1,11 @@
-"""The tensor axis in one dimension beside grids of it: a LLaMA, and one product by steps or by gathers.
+"""1D tensor parallelism compared with tensor grids: a LLaMA, and one product by SUMMA or by all-gathers.
 
     python benchmarks/tensor_grids.py                      # four processes
     python benchmarks/tensor_grids.py --hidden 512 --batch 4 16 64
-    python benchmarks/tensor_grids.py --formula 64 512     # what ranks send by the formulas, for LLaMA-7B
+    python benchmarks/tensor_grids.py --formula 64 512     # traffic per rank by the formulas, for LLaMA-7B
 
-All variants train in the same processes, in turn, from the same weights with the same batches; losses that differ make
-the command fail. Bytes are those that the recorder counts, of all ranks together, without the head and the loss.
+All variants train alternately in the same processes, from the same weights and with the same batches. The command fails
+unless their losses are equal. Bytes are those that the recorder counts on all ranks, without the head and the loss.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ HIDDEN_7B, WEIGHTS_7B = 4096, 4 * 4096**2 + 3 * 4096 * 11008
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained by all variants."""
+    """The model and batch that all variants train."""
 
     size: Llama
     batch: int
@@ -42,7 +42,7 @@ class Setting:
 
 
 def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]]:
-    """Runs in every process: times, and MB that all ranks send in a step."""
+    """Measure in every process: times, and MB sent by all ranks in a step."""
     plain = ParallelContext.from_world({"tensor": dist.get_world_size()})
     batches = setting.size.batches(setting.batch)
     steps: dict[str, Step | None] = {}
@@ -63,7 +63,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 
 
 def measure_product(setting: Setting) -> dict[str, Timing]:
-    """Runs in every process: one linear of four times as many features, forward and backward."""
+    """Measure in every process: one linear with four times as many output features, forward and backward."""
     context = with_grid_axes(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
     grid, hidden = TensorGrid.of(context, "2d"), setting.size.hidden
     torch.manual_seed(0)
@@ -93,7 +93,7 @@ def report(setting: Setting, timings: dict[str, Timing], sent: dict[str, float] 
 
 
 def formula(ranks: int, tokens: int) -> list[str]:
-    """What a rank of LLaMA-7B sends for a layer in one dimension, and on the best grid; in millions of numbers."""
+    """Return the traffic per rank for a layer of LLaMA-7B in 1D and on the best grid, in millions of numbers."""
     stream = tokens * HIDDEN_7B
 
     def grid(rows: int) -> float:
@@ -127,19 +127,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.json:
         print(common.as_json("tensor_grids", vars(args), results))
     if wrong > 1e-4:
-        print(f"somebody can tell: a difference of {wrong:.1e}", file=sys.stderr)
+        print(f"FAIL: the largest difference is {wrong:.1e}", file=sys.stderr)
         return 1
     return 0
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = common.arguments(__doc__, seconds=10.0)
-    parser.add_argument("--batch", type=int, nargs="+", default=[4, 16, 64], help="samples of a batch")
+    parser.add_argument("--batch", type=int, nargs="+", default=[4, 16, 64], help="samples per batch")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--sequence", type=int, default=64)
     parser.add_argument("--vocabulary", type=int, default=500)
-    parser.add_argument("--formula", type=int, nargs="+", default=[], metavar="RANKS", help="compute only")
+    parser.add_argument("--formula", type=int, nargs="+", default=[], metavar="RANKS", help="print the formulas only")
     return parser.parse_args(argv)
 
 

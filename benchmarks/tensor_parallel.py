@@ -1,11 +1,12 @@
-"""The same unmodified LLaMA trained by one process, by ShardFormer, by torch's and by transformers' tensor parallelism.
+"""Training of an unmodified LLaMA in one process, and with the tensor parallelism of ShardFormer, torch and
+transformers.
 
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --hidden 256 --sequence 128 --batch 8
 
-A step is forward, backward and torch's fused AdamW, in fp32. All variants live in the same two processes and take
-turns step by step; while the single process has its turn, the second process sleeps. The losses of all variants must
-agree at every step, or the command fails.
+A step is a forward, a backward and torch's fused AdamW, in fp32. All variants run in the same two processes and
+alternate step by step. The second process sleeps during a step of the single process. The command fails unless the
+losses of all variants agree in every step.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one rank in a step, how many of them are the loss's, and the bytes that both ranks send at the
-    least, by the formula of ``shardformer.comm.recorder``."""
+    """Collectives of one rank in a step, those of the loss among them, and the minimum bytes sent by both ranks
+    according to the formula of ``shardformer.comm.recorder``.
+    """
 
     collectives: int
     of_loss: int
@@ -68,14 +70,14 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Contender:
-    """A model that is ready to train, and what its steps run inside."""
+    """A model that is ready to train, and the context manager for its steps."""
 
     model: nn.Module
     around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 class Counter(TorchDispatchMode):
-    """Counts functional collectives and their bytes, those that DTensor makes among them."""
+    """Counts functional collectives and their bytes, including those of DTensor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -83,7 +85,7 @@ class Counter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if any(issubclass(t, DTensor) for t in types):
-            return NotImplemented  # DTensor goes on with plain tensors, which come by here again
+            return NotImplemented  # DTensor then calls the operation with regular tensors, which are counted
         out = func(*args, **(kwargs or {}))
         name = func._overloadpacket.__name__
         if func.namespace.startswith("_c10d_functional") and name not in ("wait_tensor", "_wrap_tensor_autograd"):
@@ -99,10 +101,10 @@ def ours(size: Llama, context: ParallelContext, **options: bool) -> Contender:
 
 
 def torch_plan(size: Llama, context: ParallelContext, *, blocks: bool = False) -> Contender:
-    """torch's parallelize_module by the plan of its tutorial; with ``blocks`` by the best one that it can express.
+    """Apply torch's parallelize_module with the plan of its tutorial, or with ``blocks`` the best plan it can express.
 
-    That one makes a DTensor of the input at each block, so that the gradients of q, k and v are summed before they are
-    communicated, and computes the loss on the logits' parts.
+    The latter converts the input of each block to a DTensor, so that the gradients of q, k and v are summed before they
+    are reduced, and computes the loss on sharded logits.
     """
     model = size.build()
     assert context.mesh is not None
@@ -130,9 +132,9 @@ def torch_plan(size: Llama, context: ParallelContext, *, blocks: bool = False) -
 
 
 def transformers_plan(size: Llama) -> Contender:
-    """transformers' own plan, as from_pretrained(..., distributed_config=DistributedConfig(tp_size=2)) applies it.
+    """Apply transformers' own plan, like from_pretrained(..., distributed_config=DistributedConfig(tp_size=2)).
 
-    The two steps that it takes are taken here one by one, because the whole of it asks for accelerate to be installed.
+    Its two steps are called separately, because the combined function requires accelerate.
     """
     from transformers.distributed import DistributedConfig
 
@@ -156,7 +158,7 @@ VARIANTS: Mapping[str, Build] = {
 
 
 def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, Traffic]]:
-    """Runs in every process."""
+    """Measure in every process."""
     context = ParallelContext.from_world({"tensor": dist.get_world_size()})
     batches = setting.model.batches(setting.batch)
     steps: dict[str, common.Step | None] = {}
@@ -175,7 +177,7 @@ def measure(setting: Setting) -> tuple[dict[str, Timing], dict[str, Traffic]]:
 
 
 def count(step: common.Step, context: ParallelContext) -> Traffic:
-    """The collectives of the second forward and backward: the first one compares what the ranks were fed, too."""
+    """Count the collectives of the second step. In the first one the ranks also compare their inputs."""
     step(0)
     with ExitStack() as stack:
         recorder, counter = stack.enter_context(CollectiveRecorder(context)), stack.enter_context(Counter())
@@ -211,11 +213,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             if not args.json:
                 steps = len(timings[name].seconds)
                 print(f"\n{setting}; median of {steps} steps\n\n{report(timings, traffic)}\n")
-                print(f"losses differ by {difference:.1e} at most, from {setting.variants[0]} to {name}", flush=True)
+                print(
+                    f"largest relative difference of a loss: {difference:.1e}, from {setting.variants[0]} to {name}",
+                    flush=True,
+                )
     if args.json:
         print(common.as_json("tensor_parallel", vars(args), results))
     if not alike:
-        print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the variants do not do the same", file=sys.stderr)
+        print(f"A loss differs by more than {WORST_DIFFERENCE:g}: the variants are not equivalent", file=sys.stderr)
     return 0 if alike else 1
 
 
@@ -228,12 +233,12 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 
 
 def intermediate(hidden: int) -> int:
-    """LLaMA's 8/3 of the hidden size, to a multiple of 16: 688 for 256, 2736 for 1024."""
+    """Return 8/3 of the hidden size, rounded to 16: 688 for 256, 2736 for 1024."""
     return (hidden * 8 // 3 + 15) // 16 * 16
 
 
 def heads(hidden: int) -> int:
-    """8, and of 64 numbers each from hidden 512 on."""
+    """Return the number of heads: 8, or from hidden 512 on heads of size 64."""
     return 8 if hidden < 512 else hidden // 64
 
 
@@ -243,7 +248,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 512])
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--heads", type=int, default=0, help="0: 8, or as many of 64 as fit from hidden 512 on")
+    parser.add_argument(
+        "--heads", type=int, default=0, help="number of heads (0: 8, or from hidden 512 on heads of size 64)"
+    )
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     return parser.parse_args(argv)

@@ -1,9 +1,9 @@
-"""What it costs that ranks watch each other: a step with the watch, and the same step of the same model without.
+"""Cost of the consistency checks between ranks: a step with and without them.
 
     python benchmarks/watch.py --seconds 60
 
-A LLaMA over two tensor ranks, two data ranks and two stages, and a forward in evaluation. The watch is on in every
-other step, so that both have the same memory; a difference of a percent takes some hundred steps to see.
+A LLaMA over two tensor ranks, two data ranks and two stages, and a forward in evaluation. The checks are on in every
+other step, so that both variants use the same memory. A difference of a percent takes hundreds of steps to measure.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ LAYOUTS: dict[str, dict[str, int]] = {
 
 
 def measure(size: Llama, batch: int, name: str, repetitions: int, seconds: float) -> Any:
-    """Runs in every process."""
+    """Measure in every process."""
     sizes = LAYOUTS[name]
     context = ParallelContext.from_world(sizes)
     model, batches = shardformer.shard_model(size.build(), context=context).train(), size.batches(batch)

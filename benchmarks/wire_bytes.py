@@ -1,14 +1,14 @@
-"""What one training step of a sharded LLaMA communicates: by the recorder, and by the loopback device's own count.
+"""Communication in a training step of a sharded LLaMA, by the recorder and by the counters of the loopback device.
 
     python benchmarks/wire_bytes.py
     sudo python benchmarks/wire_bytes.py --namespace
 
-The recorder counts collectives where they start and the bytes that they need at the least. The kernel counts what
-really crosses the loopback device, headers and acknowledgements among it, once for each byte sent: of both ranks and
-both directions together. Other programs that talk over loopback are counted too, so ``--namespace`` runs the command
-in a network namespace of its own, which needs root and iproute2 (Linux).
+The recorder counts collectives when they start, and the minimum bytes that they need. The kernel counts all bytes on
+the loopback device, including headers and acknowledgements, once per byte sent: those of both ranks and both
+directions. It also counts the traffic of other programs. Therefore ``--namespace`` runs the command in a separate
+network namespace, which needs root and iproute2 (Linux).
 
-A counter around the whole command (``--steps N`` and ``--steps N+1``, and the difference) gives the same.
+A counter around the full command (``--steps N`` and ``--steps N+1``, and the difference) gives the same result.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ DEVICES = Path("/proc/net/dev")
 
 @dataclass(frozen=True)
 class Sent:
-    """Of a step: (kind, axis, purpose) -> (collectives, wire bytes), and bytes and packets over loopback if known."""
+    """Traffic of a step: (kind, axis, purpose) -> (collectives, wire bytes); loopback bytes and packets if known."""
 
     recorded: dict[tuple[str, str, str], tuple[int, int]]
     loopback: tuple[float, float] | None
@@ -43,8 +43,7 @@ class Sent:
 
 
 def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) -> Sent:
-    """Runs in every process. The first step, in which the ranks compare their batches and the optimizer its state, is
-    not counted."""
+    """Measure in every process, without the first step, in which ranks compare batches and optimizer states."""
     context = ParallelContext.from_world({"tensor": 2})
     model = shardformer.shard_model(size.build(), context=context, **options)
     step = common.train_step(model, size.batches(batch), common.adamw(model))
@@ -54,7 +53,7 @@ def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) ->
         with CollectiveRecorder(context) as recorder:
             loss = step(index)
     after = counted()
-    nothing = counted()  # what the looking itself sends
+    nothing = counted()  # traffic of the measurement itself
     loopback = None
     if before and after and nothing:
         per_step = [(b - a - (c - b)) / num_steps for a, b, c in zip(before, after, nothing)]
@@ -63,7 +62,7 @@ def measure(size: Llama, batch: int, num_steps: int, options: dict[str, Any]) ->
 
 
 def counted() -> tuple[int, int] | None:
-    """Bytes and packets that loopback has received, while no rank sends; None where the kernel does not say."""
+    """Return bytes and packets received on the loopback device, or None without counters. No rank may send."""
     dist.barrier()
     found = read_loopback() if dist.get_rank() == 0 else None
     dist.barrier()
@@ -118,7 +117,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def enter_namespace(argv: list[str]) -> int:
-    """Runs this script again where loopback is its own; does not come back."""
+    """Run this script again in a separate network namespace. Does not return."""
     if not (shutil.which("unshare") and shutil.which("ip")) or os.geteuid() != 0:
         print("--namespace needs root, and the commands unshare and ip (util-linux and iproute2)", file=sys.stderr)
         return 2
@@ -130,7 +129,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=(__doc__ or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=3, help="steps that are counted")
+    parser.add_argument("--steps", type=int, default=3, help="number of measured steps")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--intermediate", type=int, default=688)
     parser.add_argument("--heads", type=int, default=8)
@@ -138,10 +137,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--options", nargs="*", default=[], help="of ShardConfig, such as sequence-parallelism")
-    parser.add_argument("--threads", type=int, default=1, help="threads of torch in each process")
-    parser.add_argument("--namespace", action="store_true", help="count in a network namespace of its own")
-    parser.add_argument("--json", action="store_true", help="print every number as JSON in place of a table")
+    parser.add_argument("--options", nargs="*", default=[], help="options of ShardConfig, such as sequence-parallelism")
+    parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
+    parser.add_argument("--namespace", action="store_true", help="run in a separate network namespace")
+    parser.add_argument("--json", action="store_true", help="print all measurements as JSON instead of a table")
     return parser.parse_args(argv)
 
 

@@ -1,13 +1,13 @@
-"""ZeRO beside torch's: the same unmodified LLaMA over data ranks, its time, and what crosses the loopback device.
+"""ZeRO compared with torch: step time and loopback traffic of an unmodified LLaMA over data ranks.
 
     python benchmarks/zero.py                                                     # 31M parameters, two data ranks
-    python benchmarks/zero.py --hidden 256 --layers 4 --vocabulary 8000 --batch 4 # the 7.26M one of wire_bytes.py
+    python benchmarks/zero.py --hidden 256 --layers 4 --vocabulary 8000 --batch 4 # 7.26M, as in wire_bytes.py
     python benchmarks/zero.py --model bert
     python benchmarks/zero.py --tensor 2                                         # data 2 x tensor 2
 
-A step is forward, backward and torch's fused AdamW, in fp32. All variants live in the same processes and take turns
-step by step; their losses must agree at every step, or the command fails. With ``--tensor`` torch's variants train
-over as many data ranks as there are processes, on the same samples.
+A step is a forward, a backward and torch's fused AdamW, in fp32. All variants run in the same processes and alternate
+step by step. The command fails unless their losses agree in every step. With ``--tensor``, torch's variants train over
+as many data ranks as there are processes, on the same samples.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WORST_DIFFERENCE = 1e-4
 
 @dataclass(frozen=True)
 class Setting:
-    """What is trained, over how many ranks."""
+    """The model, the batch and the number of ranks."""
 
     size: Llama
     model: str
@@ -82,7 +82,7 @@ def ddp(setting: Setting, context: ParallelContext) -> Made:
 
 
 def ddp_zero(setting: Setting, context: ParallelContext) -> Made:
-    from torch.distributed.optim import ZeroRedundancyOptimizer  # whose import warns
+    from torch.distributed.optim import ZeroRedundancyOptimizer  # its import emits a warning
 
     model = DistributedDataParallel(setting.build(), gradient_as_bucket_view=True)
     how: dict[str, Any] = {"lr": 1e-4, "fused": True, "parameters_as_bucket_view": True}
@@ -119,13 +119,13 @@ VARIANTS: dict[str, Callable[[Setting, ParallelContext], Made]] = {
 
 
 def measure(setting: Setting) -> tuple[dict[str, float | None], dict[str, Timing]]:
-    """Runs in every process: MB over loopback a step, and the times."""
+    """Measure in every process: MB over loopback per step, and the times."""
     world = dist.get_world_size()
     context = ParallelContext.from_world({"data": world // setting.tensor, "tensor": setting.tensor})
     steps = {name: step_of(name, setting, context) for name in setting.variants}
     sent: dict[str, float | None] = {}
     for name, step in steps.items():
-        for index in range(2):  # what is learnt or made in the first step is not counted
+        for index in range(2):  # allocations and recordings of the first step are not counted
             step(index)
         before, nothing = counted(), counted()
         for index in range(2, 4):
@@ -138,7 +138,7 @@ def measure(setting: Setting) -> tuple[dict[str, float | None], dict[str, Timing
 
 
 def step_of(name: str, setting: Setting, context: ParallelContext) -> Callable[[int], float]:
-    """A step of this rank's samples; the loss is that of all."""
+    """Return a step on this rank's samples, whose loss is that of all ranks."""
     model, optimizer = VARIANTS[name](setting, context)
     is_ours = name.startswith("ShardFormer")
     ranks = context.data.size if is_ours else dist.get_world_size()
@@ -186,11 +186,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         numel = sum(p.numel() for p in setting.build().parameters())
         print(
             f"\n{args.model}, {numel / 1e6:.2f}M parameters, {args.layers} layers, hidden {args.hidden}, vocabulary "
-            f"{args.vocabulary}, {args.batch} x {args.sequence} a rank, data 2, tensor {args.tensor}\n\n"
+            f"{args.vocabulary}, {args.batch} x {args.sequence} per rank, data 2, tensor {args.tensor}\n\n"
             f"{report(sent, timings)}"
         )
     if difference > WORST_DIFFERENCE:
-        print(f"the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
+        print(f"FAIL: the losses of {worst} differ by {difference:.1e}", file=sys.stderr)
         return 1
     return 0
 
@@ -202,9 +202,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=6)
     parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--vocabulary", type=int, default=12000)
-    parser.add_argument("--batch", type=int, default=2, help="samples of each process")
-    parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of ours")
-    parser.add_argument("--variants", nargs="*", default=(), help="those whose names have one of these words")
+    parser.add_argument("--batch", type=int, default=2, help="samples per process")
+    parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of ShardFormer")
+    parser.add_argument("--variants", nargs="*", default=(), help="variants whose names contain one of these words")
     return parser.parse_args(argv)
 
 

@@ -1,11 +1,11 @@
-"""Does sharding change how a model converges? BERT fine-tuned on pairs of sentences, under several layouts.
+"""Fine-tune BERT on sentence pairs under several layouts, and compare how it converges.
 
     python examples/convergence.py --data mrpc --model DIR --all
 
-trains in one process, over two with tensor parallelism, over two with the sequence cut, and over four in two pipeline
-stages with ZeRO 1, then prints accuracy, F1 and loss side by side and draws the losses. ``--data`` is a folder with the
-Microsoft Research Paraphrase Corpus, ``--model`` one with a pretrained BERT and its tokenizer. One layout alone, with a
-launcher:
+trains in one process, with tensor parallelism over two, with context parallelism over two, and in two pipeline stages
+with ZeRO 1 over four. It then prints accuracy, F1 and loss of each layout, and plots the losses. ``--data`` is a folder
+with the Microsoft Research Paraphrase Corpus, ``--model`` a folder with a pretrained BERT and its tokenizer. To train
+with a single layout, use a launcher:
 
     shardformer run --nproc_per_node 2 examples/convergence.py --data mrpc --model DIR --tensor 2 --out runs/tensor
 """
@@ -27,7 +27,7 @@ import shardformer
 from shardformer.hooks import JsonLines, Metrics, Progress, Throughput
 from shardformer.training.metrics_log import read_records
 
-# The settings of the published table: two samples at a time, eight times a step.
+# settings of the published table: micro-batches of two samples, eight per step
 BATCH, ACCUMULATION, EPOCHS, RATE, WARMUP = 2, 8, 3, 2.4e-5, 0.03
 LAYOUTS = {
     "one process": (1, []),
@@ -38,7 +38,7 @@ LAYOUTS = {
 
 
 def read_pairs(file: Path, count: int | None) -> list[tuple[str, str, int]]:
-    """(sentence, sentence, whether they say the same) for each line."""
+    """Return (sentence, sentence, whether they are paraphrases) for each line."""
     with file.open(encoding="utf-8-sig", newline="") as lines:
         rows = list(csv.DictReader(lines, delimiter="\t", quoting=csv.QUOTE_NONE))
     return [(row["#1 String"], row["#2 String"], int(row["Quality"])) for row in rows][:count]
@@ -87,16 +87,16 @@ def train(args: argparse.Namespace) -> None:
 
 
 def train_all(args: argparse.Namespace) -> None:
-    """Each layout after the other, in processes of its own; then the table and the picture."""
+    """Train each layout in separate processes, then print the table and save the plot."""
     names = ["one process", *(name for name in args.layouts if name != "one process")]
     for name in names:
         processes, options = LAYOUTS[name]
         print(f"== {name}", flush=True)
         launcher = [sys.executable, "-m", "shardformer", "run", "--nproc_per_node", str(processes)]
-        given = ["--data", args.data, "--model", args.model, "--epochs", args.epochs, "--seed", args.seed]
-        given += ["--samples", args.samples] if args.samples else []
-        given += ["--dropout"] if args.dropout else []
-        command = [*launcher, __file__, *map(str, given), *options, "--out", str(folder_of(args.out, name))]
+        shared = ["--data", args.data, "--model", args.model, "--epochs", args.epochs, "--seed", args.seed]
+        shared += ["--samples", args.samples] if args.samples else []
+        shared += ["--dropout"] if args.dropout else []
+        command = [*launcher, __file__, *map(str, shared), *options, "--out", str(folder_of(args.out, name))]
         subprocess.run(command, check=True)
     print(table(args.out, names))
     draw(args.out, names)
@@ -108,7 +108,7 @@ def folder_of(out: Path, name: str) -> Path:
 
 def table(out: Path, names: list[str]) -> str:
     lines = [
-        "| layout | processes | accuracy | F1 | loss | largest difference of a step's loss |",
+        "| layout | processes | accuracy | F1 | loss | largest difference in the loss of a step |",
         "|---|---|---|---|---|---|",
     ]
     plain = losses(out, "one process")
@@ -125,7 +125,7 @@ def losses(out: Path, name: str) -> list[float]:
 
 
 def draw(out: Path, names: list[str]) -> None:
-    """The losses over each other, and below how far each is from that of one process."""
+    """Plot the losses, and below them their relative difference from those of one process."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -139,13 +139,13 @@ def draw(out: Path, names: list[str]) -> None:
         "sequence 2": ("#009E73", "-.", 1.4),
     }
     for name in names:
-        colour, line, width = styles.get(name, ("#111111", ":", 1.4))
+        color, line, width = styles.get(name, ("#111111", ":", 1.4))
         found = losses(out, name)
-        above.plot(range(1, len(found) + 1), smooth(found), line, color=colour, linewidth=width, label=name)
+        above.plot(range(1, len(found) + 1), smooth(found), line, color=color, linewidth=width, label=name)
         if name != "one process":
             apart = [max(abs(a - b) / a, 1e-9) for a, b in zip(plain, found)]
-            below.semilogy(range(1, len(apart) + 1), apart, ".", color=colour, markersize=2.5, label=name)
-    above.set_title("Loss of a step, mean of 25", loc="left", fontsize=10)
+            below.semilogy(range(1, len(apart) + 1), apart, ".", color=color, markersize=2.5, label=name)
+    above.set_title("Loss per step, mean of 25", loc="left", fontsize=10)
     below.set_title("Relative difference to one process", loc="left", fontsize=10)
     below.set_xlabel("step")
     for axes in (above, below):
@@ -153,7 +153,7 @@ def draw(out: Path, names: list[str]) -> None:
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=9, markerscale=3)
     figure.savefig(out / "convergence.png", dpi=130)
-    print(f"The picture is in {out / 'convergence.png'}")
+    print(f"Plot saved to {out / 'convergence.png'}")
 
 
 def smooth(values: list[float], width: int = 25) -> list[float]:
@@ -167,17 +167,17 @@ if __name__ == "__main__":
     )
     parser.add_argument("--model", required=True, help="folder, or name on the hub, of a pretrained BERT")
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
-    parser.add_argument("--all", action="store_true", help="all layouts, the table and the picture")
+    parser.add_argument("--all", action="store_true", help="train all layouts, then print the table and save the plot")
     parser.add_argument(
-        "--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS], help="those of --all, beside one process"
+        "--layouts", nargs="*", choices=LAYOUTS, default=[*LAYOUTS], help="layouts of --all, in addition to one process"
     )
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--sequence", type=int, default=1)
     parser.add_argument("--pipe", type=int, default=1)
     parser.add_argument("--zero-stage", type=int, default=None)
     parser.add_argument("--epochs", type=int, default=EPOCHS)
-    parser.add_argument("--samples", type=int, help="only so many of the training and of the test part")
-    parser.add_argument("--dropout", action="store_true", help="as the model has it; by default it is off")
+    parser.add_argument("--samples", type=int, help="maximum number of samples in the training and the test set")
+    parser.add_argument("--dropout", action="store_true", help="enable the dropout of the model")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     (train_all if arguments.all else train)(arguments)

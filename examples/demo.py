@@ -1,11 +1,11 @@
-"""Trains a small GPT-2 in one process and split over several, and compares every gradient, weight and loss.
+"""Train a small GPT-2 in one process and sharded over several, and compare gradients, weights and losses.
 
-    python examples/demo.py                       # each layer is split over two processes
-    python examples/demo.py --pipe 2              # the layers form two pipeline stages
-    python examples/demo.py --data 2 --zero-stage 2   # each process has half of the batch, and ZeRO
+    python examples/demo.py                       # tensor parallel: each layer is sharded over two processes
+    python examples/demo.py --pipe 2              # two pipeline stages
+    python examples/demo.py --data 2 --zero-stage 2   # data parallel with ZeRO stage 2
 
-The text is the help that comes with Python. It takes about a minute on two cores. The exit status is 1 if any
-difference is larger than rounding errors.
+The training text is the documentation that ships with Python. A run takes about a minute on two cores. The exit status
+is 1 if a difference is larger than rounding errors.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from rich.table import Table
 import shardformer
 from shardformer.verify import VerifyPipeline, VerifyTraining, verify
 
-transformers.logging.set_verbosity_error()  # otherwise every process prints the same notes
+transformers.logging.set_verbosity_error()  # otherwise every process prints the same warnings
 
 BATCH_SIZE, SEQUENCE = 8, 128
 LARGEST_DIFFERENCE = 1e-4
-"""Of a loss, relative. Rounding errors of fp32 stay below 1e-5 in 120 steps; a missing all-reduce causes 1e-2."""
+"""Maximum relative difference of a loss. In 120 steps fp32 rounding causes 1e-5, a missing all-reduce 1e-2."""
 
 
 def build_model(layers: int, hidden: int) -> transformers.GPT2LMHeadModel:
-    """A model of transformers, unmodified, that reads bytes. Without dropout, so that both runs can be compared."""
+    """Build an unmodified model of transformers that reads bytes. Dropout is off, so that runs can be compared."""
     config = transformers.GPT2Config(
         vocab_size=256, n_positions=SEQUENCE, n_embd=hidden, n_layer=layers, n_head=8,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
@@ -65,7 +65,7 @@ def model_and_optimizer(args: argparse.Namespace) -> tuple[transformers.GPT2LMHe
 
 
 def train_in_one_process(args: argparse.Namespace) -> Iterator[float]:
-    """An ordinary PyTorch loop."""
+    """Train with an ordinary PyTorch loop."""
     model, optimizer = model_and_optimizer(args)
     for batch in itertools.islice(torch.utils.data.DataLoader(samples(), BATCH_SIZE), args.steps):
         loss = model(**batch).loss
@@ -77,7 +77,7 @@ def train_in_one_process(args: argparse.Namespace) -> Iterator[float]:
 
 
 def train_in_parallel(args: argparse.Namespace, parallel: shardformer.ParallelConfig) -> Iterator[float]:
-    """The same loop on an engine. It runs in every process."""
+    """Train with an engine. Runs in every process."""
     model, optimizer = model_and_optimizer(args)
     engine = shardformer.initialize(
         model, optimizer, train_data=samples(), batch_size=BATCH_SIZE, parallel=parallel,
@@ -88,7 +88,7 @@ def train_in_parallel(args: argparse.Namespace, parallel: shardformer.ParallelCo
 
 
 def timed(losses: Iterable[float], name: str = "") -> dict[str, Any]:
-    """The losses of a run, and its tokens per second, measured without the first step of several."""
+    """Return the losses of a run and its tokens per second, measured without the first step."""
     found, times = list[float](), [time.perf_counter()]
     for loss in losses:
         found.append(loss)
@@ -102,18 +102,18 @@ def timed(losses: Iterable[float], name: str = "") -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tensor", type=int, help="tensor parallel size (default: 2 if no other size is given)")
+    parser.add_argument("--tensor", type=int, help="tensor parallel size (default: 2 if no other size is set)")
     parser.add_argument("--pipe", type=int, default=1, help="pipeline stages")
     parser.add_argument("--data", type=int, default=1, help="data parallel size")
     parser.add_argument("--zero-stage", type=int, choices=(1, 2, 3), help="ZeRO stage")
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden", type=int, default=256, help="hidden size, a multiple of 8")
-    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # given to the processes that this one starts
+    parser.add_argument("--result", type=Path, help=argparse.SUPPRESS)  # set for the processes that this one starts
     args = parser.parse_args()
     tensor = args.tensor or (2 if args.pipe == args.data == 1 else 1)
     num_processes = tensor * args.pipe * args.data
-    torch.set_num_threads(1)  # as many as each process of the parallel run has
+    torch.set_num_threads(1)  # the same number as in each process of the parallel run
 
     if args.result is not None:
         parallel = shardformer.ParallelConfig(
@@ -153,8 +153,8 @@ def main() -> int:
     console.print(table)
     is_equal = report.passed and max(differences) <= LARGEST_DIFFERENCE
     console.print(
-        f"{'Equal' if is_equal else 'NOT EQUAL'}: the losses differ by {max(differences):.1e} at most "
-        f"(bound {LARGEST_DIFFERENCE:.0e})."
+        f"{'PASS' if is_equal else 'FAIL'}: the largest relative difference of a loss is {max(differences):.1e} "
+        f"(tolerance {LARGEST_DIFFERENCE:.0e})."
     )
     return 0 if is_equal else 1
 

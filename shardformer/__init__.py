@@ -54,60 +54,34 @@ if TYPE_CHECKING:
     from shardformer.zero.shard_optimizer import shard_optimizer as shard_optimizer
 
 __version__ = "0.1.0"
-_RENAMED = {
-    "Argument": "shardformer.compat.Argument",
-    "Attention": "shardformer.policies.Attention",
-    "Batches": "shardformer.training.ShardedDataLoader",
-    "BlockArguments": "shardformer.policies.BlockArguments",
-    "BlockDescription": "shardformer.policies.BlockDescription",
-    "Col_Layer": "shardformer.compat.Col_Layer",
-    "DamagedError": "shardformer.CorruptCheckpointError",
-    "Experts": "shardformer.policies.Experts",
-    "Hook": "shardformer.hooks.Hook",
-    "HybridAdam": "shardformer.zero.HybridAdam",
-    "Inputs": "shardformer.policies.AttentionInputs",
-    "Keep": "shardformer.checkpoint.CheckpointRetention",
-    "LAMB": "shardformer.zero.LAMB",
-    "LARS": "shardformer.zero.LARS",
-    "Layer": "shardformer.compat.Layer",
-    "LazyInit": "shardformer.meta_init.LazyInit",
-    "Loaded": "shardformer.checkpoint.LoadedCheckpoint",
-    "LossScale": "shardformer.zero.LossScale",
-    "MLP": "shardformer.policies.MLP",
-    "Memory": "shardformer.zero.MemoryEstimate",
-    "ModelSharder": "shardformer.compat.ModelSharder",
-    "ModulePolicyDescription": "shardformer.policies.ModulePolicyDescription",
-    "Offload": "shardformer.OffloadConfig",
-    "Parallel": "shardformer.ParallelConfig",
-    "ParallelModule": "shardformer.tensor_parallel.ParallelModule",
-    "PipelineStageManager": "shardformer.compat.PipelineStageManager",
-    "Policy": "shardformer.policies.Policy",
-    "Precision": "shardformer.MixedPrecision",
-    "Projections": "shardformer.policies.AttentionProjections",
-    "Recorder": "shardformer.comm.CollectiveRecorder",
-    "RolePolicy": "shardformer.policies.RolePolicy",
-    "Row_Layer": "shardformer.compat.Row_Layer",
-    "SequenceNeeds": "shardformer.policies.SequenceParallelHints",
-    "ShardConfig": "shardformer.compat.ShardConfig",
-    "ShardFormer": "shardformer.compat.ShardFormer",
-    "ShardSpec": "shardformer.layout.ShardSpec",
-    "Split": "shardformer.layout.Split",
-    "Stack": "shardformer.policies.LayerStack",
-    "StageNeeds": "shardformer.policies.PipelineHints",
-    "SubModuleReplacementDescription": "shardformer.policies.SubModuleReplacementDescription",
-    "describe": "shardformer.describe_sharding",
-    "gather_over_data": "shardformer.pipeline.gather_over_data",
-    "grad_norm": "shardformer.gradients.grad_norm",
-    "infer": "shardformer.derive_policy",
-    "launch": "shardformer.compat.launch",
-    "launch_from_slurm": "shardformer.compat.launch_from_slurm",
-    "materialize": "shardformer.meta_init.materialize",
-    "measure_costs": "shardformer.measure_pipeline_costs",
-    "memory": "shardformer.estimate_memory",
-    "register": "shardformer.register_policy",
-    "start_checkpoint": "shardformer.checkpoint.async_save_checkpoint",
-    "store_activations": "shardformer.offload.offload_activations",
+_MOVED = {
+    "compat": "Argument Col_Layer Layer ModelSharder PipelineStageManager Row_Layer ShardConfig ShardFormer launch "
+    "launch_from_slurm",
+    "gradients": "grad_norm",
+    "hooks": "Hook",
+    "layout": "ShardSpec Split",
+    "meta_init": "LazyInit materialize",
+    "pipeline": "gather_over_data",
+    "policies": "Attention BlockArguments BlockDescription Experts MLP ModulePolicyDescription Policy RolePolicy "
+    "SubModuleReplacementDescription",
+    "tensor_parallel": "ParallelModule",
+    "zero": "HybridAdam LAMB LARS LossScale",
 }
+"""Module -> its public names that were in ``shardformer`` before."""
+_RENAMED = {
+    **{name: f"shardformer.{module}.{name}" for module, names in _MOVED.items() for name in names.split()},
+    "Batches": "shardformer.training.ShardedDataLoader", "DamagedError": "shardformer.CorruptCheckpointError",
+    "Inputs": "shardformer.policies.AttentionInputs", "Keep": "shardformer.checkpoint.CheckpointRetention",
+    "Loaded": "shardformer.checkpoint.LoadedCheckpoint", "Memory": "shardformer.zero.MemoryEstimate",
+    "Offload": "shardformer.OffloadConfig", "Parallel": "shardformer.ParallelConfig",
+    "Precision": "shardformer.MixedPrecision", "Projections": "shardformer.policies.AttentionProjections",
+    "Recorder": "shardformer.comm.CollectiveRecorder", "SequenceNeeds": "shardformer.policies.SequenceParallelHints",
+    "Stack": "shardformer.policies.LayerStack", "StageNeeds": "shardformer.policies.PipelineHints",
+    "describe": "shardformer.describe_sharding", "infer": "shardformer.derive_policy",
+    "measure_costs": "shardformer.measure_pipeline_costs", "memory": "shardformer.estimate_memory",
+    "register": "shardformer.register_policy", "start_checkpoint": "shardformer.checkpoint.async_save_checkpoint",
+    "store_activations": "shardformer.offload.offload_activations",
+}  # fmt: skip
 """Earlier public names, which still work with a DeprecationWarning."""
 _RENAMED_MODULES = {
     "shardformer.layers": "shardformer.tensor_parallel",
@@ -119,7 +93,7 @@ _RENAMED_MODULES = {
     "shardformer.trainer": "shardformer.training.trainer",
     "shardformer.trainer.hooks": "shardformer.hooks",
 }
-"""Earlier names of modules that were documented."""
-sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # before empty folders of an earlier checkout
+"""Earlier names of documented modules."""
+sys.meta_path.insert(0, RenamedModules(_RENAMED_MODULES))  # precedes empty folders left by an earlier checkout
 __getattr__, _names = lazy_names(__name__, _RENAMED)
 __all__ = [*_names, "__version__"]  # pyright: ignore[reportUnsupportedDunderAll]

@@ -1,6 +1,6 @@
-"""``ParallelConfig``: how a model is trained over several processes. ``ShardConfig``: the part that shards the model.
+"""``ParallelConfig``: configuration of distributed training. ``ShardConfig``: the options that shard the model.
 
-This module does not import torch, so that the command line can read the fields.
+This module does not import torch, so that the command line starts fast.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ RENAMED_SHARD_FIELDS = {"watch": "check_consistency", "stream": "activation_layo
 @renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
-    """How a model is sharded: ``ParallelConfig.shard_config(context)``, or written by hand as in ColossalAI.
+    """Options that shard a model: from ``ParallelConfig.shard_config(context)``, or written directly as in ColossalAI.
 
     Args:
-        tensor_parallel_process_group: the group of the tensor axis. None: all processes.
-        pipeline_stage_manager: the stages of a pipeline and their schedule. None: the defaults, if the context has a
-            pipe axis.
+        tensor_parallel_process_group: the process group of the tensor axis. None: all processes.
+        pipeline_stage_manager: the pipeline stages and their schedule. None: the defaults, if the context has a pipe
+            axis.
         enable_tensor_parallelism: shard weights over the tensor axis.
         enable_fused_normalization, enable_flash_attention, enable_jit_fused, enable_sequence_parallelism,
             enable_sequence_overlap: ``fused_normalization``, ``flash_attention``, ``fused_activation``,
             ``sequence_parallel`` and ``sequence_overlap`` of ``ParallelConfig``.
-        enable_all_optimization: all five of these.
+        enable_all_optimization: enable all five of these.
         tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
         extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
         context: the context from ``launch_from_torch``.
-        activation_layout: the layout of the activations between the blocks, if it is not the one of these options.
+        activation_layout: the layout of the activations between blocks. None: derived from the other options.
     """
 
     tensor_parallel_process_group: dist.ProcessGroup | None = None
@@ -68,7 +68,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ShardConfig:
-        """From its fields by name. Raises ConfigError for an unknown one."""
+        """Return the config with these fields. Raises ConfigError for an unknown field."""
         known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
         check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
         return cls(**options)
@@ -87,17 +87,17 @@ class ShardConfig:
         for name, other in (("enable_sequence_overlap", on), (on, needed)):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(
-                    f"{name}=True with {other}=False",
+                    f"{name}=True needs {other}=True",
                     rule="Sequence parallelism shards activations over the tensor axis, and the overlap hides its "
                     "communication",
-                    remedy=f"Set {other}=True, or leave {name} out",
+                    remedy=f"Set {other}=True, or remove {name}",
                 )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
             other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
-                f"tensor_parallel_mode={self.tensor_parallel_mode!r} with {other}",
-                rule="On a tensor grid the activations are sharded along samples and hidden features",
-                remedy="Leave the sequence whole, or use tensor_parallel_mode='1d'",
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r} does not work with {other}",
+                rule="On a tensor grid, activations are sharded along the batch and hidden dimensions",
+                remedy="Do not shard the sequence, or use tensor_parallel_mode='1d'",
             )
 
     def _check_types(self) -> None:
@@ -105,44 +105,44 @@ class ShardConfig:
         from shardformer.mesh.parallel_context import ParallelContext
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
-        rule = f"It is a dict of {', '.join(EXTRA_KWARGS)}"
+        rule = f"extra_kwargs is a dict with the keys {', '.join(EXTRA_KWARGS)}"
         is_dict = isinstance(self.extra_kwargs, Mapping)
         check_argument("extra_kwargs", self.extra_kwargs, is_dict, rule, "Write extra_kwargs={'check_inputs': False}")
         self.extra_kwargs = dict(self.extra_kwargs)
-        check_names(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has", rule)
+        check_names(self.extra_kwargs, EXTRA_KWARGS, "extra_kwargs has no key", rule)
         for name, kind, remedy in (
             ("pipeline_stage_manager", PipelineStageManager, "Write PipelineStageManager(context, schedule='1f1b')"),
-            ("context", ParallelContext, "Pass what launch_from_torch returned"),
-            ("activation_layout", ActivationLayout, "Leave it out"),
+            ("context", ParallelContext, "Pass the context that launch_from_torch returned"),
+            ("activation_layout", ActivationLayout, "Remove it"),
         ):
             value = getattr(self, name)
-            check_argument(name, value, isinstance(value, kind | None), f"It is a {kind.__name__} or None", remedy)
+            check_argument(name, value, isinstance(value, kind | None), f"It must be a {kind.__name__} or None", remedy)
         switches = [each.name for each in fields(self) if isinstance(each.default, bool)]
         for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """The layout of the activations between the blocks."""
+        """Return the layout of the activations between blocks."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:
             return self.activation_layout
         if self.tensor_parallel_mode != "1d":
             return layouts.GRID_LAYOUTS[self.tensor_parallel_mode]
-        cuts = layouts.SEQUENCE_PARALLEL.shards if self.enable_sequence_parallelism else ()
+        shards = layouts.SEQUENCE_PARALLEL.shards if self.enable_sequence_parallelism else ()
         return layouts.ActivationLayout(
-            (*layouts.CONTEXT_PARALLEL.shards, *cuts) if self.uses_context_parallel else cuts
+            (*layouts.CONTEXT_PARALLEL.shards, *shards) if self.uses_context_parallel else shards
         )
 
     @property
     def uses_context_parallel(self) -> bool:
-        """Whether the sequence is cut over the ranks of the sequence axis."""
+        """Whether the sequence is sharded over the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
 
     def head_axis(self) -> Axis:
-        """The axis over which heads and features are cut: tensor, or on a tensor grid its columns."""
+        """Return the axis that shards heads and features: tensor, or the columns of a tensor grid."""
         context = self.resolve_context()
         return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
 
@@ -152,25 +152,24 @@ class ShardConfig:
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """The context to shard over: the one passed, one around the group passed, or all processes as tensor ranks."""
-        context = self._given_context()
+        """Return the context to shard over: the one passed, one for the group passed, or one for all processes."""
+        context = self._select_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"tensor_parallel_mode='1d' with a tensor axis that is a grid of {grid}",
-                rule="Rows and columns are those of the modes 2d, 2.5d and 3d",
-                remedy="Write tensor_parallel_mode='2d', or pass one number as tensor=",
+                f"tensor_parallel_mode='1d' does not work with a tensor axis that is a grid of {grid}",
+                rule="Rows and columns belong to the modes 2d, 2.5d and 3d",
+                remedy="Write tensor_parallel_mode='2d', or pass a single number as tensor=",
             )
-        if sizes["sequence"] > 1 and all(cut.axis != "sequence" for cut in self.resolve_activation_layout().shards):
+        if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"The context has sequence={sizes['sequence']}, and activation_layout={self.activation_layout}",
-                rule="The activations have to be sharded over the sequence axis",
-                remedy="Leave activation_layout out, or the sequence axis",
+                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}",
+                remedy="Remove activation_layout, or the sequence axis",
             )
         return context
 
-    def _given_context(self) -> ParallelContext:
+    def _select_context(self) -> ParallelContext:
         from shardformer.mesh.parallel_context import ParallelContext
 
         manager, context, group = self.pipeline_stage_manager, self.context, self.tensor_parallel_process_group
@@ -179,13 +178,13 @@ class ShardConfig:
         if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
                 "ShardConfig got more than one of context, tensor_parallel_process_group and pipeline_stage_manager",
-                rule="A context has the tensor group, and a pipeline_stage_manager has the context",
-                remedy="Pass one of them",
+                rule="A context has a tensor group, and a pipeline_stage_manager has a context",
+                remedy="Pass only one of them",
             )
         return ParallelContext.from_group(group) if context is None else context
 
     def options(self) -> dict[str, bool | str]:
-        """The options by name, for the plan's hash and for ``describe_sharding``."""
+        """Return the options by name, for the plan's hash and for ``describe_sharding``."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = (
             ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
@@ -194,7 +193,7 @@ class ShardConfig:
 
 
 STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
-_OF_STAGE_3 = ("keep_frozen", "reshard_after_forward")
+_STAGE_3_FIELDS = ("keep_frozen", "reshard_after_forward")
 _SHARD_OPTIONS = {
     "sequence_parallel": "enable_sequence_parallelism",
     "sequence_overlap": "enable_sequence_overlap",
@@ -203,7 +202,7 @@ _SHARD_OPTIONS = {
     "fused_activation": "enable_jit_fused",
     **{name: name for name in ("tensor_parallel_mode", "context_parallel", "check_consistency")},
 }
-"""A field of ``ParallelConfig`` -> the field of ``ShardConfig``."""
+"""Field of ``ParallelConfig`` -> field of ``ShardConfig``."""
 RENAMED_FIELDS = {
     "tensor_mode": "tensor_parallel_mode", "jit_fused": "fused_activation", "chunks": "num_model_chunks",
     "cut": "partition", "checkpoint_layers": "recompute_layers", "activations": "activation_offload",
@@ -215,18 +214,18 @@ RENAMED_FIELDS = {
 @renamed_arguments(RENAMED_FIELDS, {"partition": RENAMED_METHODS}, {**RENAMED_FIELDS, "fit": "fit_to"})
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How a model is trained over several processes: layout, kernels, pipeline, memory and step.
+    """Configuration of distributed training: layout, kernels, pipeline, memory and optimizer step.
 
-    The command line, the table ``[parallel]`` of a run configuration and their documentation are generated from these
-    fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can hold.
+    The command line flags, the table ``[parallel]`` of a run configuration and their documentation are generated from
+    these fields. ``to_dict`` and ``from_dict`` convert to and from values that JSON and TOML can represent.
 
-    Raises ConfigError for a value or a combination that is not supported.
+    Raises ConfigError for values and combinations that are not supported.
     """
 
     data: Annotated[int | None, "Data parallel size. None: the number of processes divided by the other sizes."] = None
     pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
     sequence: Annotated[
-        int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, and Ulysses in each group."
+        int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, with Ulysses in each group."
     ] = 1
     tensor: Annotated[
         int | Sequence[int], "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`."
@@ -236,30 +235,30 @@ class ParallelConfig:
     sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matmuls."] = False
     context_parallel: Annotated[
         str,
-        'How attention reads other ranks of the sequence axis: "ring" sends keys and values around, "ulysses" '
-        'exchanges heads for positions, "gather" gathers keys and values, "auto" takes the one that sends least.',
+        'How attention accesses the other ranks of the sequence axis: "ring" passes keys and values around, "ulysses" '
+        'exchanges heads for positions, "gather" gathers keys and values, "auto" selects the one that sends least.',
     ] = "auto"
-    flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn where it supports the model."] = False
+    flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn if it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
     fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
     schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
-    num_model_chunks: Annotated[int | None, "Virtual stages on each rank. None: the default of the schedule."] = None
+    num_model_chunks: Annotated[int | None, "Virtual stages per rank. None: the default of the schedule."] = None
     partition: Annotated[
         str | Sequence[int],
         'Layers of the stages: "balanced" by cost, "uniform" by number, or the number for each virtual stage.',
     ] = "balanced"
     layer_costs: Annotated[
-        Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights that a token meets."
+        Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights used per token."
     ] = None
     recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "Layers of each virtual stage that recompute their activations in the backward: a number, or one for each.",
+        "Layers of each virtual stage that recompute their activations in the backward: one number, or one per stage.",
     ] = None
     activation_offload: Annotated[
-        str, 'Where activations are kept: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
+        str, 'Where activations are stored: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
     ] = "device"
-    micro_batches: Annotated[int | None, "Micro-batches of the batch of a rank. None: the number of stages."] = None
-    micro_batch_size: Annotated[int | None, "Samples of a micro-batch, instead of `micro_batches`."] = None
+    micro_batches: Annotated[int | None, "Micro-batches per batch of a rank. None: the number of stages."] = None
+    micro_batch_size: Annotated[int | None, "Samples per micro-batch, instead of `micro_batches`."] = None
     zero_stage: Annotated[
         int | None,
         "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
@@ -267,31 +266,32 @@ class ParallelConfig:
     ] = None
     precision: Annotated[
         str | MixedPrecision,
-        'Of parameters: "fp32", or "bf16" and "fp16" with master weights in fp32. In Python also a `MixedPrecision`.',
+        'Precision of parameters: "fp32", or "bf16" or "fp16" with fp32 master weights. In Python also a '
+        "`MixedPrecision`.",
     ] = "fp32"
     offload: Annotated[
         str | OffloadConfig | None,
-        'Where master weights and optimizer state are kept: "cpu" or "nvme:DIR". In Python also an `OffloadConfig`.',
+        'Where master weights and optimizer state are stored: "cpu" or "nvme:DIR". In Python also an `OffloadConfig`.',
     ] = None
-    keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard parameters that do not train."] = True
+    keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard frozen parameters."] = True
     reshard_after_forward: Annotated[
         bool | int | str | None,
-        "ZeRO stage 3: shard a layer again after its forward. False: gather once per step. A number of bytes, or "
-        '"free" for the free memory of the GPU: keep that much of the last layers. None: true, false in a pipeline.',
+        "ZeRO stage 3: free the full parameters of a layer after its forward. False: gather once per step. A number of "
+        'bytes, or "free" for the free GPU memory: keep that much of the last layers. None: true, false in a pipeline.',
     ] = None
-    bucket_bytes: Annotated[int | None, "Bytes of gradients that are reduced together. None: 25 MB."] = None
+    bucket_bytes: Annotated[int | None, "Bytes of gradients per reduction bucket. None: 25 MB."] = None
     max_grad_norm: Annotated[float | None, "Clip the norm of all gradients to this value."] = None
     on_nonfinite: Annotated[
         str,
-        'What a step does if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO they are checked '
-        "where their norm is computed.",
+        'Action if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO, they are checked when their '
+        "norm is computed.",
     ] = "raise"
-    check_inputs: Annotated[bool, "Compare the inputs of the ranks that must receive the same batch."] = True
-    check_consistency: Annotated[bool, "Detect diverging batches, modes, optimizers, replicated weights."] = True
+    check_inputs: Annotated[bool, "Compare the inputs of ranks that must receive the same batch."] = True
+    check_consistency: Annotated[bool, "Detect ranks with diverging batches, modes, optimizers or weights."] = True
     average_loss_over: Annotated[
         str,
-        '"tokens": every token (or sample) that counts has the same weight in the loss, as on one device. "ranks": the '
-        "loss is the mean of the losses of the data ranks.",
+        '"tokens": every label (or sample) has the same weight in the loss, as on one device. "ranks": the loss is the '
+        "mean of the losses of the data ranks.",
     ] = "tokens"
 
     def __post_init__(self) -> None:
@@ -336,66 +336,66 @@ class ParallelConfig:
             bucket_bytes=self.bucket_bytes,
         )
         self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
-        self._check_used(_OF_STAGE_3, self.zero_stage == 3, "zero_stage=3")
+        self._check_used(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
         self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
     def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
-        """Raises ConfigError for fields that are set and have no effect with the other fields."""
+        """Raise ConfigError for fields that are set, but have no effect with the other fields."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
-            rule, remedy = "It has no effect in this layout", f"Set {needed}, or leave it out"
-            raise ConfigError(f"{', '.join(changed)} without {needed}", rule=rule, remedy=remedy)
+            remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"
+            raise ConfigError(f"{', '.join(changed)} has no effect without {needed}", remedy=remedy)
 
     @classmethod
-    def of(cls, given: Any) -> ParallelConfig:
-        """The ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
-        if given is None or isinstance(given, cls):
-            return given or cls()
-        rule, remedy = "It is a ParallelConfig, or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
-        check_argument("parallel", given, isinstance(given, dict), rule, remedy)
-        return cls.from_dict(given)
+    def of(cls, value: Any) -> ParallelConfig:
+        """Convert the ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
+        if value is None or isinstance(value, cls):
+            return value or cls()
+        rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
+        check_argument("parallel", value, isinstance(value, dict), rule, remedy)
+        return cls.from_dict(value)
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
-        """The configuration with these fields, as ``to_dict`` returns them. Raises ConfigError for an unknown field."""
+        """Build a configuration from fields as ``to_dict`` returns them. Raises ConfigError for an unknown field."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
         known = (*cls.__dataclass_fields__, *RENAMED_FIELDS)
         check_names(values, known, "parallel has no field", "The fields are those of shardformer.ParallelConfig")
-        given = dict(values)
-        if isinstance(precision := given.get("precision"), Mapping):
+        found = dict(values)
+        if isinstance(precision := found.get("precision"), Mapping):
             scale = precision.get("loss_scale", {})
-            given["precision"] = MixedPrecision(**{**precision, "loss_scale": LossScale(**scale)})
-        if isinstance(offload := given.get("offload"), Mapping):
-            given["offload"] = OffloadConfig(**offload)
-        return cls(**given)
+            found["precision"] = MixedPrecision(**{**precision, "loss_scale": LossScale(**scale)})
+        if isinstance(offload := found.get("offload"), Mapping):
+            found["offload"] = OffloadConfig(**offload)
+        return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """All fields as values that JSON can hold."""
-        return {each.name: _plain(getattr(self, each.name)) for each in fields(self)}
+        """Return all fields, as values that JSON can represent."""
+        return {each.name: _to_plain(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     @cache
     def described_fields(cls) -> dict[str, tuple[Any, str]]:
-        """Field -> its type in a file or on the command line, and its description."""
+        """Return for each field its type in a file or on the command line, and its description."""
         stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
         hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
         return {each.name: get_args(hints[each.name])[:2] for each in fields(cls)}
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The size of each axis; None where ``data`` is left open."""
+        """The size of each axis. The data axis may be None."""
         from shardformer.mesh.rank_grid import num_ranks
 
         composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
-        """The layout that is most like this one for another number of processes.
+        """Return the most similar layout for another number of processes.
 
-        The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers can still be
-        divided. The data axis takes the remaining processes.
+        The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers remain
+        divisible. The data axis gets the remaining processes.
 
         >>> fitted = ParallelConfig(tensor=4, pipe=2).fit_to(6)
         >>> fitted.tensor, fitted.pipe, fitted.data
@@ -418,26 +418,26 @@ class ParallelConfig:
         if tensor == 1:
             changes |= {"sequence_parallel": False, "sequence_overlap": False}
         if tensor != sizes["tensor"]:
-            changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # another size may have no such grid
+            changes |= {"tensor": tensor, "tensor_parallel_mode": "1d"}  # the new size may not form a grid
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
     def shard_options(self) -> dict[str, Any]:
-        """The options of ``ShardConfig``."""
+        """Return the arguments of ``ShardConfig``."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
         options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
     def stage_options(self) -> dict[str, Any]:
-        """The arguments of ``PipelineStageManager``."""
+        """Return the arguments of ``PipelineStageManager``."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
     def zero_options(self) -> dict[str, Any]:
-        """The arguments of ``shard_optimizer``."""
-        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_OF_STAGE_3, "bucket_bytes")
+        """Return the arguments of ``shard_optimizer``."""
+        names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
-        """The ``ShardConfig`` of this configuration on a grid."""
+        """Return the ``ShardConfig`` of this configuration for a mesh."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
         manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
@@ -445,7 +445,7 @@ class ParallelConfig:
 
     @property
     def effective_zero_stage(self) -> int | None:
-        """The ZeRO stage; 0 where only ``precision`` or ``offload`` needs ZeRO, None where nothing does."""
+        """The ZeRO stage. 0 if only ``precision`` or ``offload`` needs ZeRO, None if ZeRO is off."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -456,7 +456,7 @@ class ParallelConfig:
 _DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
 
 
-def _plain(value: Any) -> Any:
+def _to_plain(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Paths in a table of roles: joined, followed, and what is said where they lead nowhere."""
+"""Paths of modules and attributes in a model: joining, resolving, and errors for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def resolve_path(at: str, name: str) -> str:
 
 
 def find_configs(model: nn.Module) -> list[Any]:
-    """The configs that modules of a model hold, each once."""
+    """Return the different configs of the modules in a model."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
 
 
 def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
-    """One path as a list of one, as tables say it."""
+    """Return one path as a list, and a list of paths unchanged."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -52,7 +52,7 @@ def find_module(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def get_at(owner: object, path: str) -> Any:
-    """What stands at ``path``, a module or any other attribute; None where nothing does."""
+    """Return the module or attribute at ``path``, or None if it does not exist."""
     try:
         return attrgetter(path)(owner) if path else owner
     except AttributeError:
@@ -60,13 +60,13 @@ def get_at(owner: object, path: str) -> Any:
 
 
 def parent_of(model: object, path: str) -> tuple[Any, str]:
-    """What holds that which stands at ``path``, None where there is no such thing, and the name that it has there."""
+    """Return the owner of the module or attribute at ``path`` (None if it does not exist), and its name there."""
     at, _, name = path.rpartition(".")
     return get_at(model, at), name
 
 
 def match_paths(path: str, names: Iterable[str]) -> list[str]:
-    """Which of ``names`` a path stands for, in which ``*`` is an index.
+    """Return the names that match a path, in which ``*`` stands for an index.
 
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
@@ -90,7 +90,7 @@ def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTION
 
 
 def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
-    """Whether a path of a table leads to a module. Raises PolicyError where it does not and has no ``?`` at its end."""
+    """Whether a module exists at ``path``. Raises PolicyError if it does not, unless the path ends with ``?``."""
     there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
         raise no_match_error(where, path, module)
@@ -98,7 +98,7 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
 
 
 def existing_paths(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
-    """Those of the names inside of the layer's module ``at`` that are there, as paths in the layer: one at least."""
+    """Return the existing paths among ``names``, relative to the module ``at``. Raises PolicyError if none exists."""
     paths = [resolve_path(at, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
@@ -110,9 +110,8 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = get_module(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} is a {type(found).__name__}",
-            rule="Columns and rows are nn.Linear or transformers' Conv1D",
-            remedy="Name the linear itself",
+            f"{path}.{name} is a {type(found).__name__}, not an nn.Linear or transformers' Conv1D",
+            remedy="Pass the path of the linear layer itself",
         )
     return found
 

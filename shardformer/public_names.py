@@ -1,7 +1,7 @@
-"""Public names of a package that are imported when they are first used, and earlier names of arguments.
+"""Lazily imported public names of a package, and earlier names of arguments, attributes and modules.
 
-A package lists its public names as imports under ``if TYPE_CHECKING:``, where type checkers and editors see them, and
-gets its ``__getattr__`` from here. Importing the package then imports none of their modules.
+A package lists its public names as imports under ``if TYPE_CHECKING:``, for type checkers and editors, and gets its
+``__getattr__`` from here. Importing the package therefore imports none of their modules.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
-    """Returns the ``__getattr__`` and the ``__all__`` of a package.
+    """Return the ``__getattr__`` and the ``__all__`` of a package.
 
     Args:
         package: its ``__name__``.
-        renamed: an earlier name -> the full name that replaces it. Using one raises a DeprecationWarning.
+        renamed: earlier name -> the full name that replaces it. Using an earlier name raises a DeprecationWarning.
 
-    ``__getattr__`` raises AttributeError for an unknown name, with the nearest known one.
+    ``__getattr__`` raises AttributeError for an unknown name, with the nearest known names.
     """
     found = _names_in(getsource(sys.modules[package]))
 
@@ -46,7 +46,7 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
             warnings.warn(f"{package}.{name} is now {new}", DeprecationWarning, stacklevel=2)
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
-        # a package is asked for private names by importlib, copy and pickle
+        # importlib, copy and pickle look up private names
         hint = "" if name.startswith("_") else f". {did_you_mean(name, [*found, *(renamed or {})])}"
         raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package])
 
@@ -58,12 +58,12 @@ def renamed_arguments(
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Lets a class take arguments, and have attributes, by their earlier names, with a DeprecationWarning.
+    """Let a class accept earlier names of arguments and attributes, with a DeprecationWarning.
 
     Args:
-        names: an earlier name of an argument -> its name.
-        values: a name -> an earlier value -> the value, for arguments that were passed by their earlier name.
-        attributes: an earlier name of an attribute or method -> its name.
+        names: earlier name of an argument -> its name.
+        values: name of an argument -> earlier value -> value, for arguments passed by their earlier name.
+        attributes: earlier name of an attribute or method -> its name.
 
     Raises ConfigError if an argument is passed by both names.
     """
@@ -87,11 +87,11 @@ def renamed_arguments(
 
 
 def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
-    """Lets a function take arguments by their earlier names, and in an earlier order, with a DeprecationWarning.
+    """Let a function accept earlier names and an earlier order of its arguments, with a DeprecationWarning.
 
     Args:
-        names: an earlier name of an argument -> its name.
-        earlier_order: the names of the parameters from when the model was the second one.
+        names: earlier name of an argument -> its name.
+        earlier_order: the names of the first parameters when the model was the second one.
 
     Raises ConfigError if an argument is passed by both names.
     """
@@ -117,13 +117,13 @@ def _is_model(value: Any) -> bool:
 
 
 def _take_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Takes the arguments that were passed by an earlier name out of ``given``. Returns them by their names."""
+    """Remove arguments with earlier names from ``given``, and return them with their current names."""
     found = []
     for old in [name for name in given if name in names]:
         new = names[old]
         if new in given:
-            both = f"{owner} got both {old}= and {new}="
-            raise ConfigError(both, rule=f"{old} is now {new}", remedy=f"Pass {new}=")
+            both = f"{owner} received both {old}= and {new}=, which replaces it"
+            raise ConfigError(both, remedy=f"Pass only {new}=")
         warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
         found.append((new, given.pop(old)))
     return found
@@ -138,7 +138,7 @@ def _renamed_attribute(message: str, new: str) -> property:
 
 
 def _names_in(source: str) -> dict[str, tuple[str, str]]:
-    """Public name -> (module, its name there), of the imports under ``if TYPE_CHECKING:``."""
+    """Return public name -> (module, original name) for the imports under ``if TYPE_CHECKING:``."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for node in ast.parse(source).body
@@ -150,21 +150,21 @@ def _names_in(source: str) -> dict[str, tuple[str, str]]:
 
 
 class RenamedModules(MetaPathFinder, Loader):
-    """Imports modules under earlier names, with a DeprecationWarning that gives the new name.
+    """Imports modules under earlier names, with a DeprecationWarning that reports the new name.
 
     Args:
-        names: earlier full name -> the module that holds its public names now. Parents of nested names are listed too.
+        names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:
         self._names = names
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """The spec of an earlier name, None for any other."""
+        """Return the spec of an earlier name, or None for any other name."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """A module that reads its names from the new one."""
+        """Create a module that looks up its names in the new one."""
         new = self._names[spec.name]
         warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
         module = ModuleType(spec.name)
@@ -172,4 +172,4 @@ class RenamedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Nothing to run."""
+        """Do nothing, because the module has no code."""

@@ -1,6 +1,6 @@
-"""The random state of a process: torch's, numpy's and Python's generators, read, set, seeded and kept.
+"""Random states of torch, NumPy and Python: reading, setting, seeding and restoring them.
 
-Data draws its random numbers apart from training, the same under any layout.
+Data loading draws from separate generators, so that it is the same in any layout.
 """
 
 from __future__ import annotations
@@ -22,21 +22,20 @@ from shardformer.module_paths import find_configs
 from shardformer.torch_compat import DropoutBase, without_fake_tensors
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-"""The factors of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
+"""Constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
 CPU = torch.device("cpu")
 RandomStates = tuple[list[Tensor], Any, Any]
 
-_GENERATORS = threading.RLock()
-"""The generators are one for all threads, and ranks may be threads."""
+_GENERATORS = threading.RLock()  # generators are shared by all threads of a process, and ranks may be threads
 
 
 def random_states(device: torch.device = CPU) -> RandomStates:
-    """Those of torch's generators (the CPU's, then the device's), of numpy and of Python."""
+    """Return the states of torch's generators (CPU first, then the device), of NumPy and of Python."""
     return [g.get_state() for g in generators_of(device)], numpy.random.get_state(), random.getstate()
 
 
 def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """What ``random_states`` gave."""
+    """Restore states that ``random_states`` returned."""
     of_torch, of_numpy, of_python = states
     for generator, state in zip(generators_of(device), of_torch, strict=True):
         generator.set_state(state)
@@ -52,7 +51,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_random(seed: int, *, cuda: bool = True) -> None:
-    """Seeds torch's, numpy's and Python's random numbers."""
+    """Seed torch, NumPy and Python."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -61,18 +60,18 @@ def seed_random(seed: int, *, cuda: bool = True) -> None:
 
 
 def hash_seed(*what: object) -> int:
-    """A seed made of numbers and words, the same in every process."""
+    """Return a seed derived from numbers and strings, the same in every process."""
     return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
 
 
 def seed_generators(*what: object) -> None:
-    """The generators of the CPU begin at ``hash_seed(*what)``."""
+    """Seed the CPU generators with ``hash_seed(*what)``."""
     seed_random(hash_seed(*what), cuda=False)
 
 
 @contextmanager
 def fork_random_state(device: torch.device = CPU, enabled: bool = True) -> Iterator[None]:
-    """Behind it the random states are what they were before."""
+    """Restore the random states at the end of the block."""
     states = random_states(device) if enabled else None
     try:
         yield
@@ -83,7 +82,7 @@ def fork_random_state(device: torch.device = CPU, enabled: bool = True) -> Itera
 
 @contextmanager
 def random_kept_on_error(device: torch.device) -> Iterator[None]:
-    """The random states are what they were before when the body raises."""
+    """Restore the random states if the block raises."""
     states = random_states(device)
     try:
         yield
@@ -94,7 +93,7 @@ def random_kept_on_error(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fixed_seed(seed: int) -> Iterator[None]:
-    """What draws in here, on the CPU, draws the same each time; afterwards the states are those from before."""
+    """Seed the CPU generators for the block, and restore the random states afterwards."""
     with fork_random_state():
         seed_random(seed, cuda=False)
         yield
@@ -102,8 +101,10 @@ def fixed_seed(seed: int) -> Iterator[None]:
 
 @contextmanager
 def restored_generators() -> Iterator[None]:
-    """Behind it the generators go on as before. In a worker process, which draws for samples alone, it does nothing:
-    what another thread of its parent held when it was forked would stay locked for ever.
+    """Restore the CPU generators at the end of the block. Does nothing in a worker process of a DataLoader.
+
+    Such a worker uses random numbers only for samples. A lock that another thread of its parent held during the fork
+    would never be released in it.
     """
     if get_worker_info() is not None:
         yield
@@ -114,17 +115,17 @@ def restored_generators() -> Iterator[None]:
 
 @contextmanager
 def seeded(*what: object) -> Iterator[None]:
-    """In here the generators begin at a seed; behind it they go on as before."""
+    """Seed the CPU generators for the block, and restore them afterwards."""
     with restored_generators():
         seed_generators(*what)
         yield
 
 
 class RandomUseDetector:
-    """Sees whether what runs draws random numbers, of torch, numpy or Python, by any function.
+    """Detects whether code draws random numbers from torch, NumPy or Python.
 
     Args:
-        device: whose generators are looked at, besides the CPU's.
+        device: the device whose generators are checked in addition to the CPU's.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -133,11 +134,11 @@ class RandomUseDetector:
         self.seen: bool | None = None
 
     def begin(self) -> None:
-        """Before what is observed. Once it was seen to draw, it is taken to draw for ever."""
+        """Start observing. If random numbers were seen once, later code is assumed to draw them as well."""
         self._before = None if self.seen else state_digest(self._device)
 
     def end(self) -> None:
-        """Behind it."""
+        """Stop observing, and update ``seen``."""
         if self._before is not None:
             self.seen = self._before != state_digest(self._device)
             self._before = None
@@ -145,16 +146,16 @@ class RandomUseDetector:
 
 @without_fake_tensors()
 def state_digest(device: torch.device) -> list[int]:
-    """A few numbers of the random states."""
+    """Return a few integers that identify the random states."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
     of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in generators_of(device))
     _, words, gauss = random.getstate()
-    of_python = hash((words, gauss or 0.0))  # not of None, which each process may number otherwise
+    of_python = hash((words, gauss or 0.0))  # hash(None) may differ between processes
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
 class PrivateRandomState:
-    """Random numbers that go on from one ``with`` to the next, beside those of the process."""
+    """Random numbers that continue from one ``with`` block to the next, separate from those of the process."""
 
     def __init__(self, *what: object) -> None:
         self._what = what
@@ -174,7 +175,7 @@ class PrivateRandomState:
 
 
 class SameRandomOnAllRanks:
-    """Lets what is of the user's draw the same on all ranks in an epoch: a sampler, a stream, a loader."""
+    """Makes a user's sampler, dataset or loader draw the same random numbers on all ranks in an epoch."""
 
     def __init__(self, asked: Any, epoch: int, seed: int) -> None:
         parts = {id(p): p for p in (asked, *(getattr(asked, name, None) for name in ("sampler", "dataset")))}
@@ -189,7 +190,7 @@ class SameRandomOnAllRanks:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """In here it has generators that begin at a seed; behind it those that it had."""
+        """Replace the user's generators by seeded ones for the block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:
@@ -202,13 +203,14 @@ class SameRandomOnAllRanks:
 
 
 LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
-"""Where dropout is a module, a rate called ``drop_prob`` or a field of the config."""
+"""Libraries whose dropout is a module, an attribute ``drop_prob``, or a field of the config."""
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether the model may draw random numbers when it trains.
+    """Whether the model may draw random numbers in training.
 
-    Of transformers' own classes the dropout modules and the config tell; any other class may call a function for it.
+    For classes of known libraries, this follows from dropout modules and config fields. Any other class may call a
+    dropout function.
     """
     for module in model.modules():
         if type(module).__module__.partition(".")[0] not in LIBRARIES_WITH_KNOWN_DROPOUT or getattr(

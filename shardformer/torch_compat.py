@@ -1,4 +1,4 @@
-"""Everything that shardformer uses of torch without a public name, and differences between versions of torch."""
+"""Every private name of torch that shardformer uses, and differences between versions of torch."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""The number of the backward that this thread is in, negative outside of a backward."""
+"""Returns the id of the backward that runs in this thread. It is negative outside of a backward."""
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Called in a backward: autograd calls the function when the backward has ended; not if the backward raises.
+"""Registers a function that autograd calls when the current backward has ended, unless it raises.
 
-Activation checkpointing with ``use_reentrant=True`` runs a backward of its own within the backward.
+Activation checkpointing with ``use_reentrant=True`` runs a nested backward within the backward.
 """
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -54,29 +54,28 @@ is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
 is_view: Callable[[Tensor], bool] = Tensor._is_view
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""The schema of an operator: its arguments, its returns, and which of them are written to."""
+"""Returns the schema of an operator: its arguments and returns, and which of them it writes to."""
 
 get_default_store = distributed_c10d._get_default_store
 fused_sdp_choice = torch._fused_sdp_choice
 assert_async = torch._assert_async
 
-DropoutBase = nn.modules.dropout._DropoutNd
-"""The class of all dropout layers of torch."""
+DropoutBase = nn.modules.dropout._DropoutNd  # base class of torch's dropout layers
 
 COMPOSABLE_REGISTRY = REGISTRY_KEY
-"""The attribute of a module in which torch notes that ``fully_shard`` or ``replicate`` was applied."""
+"""Attribute of a module with which torch records that ``fully_shard`` or ``replicate`` was applied."""
 
 push_saved_tensors_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """The innermost hooks for saved tensors, as (pack, unpack)."""
+    """Return the innermost hooks for saved tensors, as (pack, unpack)."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def tensor_hooks_of(x: Tensor) -> list[Any]:
-    """The hooks that were registered on a tensor."""
+    """Return the hooks that were registered on a tensor."""
     tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
 
@@ -86,27 +85,26 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 
 def active_ddp_module() -> nn.Module | None:
-    """The DistributedDataParallel whose forward runs."""
+    """Return the DistributedDataParallel module whose forward is running, or None."""
     return DistributedDataParallel._active_ddp_module
 
 
 def is_dynamo_loaded() -> bool:
-    """Whether something may be compiled: until then nothing has to be hidden from torch.compile."""
+    """Whether ``torch._dynamo`` has been imported. Otherwise nothing is compiled."""
     return "torch._dynamo" in sys.modules
 
 
-COMPILED_CALL = "_compiled_call_impl"
-"""The attribute of a module with what ``module.compile()`` made of its call."""
+COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled call that ``module.compile()`` created
 
 
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """The state that the constructor of the optimizer gives a parameter; empty if its first step makes all of it.
+    """Return the state that the optimizer's constructor creates for a parameter. Empty if its first step creates it.
 
-    In torch 2.11 Adagrad makes its state in the constructor only: its step raises KeyError for a parameter that is put
-    into a group later.
+    In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
+    added to a group later.
 
     Args:
-        group: the settings, which become arguments of the constructor.
+        group: the options of the group, passed to the constructor.
     """
     if not isinstance(optimizer, Adagrad):
         return {}
@@ -117,7 +115,7 @@ def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Param
 
 
 def hooked_state(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What ``make`` gives, between the hooks for ``state_dict`` that scripts registered on an optimizer."""
+    """Call ``make`` between the hooks for ``state_dict`` that were registered on an optimizer."""
     for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         hook(optimizer)
     found = make()
@@ -128,7 +126,7 @@ def hooked_state(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str
 
 
 def hooked_load(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Loads a state, between the hooks for ``load_state_dict`` that scripts registered on an optimizer."""
+    """Call ``load`` between the hooks for ``load_state_dict`` that were registered on an optimizer."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
         state_dict = state_dict if other is None else other
@@ -138,10 +136,10 @@ def hooked_load(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict
 
 
 def wrapped_name(module: nn.Module) -> str | None:
-    """The name under which one of torch's wrappers holds the module that it was put around; None for other modules.
+    """Return the attribute under which one of torch's wrappers stores the wrapped module, or None for other modules.
 
-    These are the wrappers for activation checkpointing and offload, and what ``torch.compile`` makes of a module. Their
-    classes are private or slow to import: where nothing imported them, no module is one of them.
+    The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
+    private or slow to import, so they are only looked up in modules that are already imported.
     """
     if _is_a(module, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"):
         return "_checkpoint_wrapped_module"
@@ -149,46 +147,46 @@ def wrapped_name(module: nn.Module) -> str | None:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether it is what ``torch.compile(module)`` returned."""
+    """Whether ``torch.compile(module)`` returned this module."""
     return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called. torch has no public word for that."""
+    """Whether ``module.compile()`` was called, for which torch has no public function."""
     return getattr(module, COMPILED_CALL, None) is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a call of the module runs compiled code: by ``torch.compile(module)`` or ``module.compile()``."""
+    """Whether calling the module runs code compiled by ``torch.compile(module)`` or ``module.compile()``."""
     return is_compiled_in_place(module) or is_compiled_wrapper(module)
 
 
 def collectives_begun() -> dict[str, int]:
-    """Name of a process group of this process -> how many collectives this process has begun on it.
+    """Return process group name -> the number of collectives that this process has started on it.
 
-    Of groups of gloo alone, which counts all of them; sends and receives between two ranks are not counted.
+    Only gloo groups are included, because gloo counts all collectives. Point-to-point messages are not counted.
     """
     found: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
-        with suppress(RuntimeError, ValueError, KeyError):  # one that is being destroyed
+        with suppress(RuntimeError, ValueError, KeyError):  # a group that is being destroyed
             if is_counted(group):
                 found[str(name)] = num_begun(group)
     return found
 
 
 def num_begun(group: Any) -> int:
-    """How many collectives this process has begun on a group that ``is_counted``."""
+    """Return the number of collectives that this process has started on a group for which ``is_counted`` is true."""
     return int(group._get_sequence_number_for_group())
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """The same in all processes of it; None is the group of all. Empty for one that this process is not in."""
+    """Return a name that is the same in all processes of a group (None: the default group). Empty for non-members."""
     group = distributed_c10d._get_default_group() if group is None else group
     return str(distributed_c10d._world.pg_names.get(group, ""))
 
 
 def is_counted(group: dist.ProcessGroup) -> bool:
-    """Whether all collectives of a group are counted in one row: those of gloo, without another backend next to it."""
+    """Whether gloo is the only backend of a group, so that all of its collectives are counted together."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
@@ -198,12 +196,12 @@ def _is_a(module: nn.Module, where: str, kind: str) -> bool:
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether there are numbers in ``x`` to look at."""
+    """Whether a tensor has values, unlike meta and fake tensors."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def to_list(x: Tensor) -> Any:
-    """What ``x.tolist()`` gives; ones where there are no values."""
+    """Return ``x.tolist()``, or ones if the tensor has no values."""
     if has_data(x):
         return x.tolist()
     ones: Any = 1
@@ -213,7 +211,7 @@ def to_list(x: Tensor) -> Any:
 
 
 def is_true(x: Tensor) -> bool:
-    """What ``bool(x)`` gives; True where there are no values: a check of numbers finds nothing wrong in a trace."""
+    """Return ``bool(x)``, or True if the tensor has no values, so that checks pass in a trace."""
     return bool(x) if has_data(x) else True
 
 
@@ -221,29 +219,29 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def storage_use_count(x: Tensor) -> int:
-    """How many owners the memory of ``x`` has."""
+    """Return the number of references to the storage of ``x``."""
     return int(torch._C._storage_Use_Count(memory_of(x)))
 
 
 def memory_of(x: Tensor) -> int:
-    """A number of the memory of ``x``, which no other memory has while it is held; also where it has no address."""
+    """Return an id of the storage of ``x``, unique while the storage exists. Works without a data pointer."""
     return storage_id(x.untyped_storage())
 
 
 without_fake_tensors = unset_fake_temporarily
-"""In here, or in what it decorates, what is made has values, also while a step is traced: something is tried out."""
+"""Context manager and decorator in which new tensors have values, even while a step is traced."""
 
-Node = Any  # torch.autograd.graph.Node, whose subclasses differ in what they have beside its methods
+Node = Any  # torch.autograd.graph.Node, whose subclasses have different additional attributes
 
 
 def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
-    """The shape of the gradients that pass an edge of the graph."""
+    """Return the shape of the gradients that flow through an edge of the autograd graph."""
     node: Any = edge.node
     return tuple(node._input_metadata[edge.output_nr].shape)
 
 
 def run_in_turn_of(node: Node, other: Node) -> None:
-    """Gives a node the place of another one in the order of the backward."""
+    """Make a node run at the position of another node in the order of the backward."""
     node._set_sequence_nr(other._sequence_nr())
 
 
@@ -252,7 +250,7 @@ def as_tuple(given: Any) -> Any:
 
 
 def custom_function_of(node: Node) -> Any:
-    """The autograd.Function whose backward this node is, None for a node of torch's own."""
+    """Return the autograd.Function of a backward node, or None for a built-in node."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -262,7 +260,7 @@ def saved_tensor_names(kind: Any) -> tuple[str, ...]:
 
 
 def saved_tensors_of(node: Node) -> Iterator[Any]:
-    """The tensors that the forward saved for this node, as torch.autograd's SavedTensor."""
+    """Yield the tensors that the forward saved for this node, as SavedTensor objects."""
     kind: Any = type(node)
     for name in saved_tensor_names(kind):
         saved = getattr(node, name)
@@ -270,19 +268,19 @@ def saved_tensors_of(node: Node) -> Iterator[Any]:
 
 
 def is_packed(node: Node) -> bool:
-    """Whether a hook has to bring back what was saved, as checkpointing does by running the forward again."""
+    """Whether a hook must unpack the saved tensors, as in activation checkpointing."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Gives back the memory of nodes that have done their part, though the graph lives on."""
+    """Free the saved tensors of nodes that have already run, although the graph is still alive."""
     for node in nodes:
         for saved in saved_tensors_of(node):
             try:
                 saved.register_hooks(lambda _: None, raise_released)
-            except RuntimeError:  # nothing is held here, or it is held by a hook
+            except RuntimeError:  # no tensor is saved, or a hook has packed it
                 pass
 
 
 def raise_released(_: object) -> Tensor:
-    raise RuntimeError("A backward goes a second time through a graph that backward_of_inputs has used up.")
+    raise RuntimeError("backward_of_inputs has already freed the saved tensors of this graph.")

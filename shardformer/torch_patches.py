@@ -1,8 +1,8 @@
-"""Every patch of another library: installed, listed and removed here.
+"""Installs, lists and removes every patch of another library.
 
 A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install`` with a
-``Patch`` and a function that applies it. ``installed()`` lists what is patched in this process; ``uninstall()`` puts
-everything back. The next ``shard_model`` installs again what it needs.
+``Patch`` and a function that applies it. ``installed()`` lists the patches of this process, and ``uninstall()`` reverts
+them. The next ``shard_model`` installs the patches it needs again.
 
 >>> from shardformer import torch_patches
 >>> for patch in torch_patches.installed():                                    # doctest: +SKIP
@@ -28,9 +28,9 @@ class Patch:
     """One change of another library.
 
     Args:
-        name: what is replaced, or the table that gets an entry.
-        by: the function or the module that does the work.
-        reason: what the library cannot know without it.
+        name: the replaced function, or the table that gets an entry.
+        by: the function or module that replaces it.
+        reason: why the library needs the change.
     """
 
     name: str
@@ -40,29 +40,28 @@ class Patch:
 
 _LOCK = threading.RLock()
 _INSTALLED: dict[Patch, Undo] = {}
-_BLOCKS: dict[Patch, int] = {}
-"""Of the patches of ``temporarily`` that are in use: by how many blocks, in all threads."""
+_BLOCKS: dict[Patch, int] = {}  # number of active ``temporarily`` blocks of each patch, in all threads
 
 
 def installed() -> tuple[Patch, ...]:
-    """The patches that are installed in this process, in the order of their installation."""
+    """Return the patches that are installed in this process, in the order of installation."""
     with _LOCK:
         return tuple(_INSTALLED)
 
 
 def install(patch: Patch, apply: Callable[[], Undo]) -> None:
-    """Installs a patch, once per process: ``apply`` changes the library and returns a function that undoes it."""
+    """Install a patch once per process. ``apply`` changes the library and returns a function that reverts it."""
     with _LOCK:
         if patch not in _INSTALLED:
             _INSTALLED[patch] = apply()
 
 
 def uninstall() -> None:
-    """Removes all patches, the last one first. Those of a running ``with`` block stay until the block ends.
+    """Remove all patches, the last one first. Patches of an active ``temporarily`` block stay until the block ends.
 
-    Models that are sharded need the patches: shard again, or train no more.
+    Sharded models need the patches, so do not continue to train them.
 
-    Raises ConfigError where someone else has patched the same function afterwards. This patch and older ones stay.
+    Raises ConfigError if another library has patched the same function later. This patch and older ones then stay.
     """
     with _LOCK:
         for patch, undo in reversed(list(_INSTALLED.items())):
@@ -73,7 +72,7 @@ def uninstall() -> None:
 
 @contextmanager
 def temporarily(patch: Patch, apply: Callable[[], Undo]) -> Iterator[None]:
-    """Installs a patch for the duration of a block. Blocks of several threads share it; the last one removes it."""
+    """Install a patch for the duration of a block. Blocks of several threads share it, and the last one removes it."""
     with _LOCK:
         install(patch, apply)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1
@@ -88,7 +87,7 @@ def temporarily(patch: Patch, apply: Callable[[], Undo]) -> Iterator[None]:
 
 
 def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
-    """Replaces an attribute of a module or class. Returns a function that puts the original back."""
+    """Replace an attribute of a module or class. Return a function that restores the original."""
     original = getattr(owner, name)
     setattr(owner, name, new)
 
@@ -96,7 +95,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
         if getattr(owner, name) is not new:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
-                f"{where} was replaced again after shardformer had replaced it, by {getattr(owner, name)!r}",
+                f"{where} was patched by another library after shardformer had patched it: {getattr(owner, name)!r}",
                 remedy="Remove the other patch first, then call shardformer.torch_patches.uninstall()",
             )
         setattr(owner, name, original)
@@ -105,13 +104,13 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replaces the function inside of a decorator, so that scripts that imported the decorated one use the new one.
+    """Replace the function inside a decorator, so that scripts that imported the decorated function use the new one.
 
     Args:
         function: the decorated function.
-        make: returns the new function, given the original one.
-        places: where the library has the decorated function, as (module, name). They are replaced if a version of the
-            library decorates otherwise; what a script imported before then stays the original.
+        make: original function -> new function.
+        places: the locations of the decorated function, as (module, name). They are replaced if this version of the
+            library decorates it differently. Functions that a script imported before then stay unchanged.
     """
     original = getattr(function, "__wrapped__", function)
     new = make(original)
@@ -124,7 +123,7 @@ def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[
 
 
 def all_of(*undo: Undo) -> Undo:
-    """Undoes several changes, the last one first."""
+    """Return a function that reverts several changes, the last one first."""
 
     def undo_all() -> None:
         for each in reversed(undo):

@@ -1,8 +1,8 @@
-"""What has another name or form in another version of transformers, in one place.
+"""Differences between versions of transformers, in one place.
 
-transformers 5.24 calls the keys and values of earlier tokens ``cache``, in arguments and outputs; before, they were
-``past_key_values`` or, in state space models, ``cache_params``. XLNet and RWKV have names of their own (``mems``,
-``state``). The functions here recognise them by what they are, so that another name needs no change.
+transformers 5.24 names the keys and values of earlier tokens ``cache``, in arguments and outputs. Before, the name was
+``past_key_values`` or, in state space models, ``cache_params``. XLNet and RWKV use other names (``mems``, ``state``).
+The functions here recognize caches by their type, so that a new name needs no change.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from shardformer.torch_patches import Patch, all_of, install, replace_attribute
 
 
 def load_transformers() -> Any:
-    """The module ``transformers``, ready to build models.
+    """Import ``transformers`` and prepare it to build models.
 
-    Without docstrings (``python -OO``, ``PYTHONOPTIMIZE=2``) the decorator with which transformers documents its models
-    raises ValueError when the module of a model is imported. It then becomes one that changes nothing.
+    Without docstrings (``python -OO``, ``PYTHONOPTIMIZE=2``), transformers' decorator that documents its models raises
+    ValueError when the module of a model is imported. It is then replaced by a decorator that does nothing.
     """
     import transformers
 
     if sys.flags.optimize >= 2:
-        _leave_models_undocumented()
+        _disable_auto_docstring()
     return transformers
 
 
 def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
-    """Copies the Python of a model that was loaded with ``trust_remote_code``, as ``save_pretrained`` does.
+    """Copy the Python files of a model loaded with ``trust_remote_code``, as ``save_pretrained`` does.
 
     Args:
-        config: its ``auto_map`` then names the copy.
+        config: the config whose ``auto_map`` is updated.
     """
     if getattr(model, "_auto_class", None) is not None:
         from transformers.dynamic_module_utils import custom_object_save
@@ -46,7 +46,7 @@ def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
 
 
 def configs_of(kind: Any) -> Collection[type] | None:
-    """The classes of config of which an ``AutoModel`` class builds a model; None for any other class."""
+    """Return the config classes from which an ``AutoModel`` class builds models, or None for any other class."""
     found: Collection[type] | None = getattr(kind, "_model_mapping", None)
     return found
 
@@ -54,27 +54,28 @@ def configs_of(kind: Any) -> Collection[type] | None:
 DOCSTRING_PATCH = Patch(
     "transformers.utils.auto_docstring",
     "shardformer.transformers_compat",
-    "under python -OO it raises ValueError, since there are no docstrings",
+    "under python -OO it raises ValueError, because there are no docstrings",
 )
 
 
-def _leave_models_undocumented() -> None:
+def _disable_auto_docstring() -> None:
     utils = importlib.import_module("transformers.utils")
     importlib.import_module("transformers.utils.auto_docstring")
     modules = utils, sys.modules["transformers.utils.auto_docstring"]  # utils has the function of that name
-    install(DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _undocumented) for m in modules)))
+    install(
+        DOCSTRING_PATCH, lambda: all_of(*(replace_attribute(m, "auto_docstring", _skip_docstring) for m in modules))
+    )
 
 
-def _undocumented(found: Any = None, **options: Any) -> Any:
-    """``auto_docstring``, with or without arguments."""
+def _skip_docstring(found: Any = None, **options: Any) -> Any:
+    """Replace ``auto_docstring``, used with or without arguments."""
     return (lambda later: later) if found is None else found
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a model keeps keys and values of earlier tokens in an argument or a field of its output.
+    """Whether a value is a cache of keys and values, as an argument or an output of a model.
 
-    That is a ``Cache`` of transformers or a class with its methods, or the older form: for each layer a tuple of
-    tensors.
+    It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
     """
     if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
         return True
@@ -87,26 +88,26 @@ def _holds_tensors(layer: tuple[Any, ...]) -> bool:
 
 
 def caches_in(values: Iterable[Any]) -> list[Any]:
-    """The caches among the arguments of a forward."""
+    """Return the caches among the arguments of a forward."""
     return [value for value in values if is_cache(value)]
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Whether a cache holds keys and values of earlier tokens: a new one is empty."""
+    """Whether a cache is not empty."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """The names of the arguments of a model's forward."""
+    """Return the argument names of a model's forward."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def keywords_of(model: nn.Module) -> frozenset[str] | None:
-    """The names of what a model's forward takes; None if it takes anything.
+    """Return the keyword arguments that a model's forward accepts, or None if it accepts any.
 
-    Models of transformers declare what ``**kwargs`` may hold by a ``TypedDict``. What wraps a model, as adapters do,
-    hands on what that one takes.
+    transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
+    of the wrapped model.
     """
     named: set[str] = set()
     takes_more = False
@@ -127,13 +128,13 @@ def keywords_of(model: nn.Module) -> frozenset[str] | None:
 
 
 def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
-    """A batch for a forward without a cache, which attends to the same tokens as the forward with the model's own.
+    """Return a batch for a forward without a cache, with the same attention as the model's default forward.
 
-    transformers looks for several documents in a row (``position_ids`` that start again) only where there is neither an
-    ``attention_mask`` nor a cache. A mask of ones, which hides nothing, stands for the cache.
+    transformers detects packed documents (``position_ids`` that restart) only if there is neither an ``attention_mask``
+    nor a cache. To replace the cache, an attention mask of ones is added.
 
     Args:
-        is_checkpointed: whether transformers' gradient checkpointing is on, which leaves the cache out in training.
+        is_checkpointed: whether transformers' gradient checkpointing is on, which disables the cache in training.
     """
     named = inspect.signature(model.forward).parameters
     if "use_cache" not in named:
@@ -153,12 +154,12 @@ def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkp
 
 
 def without_caches(output: Any, arguments: Collection[str]) -> Any:
-    """A model's output without what a later forward would continue with; None if the output has no such field.
+    """Remove caches from a model's output. Returns None if the output has none.
 
     Args:
-        output: of the forward.
-        arguments: names of the forward's arguments. What it keeps for a later forward is passed back under the name
-            that it has in the output (``mems``, ``state``), and is more than one tensor.
+        output: the output of the forward.
+        arguments: names of the forward's arguments. A field with one of these names that is not a single tensor
+            (``mems``, ``state``) is passed to a later forward, and is removed as well.
     """
     if not isinstance(output, Mapping):
         return None
@@ -172,32 +173,32 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
 
 
 def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
-    """Makes ``generate`` of a model, and of models inside it, decode until the texts of all ranks are finished.
+    """Make ``generate`` of a model and its submodules decode until the sequences of all ranks are finished.
 
-    transformers has a mode for it (``synced_gpus``): a rank whose text is finished goes on with forwards whose tokens
-    it drops. There it asks all processes that torch knows; here it asks ``any_rank``.
+    transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forwards whose tokens
+    are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
 
     Args:
         begin: called before each ``generate``.
-        any_rank: (whether this rank's text is unfinished) -> whether that of any rank is.
+        any_rank: (whether this rank has unfinished sequences) -> whether any rank has.
     """
     for module in model.modules():
         if hasattr(module, "_has_unfinished_sequences"):
-            module.__dict__[_TOGETHER] = begin, any_rank
+            module.__dict__[_DECODE_HOOKS] = begin, any_rank
             for name, method in (("generate", _generate), ("_has_unfinished_sequences", _has_unfinished)):
                 module.__dict__[name] = method.__get__(module)
 
 
-_TOGETHER = "_shardformer_decode_together"
+_DECODE_HOOKS = "_shardformer_decode_together"
 
 
 def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-    begin, _ = self.__dict__[_TOGETHER]
+    begin, _ = self.__dict__[_DECODE_HOOKS]
     begin()
     return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
 
 
 def _has_unfinished(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
-    _, any_rank = self.__dict__[_TOGETHER]
+    _, any_rank = self.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished

@@ -1,11 +1,11 @@
-"""What all tests share: small processes, no network, and pools of workers that live as long as the session."""
+"""Settings and fixtures of all tests: one thread per process, no network, and pools of workers for the session."""
 
 from __future__ import annotations
 
 import gc
 import os
 
-# Read by libraries when they are imported, and handed on to the workers.
+# read by libraries at import time, and inherited by the workers
 os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
@@ -21,13 +21,13 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.pools import WorkerPools
 
 torch.set_num_threads(1)
-settings.register_profile("no deadline", deadline=None)  # what an example takes depends on what else runs
+settings.register_profile("no deadline", deadline=None)  # the time of an example depends on the load of the machine
 settings.load_profile("no deadline")
 
-# What is imported is never garbage, and tests make few cycles: searching less often takes 5 % of the time, not 14.
+# Imported objects are never garbage, and tests create few cycles. Rare collection takes 5 % of the time, not 14 %.
 gc.set_threshold(50_000, 20, 20)
 
-# docs/features.md is made of what the tests say.
+# generates docs/features.md from test results
 pytest_plugins = ["tests.feature_table", "tests.tiers"]
 
 
@@ -40,7 +40,7 @@ def _search_what_is_imported_no_more() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def pools() -> Iterator[WorkerPools]:
-    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers; see ``local_ranks.worker_pool.WorkerPool``."""
+    """``pools(n).run(fn, *args)`` calls ``fn`` on n workers. See ``WorkerPool``."""
     from tests.tiers import PRELOADED  # pytest imports its plugins itself
 
     with WorkerPools(imports=PRELOADED) as pools:

@@ -1,13 +1,13 @@
-"""The table of families and features, docs/features.md: what the tests that carry the mark said.
+"""The table of families and features, docs/features.md, generated from the results of marked tests.
 
     @pytest.mark.feature("sequence parallel")          # a column
     @pytest.mark.parametrize("family", ["bert", ...])  # a row, by its model type; or feature(..., family="bert")
     def test_...(family, record_property):
         ...
-        record_property("feature", f"refused: {error}")  # the cell is not a plain yes: a word, and its footnote
+        record_property("feature", f"refused: {error}")  # a cell other than yes: a word and its footnote
 
-A cell is yes when all of its tests passed, no when one failed, empty when there is none. A family that is not in ROWS
-gets a row of its own. ``make features`` writes the page; a run of all tests fails when it is not what they said.
+A cell is "yes" if all of its tests passed, "no" if one failed, and empty if there is none. A family that is not in ROWS
+gets an additional row. ``make features`` writes the page. A run of all tests fails if the page is outdated.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ PAGE = "docs/features.md"
 EMPTY, NOT_YET, NOT_RUN = "–", "not yet", "not run"
 WORDS = ("yes", "part", "refused")
 RIDES = "feature case"
-"""The property of a report that says which case it is of."""
+"""Property of a test report with the case it belongs to."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """A family: how people call it, and its model types; for timm, ``timm:`` and the model's class."""
+    """A row of the table: the name of a family and its model types (``timm:`` and the class for models of timm)."""
 
     title: str
     families: tuple[str, ...]
@@ -80,12 +80,12 @@ COLUMNS: Mapping[str, str] = {
     "sequence parallel": "`enable_sequence_parallelism`",
     "overlap": "`enable_sequence_overlap`, beside sequence parallelism",
 }
-"""Each feature, and how it is asked for."""
+"""Each feature, and the option that enables it."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """A test with the mark: the family and the columns that it speaks of, where it stands, what it is called."""
+    """A marked test: its family, its columns, its location and its name."""
 
     family: str
     columns: tuple[str, ...]
@@ -95,7 +95,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Cell:
-    """What stands in the table: a word, the test that it links to, a footnote."""
+    """A cell of the table: a word, the test that it links to, and a footnote."""
 
     word: str
     label: str = ""
@@ -104,7 +104,7 @@ class Cell:
 
 @dataclass
 class Outcome:
-    """How a case ended: every phase of it, and what it said of its cell."""
+    """The outcome of a case: all of its phases, and the word for its cell."""
 
     phases: set[str] = field(default_factory=set)
     says: list[str] = field(default_factory=list)
@@ -115,14 +115,11 @@ class Outcome:
 
 
 Cells = dict[tuple[str, str], Cell]
-"""(a row's title, a column) -> what stands there."""
-
-
-# --------------------------------------------------------------------------------------------------------- what is what
+"""(title of a row, column) -> cell."""
 
 
 def case_of(item: pytest.Item) -> Case | None:
-    """What a test's marks say, None without any. Raises UsageError for a mark that no cell belongs to."""
+    """Return the case of a test's marks, or None without any. Raises UsageError for a mark without a cell."""
     marks = list(item.iter_markers("feature"))
     if not marks:
         return None
@@ -150,20 +147,20 @@ def mark_text(columns: Sequence[str]) -> str:
 
 
 def rows_of(families: Iterable[str]) -> list[Row]:
-    """ROWS, and behind them a row for each other family."""
+    """Return ROWS, followed by a row for each other family."""
     known = {name for row in ROWS for name in row.families}
     return [*ROWS, *(Row(name, (name,)) for name in sorted(set(families) - known))]
 
 
 def labels_of(cases: Iterable[Case]) -> dict[tuple[str, str], str]:
-    """(path, name) of each test -> what the page calls it: its name, with its file's where two have one name."""
+    """Return (path, name) of each test -> its label: the name, with the file if two tests have the same name."""
     tests = dict.fromkeys((case.path, case.name) for case in cases)
     names = [name for _, name in tests]
     return {(path, name): name if names.count(name) == 1 else f"{Path(path).stem}.{name}" for path, name in tests}
 
 
 def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before: Cells) -> Cells:
-    """What the page has to say; of a cell whose tests were all skipped, what it said before."""
+    """Return the cells of the page. A cell whose tests were all skipped keeps its previous content."""
     labels = labels_of(cases.values())
     out: Cells = {}
     for row in rows_of(case.family for case in cases.values()):
@@ -186,9 +183,6 @@ def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before:
     return out
 
 
-# ------------------------------------------------------------------------------------------------------------- the page
-
-
 INTRO = f"""# Families and features
 
 What works for which family. Each cell is the result of the tests that it links to: small random models of the family,
@@ -207,7 +201,7 @@ A family that is not here may work as well: [ten minutes for a new family](add-a
 
 
 def page_of(cases: Iterable[Case], cells: Cells) -> str:
-    """docs/features.md."""
+    """Render docs/features.md."""
     cases = list(cases)
     labels = labels_of(cases)
     tested = {column for case in cases for column in case.columns}
@@ -237,7 +231,7 @@ def _lines(table: Sequence[Sequence[str]]) -> str:
 
 
 def read_page(text: str) -> Cells:
-    """What a page says: ``page_of`` the other way round, without the empty cells."""
+    """Parse a page into its non-empty cells, the inverse of ``page_of``."""
     notes = dict(re.findall(r"^\[\^(\d+)\]: (.*)$", text, re.MULTILINE))
     rows = [line[2:-2].split(" | ") for line in text.splitlines() if line.startswith("| ")]
     out: Cells = {}
@@ -250,7 +244,7 @@ def read_page(text: str) -> Cells:
 
 
 def stale(now: Cells, page: Cells) -> ConfigError | None:
-    """What is wrong with a page whose cells are not those of now; where a link leads does not count."""
+    """Return the differences between a page and the current cells, ignoring link targets."""
     wrong = []
     for key in sorted(now.keys() | page.keys()):
         here, there = now.get(key, Cell(EMPTY)), page.get(key, Cell(EMPTY))
@@ -271,14 +265,11 @@ def _stale(what: str) -> ConfigError:
     )
 
 
-# ----------------------------------------------------------------------------------------------------------- the plugin
-
-
 class FeatureTable:
-    """Sees which tests have the mark and how they end, and writes the page or compares it at the session's end.
+    """Collects marked tests and their outcomes, and writes or compares the page at the end of the session.
 
-    Where pytest-xdist runs the tests in several processes, only reports reach the one that compares: what the marks of
-    a test say, its place among those that have one, and how many those are, ride on its reports.
+    Under pytest-xdist only reports reach the main process. Therefore each report carries the marks of its test, its
+    index among marked tests, and their number.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -296,7 +287,7 @@ class FeatureTable:
         self.message = ""
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """After the tier has left out cases, and before other options do."""
+        """Runs after the tier has deselected cases, and before other options do."""
         found = [(item, case) for item in items if (case := case_of(item)) is not None]
         self.cases = {item.nodeid: case for item, case in found}
         for place, (item, case) in enumerate(found):
@@ -331,7 +322,7 @@ class FeatureTable:
                 session.exitstatus = pytest.ExitCode.TESTS_FAILED
 
     def _finish(self) -> ConfigError | None:
-        """Writes or compares; gives what is wrong with the page."""
+        """Write or compare the page. Return the differences."""
         if not self.cases or not self.whole:
             return None
         text = self.path.read_text(encoding="utf-8") if self.path.exists() else ""
@@ -339,7 +330,7 @@ class FeatureTable:
         if self.collects:
             return self._collected(before)
         if len(self.outcomes) != self.num_cases:
-            return None  # stopped before the end, or some are deselected
+            return None  # the session was stopped, or some tests are deselected
         cases = {nodeid: self.cases[nodeid] for nodeid in sorted(self.places, key=self.places.__getitem__)}
         for nodeid, outcome in self.outcomes.items():
             if any(said.partition(": ")[0] not in WORDS for said in outcome.says):
@@ -359,7 +350,7 @@ class FeatureTable:
         return None
 
     def _collected(self, before: Cells) -> ConfigError | None:
-        """Nothing ran: whether the page has a word in the cells that have tests, and in no others."""
+        """If nothing ran, check that exactly the cells with tests have a word."""
         tested = cells_of(self.cases, {}, before)
         return stale({key: before.get(key, Cell("tested")) for key in tested}, before)
 

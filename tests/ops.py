@@ -1,4 +1,4 @@
-"""What torch ran meanwhile, and hooks that look into a sharded model."""
+"""Recording of the operations that torch runs, and hooks on a sharded model."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Ops(TorchDispatchMode):
-    """The names of the operations that run."""
+    """Records the names of operations."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
@@ -21,7 +21,7 @@ class Ops(TorchDispatchMode):
 
 
 def seeing_parts(hook: Callable[..., Any]) -> Callable[..., Any]:
-    """The hook, which may see a rank's part of what it would see in the plain model."""
+    """Mark a hook as one that may see a local shard instead of the full tensor."""
     marked: Any = hook
     marked.sees_parts = True
     return hook

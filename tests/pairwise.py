@@ -1,4 +1,4 @@
-"""Which cases of several parameters are run: every pair of values is there, not every combination."""
+"""Pairwise selection of test cases: every pair of values occurs, but not every combination."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from typing import Any
 
 
 def in_turn(cases: Iterable[Any], *ways: tuple[Any, ...]) -> list[tuple[Any, ...]]:
-    """Each case in one of the ways and its neighbours in the others, so that a family of several goes all ways."""
+    """Pair the cases with the ways in turn, so that neighboring cases of a family use different ways."""
     return [(*(case if isinstance(case, tuple) else (case,)), *way) for case, way in zip(cases, cycle(ways))]
 
 
 def pairwise(first: Sequence[Any], second: Sequence[Any], third: Sequence[Any]) -> list[tuple[Any, Any, Any]]:
-    """Each pair of the first two with one of the third, such that those meet every one of the first and the second.
+    """Return each pair of the first two lists with a value of the third, such that these also form all pairs.
 
-    The third has no more values than either: then a Latin square holds all pairs.
+    The third list may not be longer than the others. A Latin square then covers all pairs.
     """
     assert len(third) <= min(len(first), len(second))
     return [(a, b, third[(i + j) % len(third)]) for i, a in enumerate(first) for j, b in enumerate(second)]
 
 
 def all_pairs(values: Mapping[str, Sequence[Any]]) -> list[dict[str, Any]]:
-    """Cases of several parameters, few, in which each pair of values of any two of them is met."""
+    """Return few cases of several parameters that cover each pair of values of any two parameters."""
     names = list(values)
     missing = {
         (a, x, b, y) for i, a in enumerate(names) for b in names[i + 1 :] for x, y in product(values[a], values[b])

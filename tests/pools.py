@@ -10,7 +10,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 
 
 class WorkerPools:
-    """One :class:`WorkerPool` for each number of workers, made when it is first asked for; options as there.
+    """One :class:`WorkerPool` per number of workers, created when it is first requested. Takes the same options.
 
     >>> with WorkerPools(timeout_s=30.0) as pools:  # doctest: +SKIP
     ...     pools(2).run(torch.add, 1, 1)

@@ -1,4 +1,4 @@
-"""Imports that nearly every worker needs: the fork server of the worker pools makes them once for all workers."""
+"""Imports that nearly every worker needs. The fork server of the worker pools runs them once."""
 
 from __future__ import annotations
 
@@ -21,6 +21,6 @@ for family, head in DEFAULT_HEAD.items():
 for module in ("torch._dynamo", "torch.utils._sympy.functions", "shardformer.training.initialize"):
     importlib.import_module(module)
 
-# Whatever is imported is never garbage: the workers need not search it, nor copy its pages.
+# imported objects are never garbage, so the workers need not traverse them and copy their pages
 gc.collect()
 gc.freeze()

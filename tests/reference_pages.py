@@ -1,6 +1,6 @@
-"""Pages of the docs that are written from the code: ``python -m tests.reference_pages`` writes them anew.
+"""Pages of the documentation that are generated from the code. Write them with ``python -m tests.reference_pages``.
 
-docs/configuration.md has the keys of a run's config and its hooks, docs/commands.md what each command takes.
+docs/configuration.md has the keys of a run configuration and its hooks, docs/commands.md the options of each command.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Runs a tier of the tests, with lint and types in parallel, and prints the total time.
+"""Runs a tier of the tests, with lint and type checks in parallel, and prints the total time.
 
     python -m tests.run_tier fast|test|all [--jobs N] [--started SECONDS] [options of pytest]
 
-``--started`` is the time, in seconds since 1970, from which the total counts: ``make`` gives that of its own start, so
-that the installation is in it.
+``--started`` is the start of the total time, in seconds since 1970. ``make`` passes its own start time, so that the
+total includes the installation.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ AFTER_ALL = (
     (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "-m", "feature"),
     (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "tests/policies"),
 )
-"""What `make test-all` runs after the tests, as many at once as there are jobs."""
+"""Commands of `make test-all` that run after the tests, as many in parallel as there are jobs."""
 AFTER_ALL_LIMIT_S = 2400
-"""Of each of these commands, which is then killed and has failed."""
+"""Time limit of each of these commands. A command that exceeds it is killed and fails."""
 
 
 @dataclass
 class Lint:
-    """Ruff and mypy, one after the other in a thread, out of the way of the tests."""
+    """Runs ruff and mypy in a background thread."""
 
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0
@@ -56,7 +56,7 @@ class Lint:
 
 
 def _run_after_all(command: Sequence[str]) -> int:
-    """Runs a command, then prints what it printed."""
+    """Run a command, then print its output."""
     start = time.monotonic()
     environment = {**os.environ, "TIMM_FOLDER": str(Path(sys.prefix) / "timm")}
     running = subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The house rules, read from the source: who may import whom, how long things are, what an import costs."""
+"""Architecture rules, checked in the source: import order, sizes, private names, import time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
 
-# From the top: a module imports only from the floors above its own. A room inside of another may have its own floor.
+# Packages from top to bottom. A package imports only from those above it. A nested package may have its own position.
 FLOORS = [
     "errors",
     "public_names",
@@ -71,7 +71,7 @@ LATE_ONLY = {
 
 
 def name_of(path: Path) -> str:
-    """``shardformer/comm/functions.py`` -> ``shardformer.comm.functions``."""
+    """Return ``shardformer.comm.functions`` for ``shardformer/comm/functions.py``."""
     return ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
 
 
@@ -79,7 +79,7 @@ MODULES = {name_of(path) for path in FILES} | {f"shardformer.{part}" for part in
 
 
 def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[str]:
-    """Full names of what a tree imports anywhere, functions included; ``from x import y`` gives x.y if that is ours."""
+    """Return the full names of all imports in a tree, also in functions. ``from x import y`` gives ``x.y``."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -94,7 +94,7 @@ def imports(tree: ast.AST, module: str, is_package: bool = False) -> Iterator[st
 
 
 def part_of(name: str) -> str | None:
-    """The part of the house that a module of ours belongs to; None for the package itself."""
+    """Return the entry of the package order that a module belongs to, or None for the package itself."""
     parts = name.split(".")[1:]
     if not parts:
         return None
@@ -102,9 +102,9 @@ def part_of(name: str) -> str | None:
 
 
 def broken_rule(source: str, target: str) -> str | None:
-    """What is wrong with an import of module ``target`` in module ``source``, None if nothing is."""
+    """Return the rule that an import of ``target`` in ``source`` breaks, or None."""
     if target.partition(".")[0] != "shardformer" or part_of(source) is None:
-        return None  # Not ours; or the package's own __init__, which names everything.
+        return None  # another library, or the package's own __init__
     here, there = part_of(source), part_of(target)
     if here not in FLOOR:
         return f"{source} stands on no floor: add {here!r} to FLOORS"
@@ -116,17 +116,17 @@ def broken_rule(source: str, target: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_imports_only_from_the_floors_above(path: Path) -> None:
+def test_a_module_imports_only_from_lower_layers(path: Path) -> None:
     module = name_of(path)
     found = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
     assert [rule for target in found if (rule := broken_rule(module, target))] == []
 
 
-def test_every_module_stands_on_a_floor_and_every_floor_has_one() -> None:
+def test_every_module_has_a_layer_and_every_layer_a_module() -> None:
     assert {part for path in FILES if (part := part_of(name_of(path)))} == FLOOR.keys()
 
 
-def test_no_files_import_each_other_in_a_circle() -> None:
+def test_files_have_no_import_cycles() -> None:
     ours = {name_of(path): path for path in FILES if part_of(name_of(path)) is not None}
     arrows = {
         name: {t for t in imports(ast.parse(path.read_text(encoding="utf-8")), name) if t in ours and t != name}
@@ -136,7 +136,7 @@ def test_no_files_import_each_other_in_a_circle() -> None:
 
 
 def circle_in(arrows: dict[str, set[str]]) -> list[str]:
-    """The modules on one circle of imports; empty where there is none."""
+    """Return the modules of one import cycle, or an empty list."""
     done: set[str] = set()
 
     def look(name: str, way: list[str]) -> list[str]:
@@ -153,7 +153,7 @@ def circle_in(arrows: dict[str, set[str]]) -> list[str]:
     return next((found for name in sorted(arrows) if (found := look(name, []))), [])
 
 
-def test_a_circle_is_found() -> None:
+def test_an_import_cycle_is_detected() -> None:
     assert circle_in({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == ["b", "c"]
     assert circle_in({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
 
@@ -177,7 +177,7 @@ def test_a_circle_is_found() -> None:
         ("shardformer.errors", "import shardformer.unheard_of", False),
     ],
 )
-def test_the_contract_tells_good_imports_from_bad(source: str, line: str, allowed: bool) -> None:
+def test_allowed_and_forbidden_imports_are_distinguished(source: str, line: str, allowed: bool) -> None:
     rules = [broken_rule(source, target) for target in imports(ast.parse(line), source)]
     assert (rules == [None]) == allowed
 
@@ -190,7 +190,7 @@ def test_optional_and_slow_libraries_are_imported_when_used(path: Path) -> None:
 
 
 def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """The import statements that run when a module is imported: outside functions and ``if TYPE_CHECKING``."""
+    """Return the import statements that run at import time: outside of functions and ``if TYPE_CHECKING``."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -203,11 +203,11 @@ def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
 
 
 CACHES = re.compile(r"past_key_values?\b|cache_params|\bmems\b|past_buckets_states")
-"""Arguments and fields that have other names in other versions of transformers."""
+"""Arguments and fields with different names in different versions of transformers."""
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_what_versions_of_transformers_name_differently_is_known_to_one_module(path: Path) -> None:
+def test_version_dependent_names_of_transformers_are_in_one_module(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     loads = [node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Import)]
     named = {alias.name for node in loads for alias in node.names}
@@ -226,12 +226,12 @@ ALLOWED_PRIVATE = {
     "_getframe": "of sys",
     "_exit": "of os",
 }
-"""Private attributes of other libraries that any file may use; the tables of nn.Module have no public names."""
+"""Private attributes of other libraries that any file may use. The tables of nn.Module have no public names."""
 OPERATORS = re.compile(r"(torch\.ops\.)?aten\.", re.IGNORECASE)
 
 
 def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
-    """Imports of private names and modules of torch, and private attributes that are not defined in the package.
+    """Return imports of private names and modules of torch, and private attributes not defined in the package.
 
     Args:
         own: the private names that the package defines.
@@ -275,7 +275,7 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         ("from torch.nn import Module\nself._own\nmodel._forward_hooks\nATEN._to_copy.default", []),
     ],
 )
-def test_private_names_are_found(code: str, names: list[str]) -> None:
+def test_private_names_are_detected(code: str, names: list[str]) -> None:
     assert sorted(private_names_of_torch(code, {"_own"})) == names
 
 
@@ -288,7 +288,7 @@ MAY_BE_SHORT = re.compile(
 def test_the_package_has_few_files_of_one_concept_each() -> None:
     lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
     assert len(lines) <= 230
-    assert sum(lines.values()) <= 57_000  # lower it when the package gets smaller
+    assert sum(lines.values()) <= 57_000  # lower this when the package gets smaller
     assert [path for path, count in lines.items() if count < 60 and not MAY_BE_SHORT.fullmatch(path)] == []
 
 
@@ -304,13 +304,13 @@ def test_files_functions_and_signatures_stay_short(path: Path) -> None:
             too_long.append(f"{node.name}: {num_lines} lines")
         names = [argument.arg for argument in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)]
         num_arguments = len([name for name in names if name not in ("self", "cls")])
-        if num_arguments > 12:  # a layer's constructor takes what torch's does, and verify what a comparison needs
+        if num_arguments > 12:  # constructors of layers have torch's arguments, and verify those of a comparison
             too_long.append(f"{node.name}: {num_arguments} arguments")
     assert too_long == []
 
 
-def test_what_a_table_is_made_of_has_few_fields() -> None:
-    """What belongs together is a value of its own, in the words of a policy."""
+def test_policy_dataclasses_have_few_fields() -> None:
+    """Dataclasses of policies group related fields into values of their own."""
     for file in ("policies/roles.py", "policies/module_descriptions.py", "pipeline/layer_sequence.py"):
         for node in ast.walk(ast.parse((PACKAGE / file).read_text(encoding="utf-8"))):
             if isinstance(node, ast.ClassDef):
@@ -318,7 +318,7 @@ def test_what_a_table_is_made_of_has_few_fields() -> None:
                 assert len(fields) < 10, node.name
 
 
-def test_a_table_of_a_family_is_read_at_one_glance() -> None:
+def test_family_tables_are_short() -> None:
     for path in sorted((PACKAGE / "policies" / "models").glob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "stack":
@@ -326,7 +326,7 @@ def test_a_table_of_a_family_is_read_at_one_glance() -> None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_nothing_is_left_for_later(path: Path) -> None:
+def test_there_are_no_todo_comments(path: Path) -> None:
     words = re.findall(r"\b(?:TODO|FIXME|XXX|HACK|NotImplementedError)\b", path.read_text(encoding="utf-8"))
     assert words == []
 
@@ -348,13 +348,14 @@ SHARED = {
     "verify.small_models.LIBRARIES": "what a library of models registers for the process",
     "training.preemption._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
 }
-"""What changes at module level, and why ranks that are threads of one process may have it in common."""
+"""Names that change at module level, and why ranks that are threads may share them."""
 COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|Weak\w+)")
 
 
 def shared_state(tree: ast.Module) -> Iterator[str]:
-    """Names of what all threads of a process have in common: collections that begin empty, ``global``, class attributes
-    that a method replaces."""
+    """Return names of state shared by all threads: collections that start empty, ``global``, and class attributes
+    that methods assign.
+    """
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and begins_empty(node.value):
             yield from (ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target]))
@@ -373,8 +374,8 @@ def begins_empty(value: ast.expr) -> bool:
     return (isinstance(value, ast.Dict) and not value.keys) or (isinstance(value, ast.List) and not value.elts)
 
 
-def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
-    """Ranks may be threads. What is known of a model is kept by the model, its optimizer, or the thread."""
+def test_module_level_state_is_listed() -> None:
+    """Ranks may be threads. State is stored in the model, its optimizer, or the thread."""
     found = {
         f"{name_of(path).removeprefix('shardformer.')}.{name}"
         for path in FILES
@@ -393,40 +394,40 @@ def test_what_all_ranks_of_a_process_have_in_common_is_listed() -> None:
         ("TABLE = {'a': 1}\nLOCAL = threading.local()", []),
     ],
 )
-def test_shared_state_is_found(code: str, names: list[str]) -> None:
+def test_module_level_state_is_detected(code: str, names: list[str]) -> None:
     assert list(shared_state(ast.parse(code))) == names
 
 
 def import_seconds(statement: str) -> float:
-    """Seconds of CPU that an import takes where torch has been imported, the better of two fresh interpreters."""
+    """Return the CPU seconds of an import after torch, the minimum of two new interpreters."""
     code = f"import time, torch; start = time.process_time(); {statement}; print(time.process_time() - start)"
     command = [sys.executable, "-W", "ignore", "-c", code]
     return min(float(subprocess.check_output(command, text=True, timeout=120)) for _ in range(2))
 
 
-# Public names are loaded when they are asked for, so all of them are asked for.
+# public names are loaded lazily, so all of them are requested
 ALL_NAMES = "import shardformer; [getattr(shardformer, name) for name in getattr(shardformer, '__all__', ())]"
 
 
 @pytest.mark.slow
-def test_importing_shardformer_costs_less_than_a_second_beside_torch() -> None:
+def test_importing_shardformer_takes_less_than_a_second_after_torch() -> None:
     assert import_seconds(ALL_NAMES) < 1.0
 
 
 @pytest.mark.slow
-def test_importing_shardformer_leaves_slow_libraries_alone() -> None:
+def test_importing_shardformer_imports_no_slow_libraries() -> None:
     code = f"import sys, torch; before = set(sys.modules); {ALL_NAMES}; "
     code += f"print(sorted((set(sys.modules) - before) & {LATE_ONLY!r}))"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "[]"
 
 
 @pytest.mark.slow
-def test_the_command_line_starts_without_torch() -> None:
+def test_the_command_line_help_does_not_import_torch() -> None:
     code = "import sys, shardformer.cli as cli; cli.build_app(); print('torch' in sys.modules)"
     assert subprocess.check_output([sys.executable, "-c", code], text=True, timeout=120).strip() == "False"
 
 
-def test_the_oldest_transformers_that_is_tested_is_the_oldest_that_is_allowed() -> None:
+def test_the_oldest_tested_transformers_is_the_lower_bound() -> None:
     root = PACKAGE.parent
     allowed = re.search(r'"transformers>=([\d.]+)"', (root / "pyproject.toml").read_text(encoding="utf-8"))
     tested = re.search(r"^transformers==([\d.]+)$", (root / "constraints-oldest.txt").read_text(encoding="utf-8"), re.M)

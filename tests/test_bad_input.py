@@ -1,4 +1,4 @@
-"""What cannot be is refused on every rank, before anything is trained, with the model as it was. Nothing hangs."""
+"""Invalid input raises on every rank before training, leaves the model unchanged, and never hangs."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
 
 @dataclass(frozen=True)
 class Refusal:
-    """What one rank said, and whether it left the model alone."""
+    """The error of one rank, and whether the rank's model is unchanged."""
 
     kind: str
     what: str
@@ -66,7 +66,7 @@ def refusal_of(act: Callable[[], Any], model: nn.Module | None = None) -> Refusa
 
 
 def fingerprint(model: nn.Module | None) -> list[str]:
-    """Everything that sharding changes: modules, parameters, hooks, attributes and the config."""
+    """Return everything that sharding changes: modules, parameters, hooks, attributes and the config."""
     if model is None:
         return []
     out = [str(vars(getattr(model, "config", object)) if hasattr(model, "config") else "")]
@@ -82,16 +82,13 @@ def fingerprint(model: nn.Module | None) -> list[str]:
 
 
 def refused(refusals: list[Refusal], kind: type[ShardFormerError], *words: str) -> None:
-    """Every rank refused, all in the same kind of error with a remedy, and left its model alone."""
+    """Assert that every rank raised the same type of error with a remedy, and left its model unchanged."""
     for refusal in refusals:
         assert refusal.kind == kind.__name__, refusal
         assert refusal.untouched, refusal
         assert refusal.what and refusal.remedy
         for word in words:
             assert word in refusal.text, refusal
-
-
-# ---------------------------------------------------------------------------------- asked of all ranks, refused by each
 
 
 class NotAPolicy:
@@ -110,7 +107,7 @@ def describe(*pairs: tuple[str, Any], **kwargs: Any) -> ModulePolicyDescription:
 
 
 class Written(Policy):
-    """A policy made of one rule for a Layer of the toy."""
+    """A policy with a single rule for a Layer of the toy model."""
 
     def __init__(self, key: str, *pairs: tuple[str, Any], **kwargs: Any) -> None:
         super().__init__()
@@ -139,7 +136,7 @@ def meta() -> nn.Module:
 def unknown() -> nn.Module:
     import transformers
 
-    # no attention and no MLP: there is nothing to infer either
+    # without attention and MLP, no policy can be derived
     return transformers.MambaModel(
         transformers.MambaConfig(hidden_size=16, num_hidden_layers=1, state_size=4, vocab_size=31)
     )
@@ -255,11 +252,8 @@ def _refuse(name: str) -> Refusal:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_all_ranks_refuse(pool2: WorkerPool, name: str) -> None:
+def test_all_ranks_raise(pool2: WorkerPool, name: str) -> None:
     refused(pool2.run(_refuse, name), CASES[name].kind, *CASES[name].words)
-
-
-# -------------------------------------------------------------------------------------------------- ranks that disagree
 
 
 class Broken(ToyPolicy):
@@ -270,7 +264,7 @@ class Broken(ToyPolicy):
 
 
 class BrokenAtTheEnd(ToyPolicy):
-    """Fails after the model was changed, on one rank only."""
+    """Fails on one rank after the model was changed."""
 
     def postprocess(self) -> nn.Module:
         if self.axis.rank == 1:
@@ -290,7 +284,7 @@ def frozen() -> nn.Module:
 
 
 def ranks_differ(rank: int, how: str) -> tuple[nn.Module, dict[str, Any]]:
-    """The model and the arguments of this rank in a disagreement of that name."""
+    """Return this rank's model and arguments for a named disagreement."""
     model: nn.Module = ToyLM()
     arguments: dict[str, Any] = {"policy": ToyPolicy}
     if how == "layers" and rank:
@@ -339,7 +333,7 @@ def _disagree(how: str) -> tuple[str, str]:
         ("extras", ("Ranks disagree", "bucket_bytes")),
     ],
 )
-def test_ranks_that_ask_for_different_things(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:
+def test_ranks_with_different_arguments_raise(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:
     for kind, text in pool2.run(_disagree, how):
         assert kind == "ConfigError"
         assert all(word in text for word in words), text
@@ -354,7 +348,7 @@ def test_ranks_that_ask_for_different_things(pool2: WorkerPool, how: str, words:
         ("sharded", "ConfigError", ("Sequential is already sharded",)),
     ],
 )
-def test_a_rank_that_cannot_stops_the_others(pool2: WorkerPool, how: str, kind: str, words: tuple[str, ...]) -> None:
+def test_an_error_on_one_rank_is_raised_on_all(pool2: WorkerPool, how: str, kind: str, words: tuple[str, ...]) -> None:
     (first, text), (second, cause) = pool2.run(_disagree, how)
     assert first == "ConfigError" and text.startswith("Rank 1 cannot shard this model: ")
     assert second == kind
@@ -376,7 +370,7 @@ def refusal_or_kind(act: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def test_one_rank_of_a_grid_stops_all_of_it(pool4: WorkerPool) -> None:
+def test_an_error_on_one_rank_of_a_grid_is_raised_on_all(pool4: WorkerPool) -> None:
     answers = pool4.run(_disagree_on_a_grid)
     assert [a.split(":")[0] for a in answers] == ["ConfigError"] * 3 + ["KeyError"]
     assert all("Rank 3 cannot shard this model: KeyError" in a for a in answers[:3])
@@ -394,13 +388,10 @@ def _ranks_hold_different_weights() -> tuple[bool, str]:
     return same, str(shardformer.describe_sharding(model))
 
 
-def test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted(pool2: WorkerPool) -> None:
+def test_different_initial_weights_are_replaced_by_those_of_rank_0(pool2: WorkerPool) -> None:
     for same, text in pool2.run(_ranks_hold_different_weights):
         assert same
         assert "The tensor ranks held different weights: all took those of rank 0." in text
-
-
-# ------------------------------------------------------------------------------------------------ processes and groups
 
 
 def _lay_grid(**sizes: Any) -> Refusal:
@@ -425,7 +416,9 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": "nowhere.py"}, ("'nowhere.py' does not exist", "--config config.py")),
     ],
 )
-def test_a_grid_that_the_processes_do_not_fill(pool2: WorkerPool, sizes: Any, words: tuple[str, ...]) -> None:
+def test_axis_sizes_that_do_not_match_the_processes_raise(
+    pool2: WorkerPool, sizes: Any, words: tuple[str, ...]
+) -> None:
     refused(pool2.run(_lay_grid, **sizes), ConfigError, *words)
 
 
@@ -434,7 +427,7 @@ def _shard_over(**sizes: int) -> Refusal:
     return refusal_of(lambda: shard_model(model, context=context), model)
 
 
-def test_an_axis_over_which_nothing_is_cut(pool2: WorkerPool) -> None:
+def test_an_axis_that_shards_nothing_raises(pool2: WorkerPool) -> None:
     refused(pool2.run(_shard_over, sequence=2), ConfigError, "sequence=2")
 
 
@@ -442,7 +435,7 @@ def _lay_different_grids() -> Refusal:
     return refusal_of(lambda: launch_from_torch(tensor=2 - dist.get_rank()))
 
 
-def test_processes_that_lay_different_grids(pool2: WorkerPool) -> None:
+def test_processes_with_different_grids_raise(pool2: WorkerPool) -> None:
     refused(
         pool2.run(_lay_different_grids), ConfigError, "tensor=2", "tensor=1", "Give the same sizes on every process"
     )
@@ -462,7 +455,7 @@ def _without_a_launcher(act: str) -> Refusal:
 
 
 @pytest.mark.parametrize("act", ["launch_from_torch", "shard_model", "ShardFormer"])
-def test_no_launcher_started_this_process(pool2: WorkerPool, act: str) -> None:
+def test_a_process_without_launcher_raises(pool2: WorkerPool, act: str) -> None:
     words = ("RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT", "shardformer run --nproc_per_node 2", "torchrun")
     refused(pool2.run(_without_a_launcher, act), LaunchError, *words)
 
@@ -473,14 +466,14 @@ def _group_lacks_this_rank(ranks: list[int]) -> Refusal:
     return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
-def test_a_group_that_lacks_one_of_the_processes(pool2: WorkerPool) -> None:
+def test_a_group_without_one_of_the_processes_raises(pool2: WorkerPool) -> None:
     first, second = pool2.run(_group_lacks_this_rank, [0])
     refused([first, second], LaunchError, "does not contain this process (global rank 1)", "group")
     assert first.what.startswith("Process 1 cannot shard: ")
 
 
 def _second_try() -> list[str]:
-    """A refusal on every process, one on some, and then what they should have done."""
+    """Raise on every process, raise on some, then shard correctly."""
     wrong, right = dist.new_group([1, 3]), [dist.new_group([0, 1]), dist.new_group([2, 3])][dist.get_rank() // 2]
     tries: list[Any] = ["no group", wrong, right]
     answers = []
@@ -490,11 +483,11 @@ def _second_try() -> list[str]:
     return answers
 
 
-def test_a_second_try_does_not_stumble_over_the_first(pool4: WorkerPool) -> None:
+def test_sharding_works_after_a_failed_attempt(pool4: WorkerPool) -> None:
     assert pool4.run(_second_try) == [["ConfigError", "LaunchError", "nothing"]] * 4
 
 
-def test_a_group_that_lacks_half_of_the_processes(pool4: WorkerPool) -> None:
+def test_a_group_of_half_of_the_processes_works(pool4: WorkerPool) -> None:
     refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "does not contain this process")
 
 
@@ -502,7 +495,7 @@ def _members_give_different_groups() -> Refusal:
     pair, whole = dist.new_group([0, 1]), dist.new_group([0, 1, 2])
     if dist.get_rank() == 3:
         return Refusal("ConfigError", "the two differ [0, 1] [0, 1, 2]", "it takes no part", "none", True)
-    if dist.get_rank() == 2:  # which a process cannot know of that is in the larger group alone: its wait ends in time
+    if dist.get_rank() == 2:  # a process that is only in the larger group cannot know this, and its wait times out
         _get_default_store().set_timeout(timedelta(seconds=2))
     group = whole if dist.get_rank() else pair
     model = ToyLM()
@@ -510,14 +503,14 @@ def _members_give_different_groups() -> Refusal:
         return refusal_of(lambda: shard_model(model, ToyPolicy, tensor_parallel_process_group=group), model)
 
 
-def test_members_of_a_group_that_give_different_ones(pool4: WorkerPool) -> None:
+def test_ranks_with_different_groups_raise(pool4: WorkerPool) -> None:
     *two, third, _ = pool4.run(_members_give_different_groups)
     refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "the group that it belongs to")
     refused([third], LostPeerError, "Process 0 did not come", "[0, 1, 2]")
 
 
 def _one_has_a_model_of_its_own(order: str) -> list[str]:
-    """Rank 0 shards a model over itself alone, before, between or after those that both shard."""
+    """Rank 0 shards a model alone, before, between or after the models that both ranks shard."""
     alone, both = dist.new_group([0]), dist.new_group([0, 1])
     titles = []
     for what in order:
@@ -529,7 +522,7 @@ def _one_has_a_model_of_its_own(order: str) -> list[str]:
 
 
 @pytest.mark.parametrize("order", ["122", "212"])
-def test_a_model_of_one_process_beside_a_model_of_two(pool2: WorkerPool, order: str) -> None:
+def test_models_on_one_and_on_two_processes_coexist(pool2: WorkerPool, order: str) -> None:
     first, second = pool2.run(_one_has_a_model_of_its_own, order)
     assert first == [f"ToyLM over {'tensor=2' if n == '2' else 'one process'}" for n in order]
     assert second == ["ToyLM over tensor=2"] * 2
@@ -546,13 +539,13 @@ def _subgroups() -> tuple[float, str]:
     return abs(float(difference)), str(shardformer.describe_sharding(model)).splitlines()[0]
 
 
-def test_each_half_of_the_processes_shards_a_model_of_its_own(pool4: WorkerPool) -> None:
+def test_each_half_of_the_processes_can_shard_a_model(pool4: WorkerPool) -> None:
     for difference, title in pool4.run(_subgroups):
         assert difference < 1e-5 and title.startswith("ToyLM over tensor=2")
 
 
 def _bystanders() -> float:
-    """Only the first two of the processes shard anything."""
+    """Only the first two processes shard a model."""
     pair = dist.new_group([0, 1])
     start = time.monotonic()
     if dist.get_rank() < 2:
@@ -561,11 +554,8 @@ def _bystanders() -> float:
     return time.monotonic() - start
 
 
-def test_processes_outside_of_the_group_need_not_shard(pool4: WorkerPool) -> None:
+def test_processes_outside_the_group_need_not_shard(pool4: WorkerPool) -> None:
     assert max(pool4.run(_bystanders)) < 5.0
-
-
-# ------------------------------------------------------------------------------------------------------ sharded already
 
 
 def _shard_again(wrap: bool, ranks: int) -> Refusal:
@@ -577,11 +567,8 @@ def _shard_again(wrap: bool, ranks: int) -> Refusal:
 
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_model_is_sharded_once(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
+def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
     refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "sharded already", "once")
-
-
-# ------------------------------------------------------------------------------------------------ a sharded model's use
 
 
 def _use(how: str) -> Refusal:
@@ -628,7 +615,7 @@ def _use(how: str) -> Refusal:
         ("save inside", ConfigError, ("save_pretrained on a GPT2Model", "Save the whole model")),
     ],
 )
-def test_a_batch_or_a_call_that_cannot_be(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:
+def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:
     refused(pool2.run(_use, how), kind, *words)
 
 
@@ -643,12 +630,10 @@ def _after_a_bad_batch() -> tuple[float, float]:
     return float(model(**batch).loss.detach()), float(plain(**batch).loss.detach())
 
 
-def test_training_goes_on_after_a_batch_that_was_refused(pool2: WorkerPool) -> None:
+def test_training_continues_after_an_invalid_batch(pool2: WorkerPool) -> None:
     for ours, theirs in pool2.run(_after_a_bad_batch):
         assert abs(ours - theirs) < 1e-5
 
-
-# -------------------------------------------------------------------------------------------------------- a worker dies
 
 DYING = """
     import os, sys, time
@@ -674,10 +659,10 @@ DYING = """
     ("tensor", "end", "said"),
     [
         (2, "os._exit(7)", "rank 1 failed first, exit code 7"),
-        (1, "os.kill(os.getpid(), 9)", "rank 1 failed first, killed by SIGKILL"),  # both are of the data axis
+        (1, "os.kill(os.getpid(), 9)", "rank 1 failed first, killed by SIGKILL"),  # both ranks are on the data axis
     ],
 )
-def test_a_worker_that_dies_ends_the_others_and_is_named(tmp_path: Path, tensor: int, end: str, said: str) -> None:
+def test_a_dead_worker_ends_the_others_and_is_reported(tmp_path: Path, tensor: int, end: str, said: str) -> None:
     script = tmp_path / "train.py"
     script.write_text(textwrap.dedent(DYING.format(tensor=tensor, end=end)))
     main = [*SHARDFORMER, "run", "--nproc_per_node", "2"]

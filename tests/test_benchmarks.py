@@ -1,4 +1,4 @@
-"""Every benchmark runs, in its smallest setting, and prints what it is there to print."""
+"""Every benchmark runs in its smallest setting and prints its results."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Run = Callable[..., str]
 
 @pytest.fixture
 def run(pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Iterator[Run]:
-    """``run(script, *options)``: what it prints, with the session's processes in place of its own."""
+    """``run(script, *options)`` returns the output of a benchmark, which uses the session's workers."""
     monkeypatch.syspath_prepend(str(FOLDER))
     common = importlib.import_module("common")
     monkeypatch.setattr(common, "two_processes", lambda threads: nullcontext(pool2))
@@ -40,7 +40,7 @@ def run(pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 
 
 def rows(printed: str) -> dict[str, list[str]]:
-    """The lines of a printed table by their first column, which is followed by two spaces."""
+    """Return the lines of a printed table by their first column, which ends with two spaces."""
     cells = [line.split("  ") for line in printed.splitlines() if "  " in line]
     return {first: [c.strip() for c in rest if c.strip()] for first, *rest in cells}
 
@@ -50,7 +50,7 @@ def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(
     variants = importlib.import_module("tensor_parallel").VARIANTS
     assert set(variants) <= set(table)
     assert table["one process"][1:] == ["1.00", table["one process"][2], "-", "-"]
-    # the embedding, two exits, two entries and the head's entry; and the loss
+    # the embedding, two exits, two entries, the entry of the head, and the loss
     assert table["ShardFormer"][3] == "7 (1 the loss's)"
     count = {name: int(table[name][3].split()[0]) for name in variants if name != "one process"}
     assert count["ShardFormer"] == min(count.values())
@@ -59,7 +59,7 @@ def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(
     assert megabytes["ShardFormer"] == min(megabytes.values())
 
 
-def test_context_length_prints_a_row_for_each_length_and_draws_them(run: Run, tmp_path: Path) -> None:
+def test_context_length_prints_and_plots_a_row_per_length(run: Run, tmp_path: Path) -> None:
     options = [*TINY, "--heads", "2", "--intermediate", "16", "--n-ctx", "8", "16", "--png", str(tmp_path / "c.png")]
     table = rows(run("context_length", *options))
     assert {"8", "16"} <= set(table)
@@ -127,13 +127,13 @@ def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
     printed = run("pipeline", *few, "--png", str(tmp_path / "t.png"))
     table = rows(printed)
     assert {"1f1b (2, 2)", "zbv (1, 1, 1, 1)"} <= {name.strip() for name in table}
-    assert "as many micro-batches held as the schedule says: yes" in printed
-    assert "as the formula says: yes" in printed
+    assert "stored micro-batches equal to the schedule: yes" in printed
+    assert "equal to the formula: yes" in printed
     assert {"1: 0", "2: 0", "2: 1"} <= {name.strip() for name in table}
     assert (tmp_path / "t.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_losses_that_differ_are_found(run: Run) -> None:
+def test_different_losses_are_detected(run: Run) -> None:
     common = importlib.import_module("common")
     timings = {
         "reference": common.Timing([1.0], [2.0, 4.0]),
@@ -144,7 +144,7 @@ def test_losses_that_differ_are_found(run: Run) -> None:
     assert (name, round(difference, 6)) == ("other", 0.025)
 
 
-def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(run: Run, tmp_path: Path) -> None:
+def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "coverage.jsonl"
     run("coverage", "--out", str(out), "--only", "olmo2|fnet|mpnet")
     found = {line["type"]: line for line in map(json.loads, out.read_text(encoding="utf-8").splitlines())}
@@ -152,7 +152,7 @@ def test_coverage_tells_what_is_cut_of_an_architecture_and_what_it_is_made_of(ru
     assert found["fnet"]["kind"] == "no softmax attention"
     coverage_page = importlib.import_module("coverage_page")
     stages = {
-        "olmo2": {"type": "olmo2", "passed": True, "said": "Nobody can tell."},
+        "olmo2": {"type": "olmo2", "passed": True, "said": "PASS: Largest difference 1e-15"},
         "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2, and of this MPNet it is known that it differs"},
     }
     page = coverage_page.page([coverage_page.Record(**line) for line in found.values()], [], stages)
@@ -192,11 +192,11 @@ def test_coverage_compares_an_architecture_over_other_layouts(
 
 
 def is_ever_below(bound: float, measure: Callable[[], float]) -> bool:
-    """Whether one of five measurements is: the loopback device also counts what other programs send meanwhile."""
+    """Whether one of five measurements is below a limit. The loopback device also counts other programs' traffic."""
     return any(measure() < bound for _ in range(5))
 
 
-def test_context_parallel_is_timed_and_counted_beside_torchs_ring(
+def test_context_parallel_is_compared_with_torchs_ring(
     run: Run, pool2: WorkerPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(importlib.import_module("common"), "processes", lambda *_: nullcontext(pool2))
@@ -210,12 +210,12 @@ def test_context_parallel_is_timed_and_counted_beside_torchs_ring(
     assert is_ever_below(0.6, share_of_torchs_bytes)
 
 
-def test_tensor_grids_say_what_each_layout_sends_by_the_formulas(run: Run) -> None:
+def test_tensor_grids_print_the_traffic_by_formula(run: Run) -> None:
     table = rows(run("tensor_grids", "--formula", "8"))
     assert float(table["8 ranks, 65536 tokens"][-1]) < 0.3 and float(table["8 ranks, 4096 tokens"][-1]) > 1
 
 
-def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
+def test_zero_compares_the_traffic_of_each_stage_with_torch(run: Run) -> None:
     options = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
 
     def share_of_torchs_bytes() -> float:
@@ -223,14 +223,14 @@ def test_zero_counts_what_each_stage_sends_beside_torchs(run: Run) -> None:
         assert len([name for name in table if name.startswith("ShardFormer")]) == 5
         is_number = {name: bool(cells) and cells[-1].replace(".", "").isdigit() for name, cells in table.items()}
         sent = {name: float(table[name][-1]) for name, known in is_number.items() if known}
-        if not sent:  # the system does not say what crosses its loopback device
+        if not sent:  # the system does not count the bytes on its loopback device
             return 0.0
         return sent["ShardFormer stage 2"] / sent["DDP + ZeroRedundancyOptimizer"]
 
     assert is_ever_below(0.9, share_of_torchs_bytes)
 
 
-def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) -> None:
+def test_offload_is_timed_and_plotted(run: Run, tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
     table = rows(run("offload", *small, "--repetitions", "1", "--folder", str(tmp_path)))
     assert {"on the device", "on the host", "in files"} <= set(table)
@@ -240,7 +240,7 @@ def test_offload_is_timed_beside_the_device_and_drawn(run: Run, tmp_path: Path) 
     assert rows(run("offload", "--largest", "80"))["stage 0"][0] == "5.0"
 
 
-def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) -> None:
+def test_offloaded_activations_use_less_device_memory_with_the_same_losses(run: Run) -> None:
     options = ["--repetitions", "1", "--layers", "2", "--vocabulary", "64", "--batch", "8"]
     table = rows(run("activations", *options, "--hidden", "64", "--sequence", "64"))
     on_device = {name: float(table[name][0]) for name in importlib.import_module("activations").VARIANTS}
@@ -248,14 +248,14 @@ def test_activations_take_less_of_the_device_and_give_the_same_losses(run: Run) 
     assert on_device["checkpoints, in parts"] < on_device["checkpoints"] < on_device["all kept"]
 
 
-def test_checkpoints_are_timed_beside_torch_save_and_come_back(run: Run) -> None:
+def test_checkpoints_are_compared_with_torch_save(run: Run) -> None:
     small = ["--layers", "1", "--hidden", "64", "--vocabulary", "64", "--repetitions", "1"]
     for how in ([], ["--zero", "2"]):
         table = rows(run("checkpoints", *small, *how))
         assert {"torch.save", "save_checkpoint", "load_checkpoint"} <= set(table)
 
 
-def test_engine_stands_beside_the_bare_loop_in_every_layout(run: Run) -> None:
+def test_engine_is_compared_with_a_plain_loop_in_every_layout(run: Run) -> None:
     table = rows(run("engine", *TINY, "--layers", "2", "--batch", "2", "--hidden", "32", "--sequence", "8"))
     layouts = importlib.import_module("engine").LAYOUTS
     assert {f"{name}, {kind}" for name in layouts for kind in ("bare loop", "engine")} < set(table)

@@ -1,4 +1,4 @@
-"""``ParallelConfig``: every field survives JSON, has a description, and answers to its earlier name."""
+"""``ParallelConfig``: every field round-trips through JSON, has a description, and accepts its earlier name."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OTHER_DEFAULTS = {
     "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",
     "shardformer.verify.verify.tensor": "verify compares a model that is sharded",
 }
-"""Parameters that have the name of a field and another default, with the reason."""
+"""Parameters with the name of a field and another default, with the reason."""
 OWN_DEFAULTS = {"tensor", "data", "average_loss_over", "micro_batches"}
 """Flags of ``shardformer verify`` and ``draw`` whose help has their default."""
 NEEDS: dict[str, dict[str, Any]] = {
@@ -58,7 +58,7 @@ def test_the_table_has_every_field() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY_FIELD)
-def test_a_field_survives_json(name: str) -> None:
+def test_a_field_round_trips_through_json(name: str) -> None:
     config = ParallelConfig(**{**NEEDS.get(name, {}), name: EVERY_FIELD[name]})
     values = json.loads(json.dumps(config.to_dict()))
     assert ParallelConfig.from_dict(values) == config != ParallelConfig(**NEEDS.get(name, {}))
@@ -69,7 +69,7 @@ def test_every_field_is_described() -> None:
     assert [name for name, (_, text) in ParallelConfig.described_fields().items() if not text.endswith(".")] == []
 
 
-def test_an_unknown_field_names_the_nearest() -> None:
+def test_an_unknown_field_suggests_the_nearest() -> None:
     with pytest.raises(ConfigError, match="Did you mean 'tensor'"):
         ParallelConfig.from_dict({"tensr": 2})
 
@@ -91,7 +91,7 @@ def test_earlier_values_work_under_the_earlier_name() -> None:
         assert not ShardConfig(watch=False).check_consistency  # type: ignore[call-arg]
 
 
-def test_other_classes_take_earlier_names_too() -> None:
+def test_other_classes_accept_earlier_names() -> None:
     with pytest.warns(DeprecationWarning):
         training = VerifyTraining(zero=1, reference="whole")  # type: ignore[call-arg]
     assert training == VerifyTraining(zero_stage=1, average_loss_over="tokens")
@@ -101,7 +101,7 @@ def test_other_classes_take_earlier_names_too() -> None:
 
 
 @pytest.mark.parametrize("name", NEEDS)
-def test_a_field_without_effect_is_refused(name: str) -> None:
+def test_a_field_without_effect_raises(name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=.* without "):
         ParallelConfig(**{name: EVERY_FIELD[name]})
 
@@ -142,7 +142,7 @@ def test_a_flag_with_the_name_of_a_field_has_its_default() -> None:
     assert {"pipe", "schedule", "num_model_chunks", "zero_stage", "recompute_layers"} <= seen
 
 
-def test_the_stage_has_one_default() -> None:
+def test_the_zero_stage_has_one_default() -> None:
     functions = (shardformer.shard_optimizer, shardformer.estimate_memory)
     stages = {signature(function).parameters["stage"].default for function in functions}
     assert stages == {1}

@@ -1,4 +1,4 @@
-"""The Python of the README and of docs/concepts.md runs as it stands there, on a small model."""
+"""The Python blocks of the README and of docs/concepts.md run unchanged on a small model."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ def test_a_block_of_the_readme_runs(pool4: WorkerPool, number: int, tmp_path: Pa
     assert all(abs(loss - losses[0]) < 1e-5 for loss in losses)
 
 
-def test_the_readme_trains_as_the_script_that_it_names() -> None:
+def test_the_readme_block_equals_the_example_script() -> None:
     """tests/examples/test_train.py runs the script."""
     (block,) = [b for b in BLOCKS if "save_pretrained" in b]
     assert (ROOT / "examples" / "train.py").read_text(encoding="utf-8").endswith(block)
 
 
 @pytest.mark.slow
-def test_the_readme_verifies_a_model_of_ones_own() -> None:
+def test_the_verify_block_of_the_readme_runs() -> None:
     (block,) = [b for b in BLOCKS if "verify" in b]
     sample = SmallModel("gpt2")
     names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": RandomBatches(sample.head_class)}
@@ -83,7 +83,7 @@ def test_the_command_with_a_config_file_runs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "page", [README, *sorted((ROOT / "docs").glob("*.md")), ROOT / "CHANGELOG.md"], ids=lambda page: page.name
 )
-def test_links_lead_somewhere(page: Path) -> None:
+def test_links_resolve(page: Path) -> None:
     text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     by_name = dict(re.findall(r"^\[([^\]^]+)\]: (?!https?:)(\S+)$", text, re.MULTILINE))
     assert set(re.findall(r"\]\[([^\]^]+)\]", text)) <= by_name.keys()
@@ -98,21 +98,21 @@ def test_links_lead_somewhere(page: Path) -> None:
 ARCHITECTURE = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
 
 
-def test_the_page_of_the_architecture_names_what_is_there() -> None:
+def test_the_architecture_page_names_existing_modules() -> None:
     named = {name for name in re.findall(r"`([\w/]+(?:/|\.py))`", ARCHITECTURE)}
     places = [ROOT, ROOT / "shardformer", *(ROOT / "shardformer").iterdir(), ROOT / "shardformer" / "layers" / "tensor"]
     assert len(named) > 30
     assert {name for name in named if not any((place / name).exists() for place in places)} == set()
 
 
-def test_the_page_of_the_architecture_runs() -> None:
+def test_the_architecture_page_runs() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", ARCHITECTURE, flags=re.DOTALL)
     names: dict[str, Any] = {}
     exec(compile(block, "architecture.md", "exec"), names)
     assert str(names["config"].resolve_activation_layout()) == "sequence over sequence (zigzag, from the inputs on)"
 
 
-def test_the_page_of_the_architecture_has_every_floor() -> None:
+def test_the_architecture_page_lists_every_package() -> None:
     from tests.test_architecture import FLOORS
 
     missing = [floor for floor in FLOORS if not re.search(rf"\b{floor.replace('.', '/')}\b", ARCHITECTURE)]

@@ -1,4 +1,4 @@
-"""docs/features.md: written from what the tests say, and a run of all tests fails when it says something else."""
+"""docs/features.md is generated from test results, and a full run of the tests fails if it is outdated."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ markers = feature: a cell
 
 @dataclass(frozen=True)
 class Project:
-    """A repository with tests of features. They run in a process of their own, as a user starts them."""
+    """A repository with tests of features, run in a separate process."""
 
     path: Path
 
@@ -66,7 +66,7 @@ class Project:
         return read_page(self.page.read_text())[row, column]
 
     def run(self, *arguments: str) -> tuple[int, str]:
-        """The exit status, and all that was said."""
+        """Return the exit status and the output."""
         env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
         command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", *arguments]
         done = subprocess.run(command, cwd=self.path, env=env, capture_output=True, text=True, timeout=120)
@@ -85,7 +85,7 @@ class Project:
 
 @pytest.fixture
 def project(tmp_path: Path) -> Project:
-    """One whose page is not written yet."""
+    """Create a project whose page does not exist yet."""
     (tmp_path / "pytest.ini").write_text(INI)
     (tmp_path / "conftest.py").write_text('pytest_plugins = ["tests.feature_table"]\n')
     for folder in ("tests", "docs"):
@@ -95,7 +95,7 @@ def project(tmp_path: Path) -> Project:
     return project
 
 
-def test_the_page_is_written_from_what_the_tests_say(project: Project) -> None:
+def test_the_page_is_generated_from_test_results(project: Project) -> None:
     project.passes("-m", "feature", "--write-features")
     text = project.page.read_text()
     found = read_page(text)
@@ -133,7 +133,7 @@ def test_tests_in_several_processes_write_and_compare_the_same_page(project: Pro
     project.fails(*several, saying=("sequence parallel of Swin is 'refused' there and 'part' now",))
 
 
-def test_a_run_of_all_tests_fails_when_the_page_says_something_else(project: Project) -> None:
+def test_a_full_run_fails_if_the_page_is_outdated(project: Project) -> None:
     project.fails(
         saying=("is not what the tests say", "tensor parallel of BERT is '–' there and 'yes' now", "make features")
     )
@@ -146,13 +146,13 @@ def test_a_run_of_all_tests_fails_when_the_page_says_something_else(project: Pro
     project.fails(saying=("rows, links or words around the table have changed",))
 
 
-def test_another_reason_is_another_page(project: Project) -> None:
+def test_a_changed_reason_changes_the_page(project: Project) -> None:
     project.run("--write-features")
     project.write(says="refused: no")
     project.fails(saying=("overlap of Swin is 'refused' there and 'refused' for another reason now",))
 
 
-def test_a_test_that_is_new_or_gone_is_seen_without_running_any(project: Project) -> None:
+def test_added_and_removed_tests_are_detected_at_collection(project: Project) -> None:
     project.run("--write-features")
     project.passes("--collect-only", "-q")
     text = project.test.read_text()
@@ -163,7 +163,7 @@ def test_a_test_that_is_new_or_gone_is_seen_without_running_any(project: Project
 
 
 @pytest.mark.parametrize("some", [("-k", "flash"), ("tests/test_it.py",)], ids=["-k", "a file"])
-def test_a_run_of_some_tests_compares_nothing_and_writes_nothing(project: Project, some: Iterable[str]) -> None:
+def test_a_partial_run_neither_compares_nor_writes_the_page(project: Project, some: Iterable[str]) -> None:
     project.passes(*some)
     project.fails(
         "--write-features",
@@ -176,7 +176,7 @@ def test_a_run_of_some_tests_compares_nothing_and_writes_nothing(project: Projec
     assert not project.page.exists()
 
 
-def test_a_failure_is_a_no_and_does_not_count_twice(project: Project) -> None:
+def test_a_failure_is_counted_once(project: Project) -> None:
     project.run("--write-features")
     project.write(cut="assert family != 'swin' or size == 2")
     status, said = project.run()
@@ -185,7 +185,7 @@ def test_a_failure_is_a_no_and_does_not_count_twice(project: Project) -> None:
     assert project.cell("Swin", "tensor parallel") == Cell("no", "test_cut")
 
 
-def test_what_a_machine_cannot_run_stays_as_another_one_found_it(project: Project) -> None:
+def test_cells_that_this_machine_cannot_test_stay_unchanged(project: Project) -> None:
     project.write(flash="pytest.skip('no GPU')")
     project.run("--write-features")
     assert project.cell("BERT", "flash attention") == Cell("not run", "test_flash")
@@ -208,12 +208,12 @@ def test_what_a_machine_cannot_run_stays_as_another_one_found_it(project: Projec
         ('"overlap"', "feature('overlap') of no family"),
     ],
 )
-def test_a_mark_that_no_cell_belongs_to_is_refused(project: Project, mark: str, said: str) -> None:
+def test_a_mark_without_a_cell_raises(project: Project, mark: str, said: str) -> None:
     project.test.write_text(f"import pytest\n\n@pytest.mark.feature({mark})\ndef test_it(): pass\n")
     project.fails(saying=(said,))
 
 
-def test_a_word_that_no_legend_explains_is_refused(project: Project) -> None:
+def test_a_word_without_legend_raises(project: Project) -> None:
     project.write(says="perhaps: who knows")
     project.fails(
         "--write-features",
@@ -225,13 +225,13 @@ def test_a_word_that_no_legend_explains_is_refused(project: Project) -> None:
     assert not project.page.exists()
 
 
-def test_two_tests_of_one_name_are_told_apart() -> None:
+def test_tests_with_the_same_name_are_distinguished() -> None:
     cases = [Case("bert", ("overlap",), f"tests/{name}.py", "test_it") for name in ("test_a", "test_b")]
     assert list(labels_of(cases).values()) == ["test_a.test_it", "test_b.test_it"]
     assert "[test_b.test_it]: ../tests/test_b.py" in page_of(cases, {})
 
 
-def test_every_row_is_a_family_that_is_here_and_every_column_an_option() -> None:
+def test_rows_are_families_and_columns_are_options() -> None:
     families = [name for row in ROWS for name in row.families]
     assert len(set(families)) == len(families)
     assert {name for name in families if not name.startswith("timm:")} <= SMALL_CONFIGS.keys()

@@ -1,4 +1,4 @@
-"""What docs/in-your-script.md says: each piece runs on the plain model and on the sharded one, with the same result."""
+"""docs/in-your-script.md: each snippet gives the same result on the plain and on the sharded model."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def first(family: str) -> Any:
 
 
 def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, Any]:
-    """The names that a piece leaves."""
+    """Run a snippet, and return its variables."""
     code = PIECES[piece]
     if "_shardformer" not in model.__dict__:
-        code = code.replace('torch.compile(model, backend="eager")', "model")  # takes long, and is torch's own
+        code = code.replace('torch.compile(model, backend="eager")', "model")  # compilation is slow and tested by torch
         code = code.replace(PLAIN_STATE, "weights = {n: w.clone() for n, w in model.state_dict().items()}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     names: dict[str, Any] = {"torch": torch, "shardformer": shardformer, "copy": copy, "model": model}
@@ -49,7 +49,7 @@ def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "Compiling"])
-def test_a_piece_of_the_page_is_that_of_the_plain_script(piece: str, family: str) -> None:
+def test_a_snippet_of_the_page_equals_the_plain_script(piece: str, family: str) -> None:
     plain = first(family)
     expected = ran(piece, copy.deepcopy(plain), batches_of())
     whole = expected["model"].state_dict()
@@ -68,7 +68,7 @@ def test_a_piece_of_the_page_is_that_of_the_plain_script(piece: str, family: str
 
 
 @pytest.mark.parametrize("piece", ["Gradient accumulation", "Clipping", "Loss scaling", "A schedule"])
-def test_over_data_ranks_it_is_that_of_both_batches(piece: str) -> None:
+def test_on_data_ranks_it_equals_training_on_both_batches(piece: str) -> None:
     plain = first("llama")
     both = [{n: torch.cat([a[n], b[n]]) for n in a} for a, b in zip(batches_of(0), batches_of(1), strict=True)]
     whole = ran(piece, copy.deepcopy(plain), both)["model"].state_dict()
@@ -84,7 +84,10 @@ def test_over_data_ranks_it_is_that_of_both_batches(piece: str) -> None:
 
 def compiled(sizes: dict[str, int]) -> bool:
     plain = first("llama")
-    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:1], 1  # each is compiled, for seconds
+    plain.model.layers, plain.config.num_hidden_layers = (
+        plain.model.layers[:1],
+        1,
+    )  # each layer is compiled, which takes seconds
     whole = ran("Compiling", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
     ran("Compiling", model, batches_of()[:2])
@@ -93,10 +96,10 @@ def compiled(sizes: dict[str, int]) -> bool:
 
 @pytest.mark.above_budget("torch.compile builds C++ code for a forward and a backward")
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_a_compiled_model_trains_as_the_plain_one(pool2: Any) -> None:
+def test_a_compiled_model_trains_like_the_plain_one(pool2: Any) -> None:
     assert pool2.run(compiled, {"tensor": 2}) == [True, True]
 
 
-def test_a_line_of_the_page_is_the_one_that_shards() -> None:
+def test_one_line_of_the_page_shards_the_model() -> None:
     (line,) = re.findall(r"^model = shardformer.shard_model\(.*$", TEXT, re.MULTILINE)
     assert line == "model = shardformer.shard_model(model, context=context)"

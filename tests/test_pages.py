@@ -1,4 +1,4 @@
-"""The pages on training run as they stand: their Python in one process after the other, and their commands."""
+"""The Python blocks and commands of the training pages run unchanged."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def blocks(page: str, language: str) -> list[str]:
 
 
 def small() -> dict[str, Any]:
-    """What a reader has: a model that gives its loss, an optimizer, a scheduler, data."""
+    """Return a small model that computes a loss, an optimizer, a scheduler and data."""
     torch.manual_seed(0)
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32
@@ -36,7 +36,7 @@ def small() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", range(len(blocks("moving.md", "python"))))
-def test_a_script_that_moved_over_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_migrated_script_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names = small()
     exec(compile(blocks("moving.md", "python")[number], "moving.md", "exec"), names)
@@ -44,7 +44,7 @@ def test_a_script_that_moved_over_trains(number: int, tmp_path: Path, monkeypatc
     assert bool(torch.isfinite(names["loss"]))
 
 
-def test_the_page_of_the_trainer_runs(
+def test_the_trainer_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -56,7 +56,7 @@ def test_the_page_of_the_trainer_runs(
     assert (tmp_path / "run" / "records.jsonl").is_file()
 
 
-def test_the_page_of_the_trainer_has_every_moment() -> None:
+def test_the_trainer_page_lists_every_event() -> None:
     from shardformer.training.hook import HOOK_METHODS
 
     said = (DOCS / "training.md").read_text(encoding="utf-8")
@@ -67,7 +67,7 @@ def test_the_page_of_the_trainer_has_every_moment() -> None:
     assert places == sorted(places)
 
 
-def test_the_page_of_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_engine_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     block = blocks("engine.md", "python")[-1]
     names = small()
@@ -76,17 +76,17 @@ def test_the_page_of_the_engine_runs(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 STEPS = {60: 6, 90: 9, 20: 2}
-"""Of the steps on the page a tenth: what a run keeps and where it goes on does not depend on how many they are."""
+"""A tenth of the page's steps. Checkpoints and resuming do not depend on their number."""
 
 
 def fewer_steps(text: str) -> str:
-    """The page's runs, their steps cut to a tenth. Each number is on the page where it is looked for."""
+    """Divide the numbers of steps in a page's runs by ten. Each number must occur on the page."""
     number = r"\b((?:steps|training\.steps|every_steps) ?= ?)(\d+)"
     return re.sub(number, lambda found: f"{found[1]}{STEPS[int(found[2])]}", text)
 
 
 @pytest.mark.slow
-def test_the_first_run(tmp_path: Path) -> None:
+def test_the_first_run_page_runs(tmp_path: Path) -> None:
     (config,) = blocks("first-run.md", "toml")
     (tmp_path / "run.toml").write_text(fewer_steps(config), encoding="utf-8")
     code = blocks("first-run.md", "python")

@@ -1,4 +1,4 @@
-"""Public names: few, typed, importable by their earlier names, and with suggestions for misspelt ones."""
+"""Public names are few and typed, can be imported by earlier names, and are suggested for misspelled ones."""
 
 from __future__ import annotations
 
@@ -25,26 +25,26 @@ def public(module: ModuleType) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["", "compat", "hooks", *PACKAGES])
-def test_each_public_name_is_there(name: str) -> None:
+def test_every_public_name_can_be_imported(name: str) -> None:
     module = importlib.import_module(f"shardformer.{name}".rstrip("."))
     for each in public(module):
         assert getattr(module, each) is not None
 
 
 @pytest.mark.parametrize("name", PACKAGES)
-def test_no_public_name_is_that_of_a_module(name: str) -> None:
-    """Importing ``shardformer.x.y`` binds the module to the name ``y`` of the package."""
+def test_no_public_name_is_a_module(name: str) -> None:
+    """Importing ``shardformer.x.y`` would bind the module to the name ``y`` of the package."""
     modules = {path.stem for path in (PACKAGE / name).glob("*.py")} | {p.name for p in (PACKAGE / name).glob("*/")}
     assert modules & set(public(importlib.import_module(f"shardformer.{name}"))) == set()
 
 
-def test_few_names_are_at_the_top() -> None:
+def test_the_top_level_has_few_names() -> None:
     modules = [name for name in public(shardformer) if isinstance(getattr(shardformer, name), ModuleType)]
     assert len(public(shardformer)) - len(modules) <= 30
 
 
 @pytest.mark.parametrize("old", sorted(shardformer._RENAMED))
-def test_an_earlier_name_warns_with_the_new_one(old: str) -> None:
+def test_an_earlier_name_warns_and_returns_the_new_one(old: str) -> None:
     new = shardformer._RENAMED[old]
     with pytest.warns(DeprecationWarning, match=rf"shardformer\.{old} is now {new}$"):
         value = getattr(shardformer, old)
@@ -73,7 +73,7 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
         shardformer.shard_modle  # type: ignore[attr-defined]  # noqa: B018
 
 
-def test_the_earlier_order_and_names_of_arguments_give_the_same(tmp_path: Path) -> None:
+def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
     context = shardformer.ParallelContext.of({})
     model = shardformer.shard_model(torch.nn.Linear(2, 2), context=context)
     with pytest.warns(DeprecationWarning, match="shard_optimizer takes the model first now"):
@@ -84,12 +84,12 @@ def test_the_earlier_order_and_names_of_arguments_give_the_same(tmp_path: Path) 
     with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
         assert shardformer.load_checkpoint(model=model, folder=tmp_path, optimizer=optimizer).step == 3  # type: ignore[call-arg]
     assert shardformer.load_checkpoint(model, tmp_path, optimizer).step == 3
-    with pytest.raises(shardformer.ConfigError, match="got both folder= and directory="):
+    with pytest.raises(shardformer.ConfigError, match="received both folder= and directory="):
         shardformer.load_checkpoint(model, folder=tmp_path, directory=tmp_path)  # type: ignore[call-arg]
 
 
-def test_what_a_policy_defines_by_an_earlier_name_counts() -> None:
-    """It would be ignored in silence otherwise."""
+def test_policy_methods_with_earlier_names_are_used() -> None:
+    """They would otherwise be ignored silently."""
     with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
 
         class Mine(RolePolicy):

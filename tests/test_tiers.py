@@ -1,4 +1,4 @@
-"""The tiers: which cases each of them runs, what the fast one forbids, and what a test may cost."""
+"""Tiers: the cases that each one runs, what the fast tier forbids, and the time limit of a test."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def of(cases: set[int]) -> list[dict[str, Any]]:
     return [CASES[place] for place in sorted(cases)]
 
 
-def test_as_few_cases_stay_as_show_each_value() -> None:
+def test_few_cases_cover_each_value() -> None:
     kept = of(_kept(CASES))
     assert len(kept) == 3
     for name in ("family", "mode", "ranks"):
@@ -86,7 +86,7 @@ def test_it_can_be_enough_to_cover_one_parameter() -> None:
     assert [case["mode"] for case in of(_kept(CASES, cover="mode"))] == ["plain", "sequence"]
 
 
-def test_one_case_in_several_stays() -> None:
+def test_one_case_in_several_is_kept() -> None:
     assert _kept(CASES, one_in=5, first=1) == {1, 6, 11}
 
 
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, tier: str, *options: str) -> tuple[set[str], str]:
-    """The cases that failed, and all that was printed."""
+    """Return the failed cases and the output."""
     env = {**os.environ, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     command = [PYTHON, "-m", "pytest", "-p", "no:cacheprovider", "--tier", tier, "-rA", "-vv", *options]
     done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=120)
@@ -108,7 +108,7 @@ def run(folder: Path, tier: str, *options: str) -> tuple[set[str], str]:
 
 
 @pytest.mark.slow
-def test_a_tier_runs_its_cases_and_fails_what_is_too_slow(folder: Path) -> None:
+def test_a_tier_runs_its_cases_and_fails_slow_tests(folder: Path) -> None:
     failed, printed = run(folder, "test")
     assert failed == {"test_that_takes_long"}
     assert "1 failed, 6 passed, 5 deselected" in printed
@@ -145,7 +145,9 @@ sys.exit(int(sys.argv[1]))
 @pytest.mark.slow
 @pytest.mark.parametrize(("end", "status"), [("0", 0), ("3", 3), ("kill", -signal.SIGKILL), ("raise", 1)])
 @pytest.mark.parametrize("program", [PYTHON, sys.executable])
-def test_a_script_of_the_fast_python_ends_as_one_of_python(tmp_path: Path, program: str, end: str, status: int) -> None:
+def test_a_script_of_the_fast_python_exits_like_one_of_python(
+    tmp_path: Path, program: str, end: str, status: int
+) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
     env = {**os.environ, "OF_THE_TEST": "here"}
     done = subprocess.run([program, "-u", "script.py", end], cwd=tmp_path, env=env, capture_output=True, text=True)
@@ -167,7 +169,7 @@ def test_a_signal_reaches_a_script_of_the_fast_python(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_script_ends_with_its_fast_python(tmp_path: Path) -> None:
+def test_a_script_ends_if_its_fast_python_ends(tmp_path: Path) -> None:
     code = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
     with subprocess.Popen([PYTHON, "-c", code], stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None

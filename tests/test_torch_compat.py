@@ -1,4 +1,4 @@
-"""What has another form in another version of torch: each form, whichever version is installed."""
+"""Differences between versions of torch, tested for each version independent of the installed one."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ own_init_group: Any = Adagrad._init_group
 
 
 def _only_with_state(self: Adagrad, group: dict[str, Any], *lists: list[Any]) -> Any:
-    """As in torch 2.11: the step reads the state that the constructor made."""
+    """An Adagrad as in torch 2.11, whose step needs the state from the constructor."""
     for param in group["params"]:
         self.state[param]["sum"]
     return own_init_group(self, group, *lists)
@@ -29,7 +29,7 @@ def adagrad(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return Adagrad(nn.Linear(2, 2).parameters(), lr=0.1, initial_accumulator_value=0.5)
 
 
-def test_adagrad_is_tried_on_parameters_that_its_constructor_did_not_see(adagrad: Adagrad) -> None:
+def test_adagrad_gets_state_for_parameters_added_later(adagrad: Adagrad) -> None:
     group, param = adagrad.param_groups[0], torch.zeros(3)
     assert not needs_full_matrices(adagrad)
     assert state_after_step(adagrad, group, param)["sum"].tolist() == [1.5, 1.5, 1.5]

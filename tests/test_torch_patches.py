@@ -32,7 +32,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "reliability.md"
 
 
 def replaced() -> dict[str, Any]:
-    """All objects of torch and transformers that the package replaces, and the tables to which it adds."""
+    """Return all objects of torch and transformers that the package replaces, and the tables it extends."""
     from transformers import AttentionInterface, AttentionMaskInterface, masking_utils
 
     tables: dict[str, Any] = {
@@ -65,7 +65,7 @@ def shard() -> None:
 
 
 def install_all() -> set[Patch]:
-    """Installs every patch. Returns them, and those that are installed for the duration of a block."""
+    """Install every patch. Return them, and those that are installed for the duration of a block."""
     shard()
     register_attention(ATTENTION_NAME, attention, None)
     register_context_attention()
@@ -80,13 +80,13 @@ def install_all() -> set[Patch]:
 
 @pytest.fixture
 def nothing_installed() -> Iterator[dict[str, Any]]:
-    """All objects of the libraries without patches. Afterwards the patches are there again, for other tests."""
+    """Return the libraries' objects without patches. Patches are restored afterwards for other tests."""
     torch_patches.uninstall()
     yield replaced()
     install_all()
 
 
-def test_after_uninstall_all_objects_are_the_original_ones(nothing_installed: dict[str, Any]) -> None:
+def test_uninstall_restores_all_original_objects(nothing_installed: dict[str, Any]) -> None:
     install_all()
     changed = replaced()
     for name in nothing_installed.keys() - {"backward", "sdpa_mask", "packed"}:  # these are replaced for a block
@@ -97,7 +97,7 @@ def test_after_uninstall_all_objects_are_the_original_ones(nothing_installed: di
     assert torch_patches.installed() == ()
 
 
-def test_a_model_that_is_sharded_later_installs_them_again(nothing_installed: dict[str, Any]) -> None:
+def test_sharding_a_model_installs_patches_again(nothing_installed: dict[str, Any]) -> None:
     shard()
     first = torch_patches.installed()
     shard()
@@ -113,11 +113,11 @@ def test_the_documentation_lists_all_patches(nothing_installed: dict[str, Any]) 
     assert table in PAGE.read_text(encoding="utf-8"), f"write this table into {PAGE.name}:\n{table}"
 
 
-def test_what_someone_else_replaced_afterwards_is_not_overwritten() -> None:
+def test_later_patches_of_other_libraries_are_not_overwritten() -> None:
     library, patch = SimpleNamespace(function=max), Patch("library.function", "test", "a test")
     torch_patches.install(patch, lambda: torch_patches.replace_attribute(library, "function", min))
     library.function = sum
-    with pytest.raises(ConfigError, match=r"function was replaced again .*built-in function sum"):
+    with pytest.raises(ConfigError, match=r"function was patched by another library .*built-in function sum"):
         torch_patches.uninstall()
     assert patch in torch_patches.installed()
     library.function = min
@@ -151,7 +151,7 @@ def test_blocks_of_several_threads_share_a_patch_and_the_last_one_removes_it() -
     install_all()
 
 
-def test_a_function_that_is_not_decorated_is_replaced_where_its_library_has_it() -> None:
+def test_an_undecorated_function_is_replaced_in_its_library() -> None:
     here, there = SimpleNamespace(f=len), SimpleNamespace(g=len)
     undo = torch_patches.replace_decorated(len, lambda f: min, (here, "f"), (there, "g"))
     assert here.f is there.g is min

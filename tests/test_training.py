@@ -1,6 +1,6 @@
-"""What people do to a model when they train it: on a sharded model it gives what it gives on the plain one.
+"""Common uses of a model in training give the same results on the sharded and on the plain model.
 
-Each feature is one function of a model, run on the plain model and on the sharded one; what it returns is compared.
+Each feature is a function of a model. It runs on the plain and on the sharded model, and its results are compared.
 """
 
 from __future__ import annotations
@@ -46,15 +46,13 @@ FAMILIES = tuple(LANGUAGE_MODEL)
 Values = dict[str, Tensor]
 Feature = Callable[[nn.Module, str], Values]
 
-# -------------------------------------------------------------------------------------- plain and sharded, side by side
-
 
 def is_sharded(model: nn.Module) -> bool:
     return METADATA_ATTRIBUTE in model.__dict__
 
 
 def gradients(model: nn.Module) -> Values:
-    """The full gradients; a parameter without one has none here."""
+    """Return the full gradients. Parameters without a gradient are omitted."""
     if not is_sharded(model):
         return {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
     axis, specs = metadata_of(model).context.tensor, shard_specs(model)
@@ -78,7 +76,7 @@ def paused(model: nn.Module) -> Any:
 
 
 def loss_of(model: nn.Module, family: str, step: int = 0, sequence: int = 13) -> Tensor:
-    """The mean of the losses of the parts that the data ranks get; on a sharded model, of this rank's part."""
+    """Return the mean loss over the data ranks' shards, or on a sharded model the loss of this rank's shard."""
     batch = RandomBatches(LANGUAGE_MODEL[family], sequence=sequence)(step)
     if is_sharded(model):
         data = metadata_of(model).context.data
@@ -96,9 +94,9 @@ def build(family: str, **changes: Any) -> nn.Module:
 def side_by_side(
     feature: Feature, family: str, options: Mapping[str, Any], *, tensor: int = 2, data: int = 1
 ) -> list[dict[str, float]]:
-    """The differences of what the feature gives on each rank, relative to the largest of each kind of value.
+    """Return the relative differences of a feature's results on each rank, by kind of value.
 
-    The ranks are threads, which compute in turn: what a feature costs is its forwards and backwards, not its processes.
+    Ranks are threads that compute in turn, so that no processes are started.
     """
     plain = on_plain(feature, family)
 
@@ -111,7 +109,7 @@ def side_by_side(
 
 @cache
 def on_plain(feature: Feature, family: str) -> Values:
-    """What a feature gives on the plain model: computed once for all ranks and modes."""
+    """Return a feature's result on the plain model, computed once for all ranks and modes."""
     return feature(build(family), family)
 
 
@@ -128,7 +126,7 @@ def differences(ours: Values, plain: Values) -> dict[str, float]:
 
 
 def assert_same(found: list[dict[str, float]], bound: float = 1e-6) -> None:
-    """``found`` has the differences on each rank. The bound is where a model casts to fp32 by itself."""
+    """Assert that differences on all ranks are within the tolerance, which is wider for models with casts to fp32."""
     for rank, differences in enumerate(found):
         worst = max(differences, key=lambda name: differences[name])
         assert differences[worst] < bound, (rank, worst, differences[worst])
@@ -138,11 +136,8 @@ def named(kind: str, values: Mapping[str, Tensor]) -> Values:
     return {f"{kind}:{name}": value for name, value in values.items()}
 
 
-# ------------------------------------------------------------------------------------------------------------- features
-
-
 def frozen(model: nn.Module, family: str) -> Values:
-    """All but the matrices of the last layer and the norms are frozen; after a step more of it thaws."""
+    """Freeze all parameters except for the last layer's matrices and the norms, and unfreeze some after a step."""
     names = [name for name, _ in model.named_parameters()]
     for name, p in model.named_parameters():
         p.requires_grad_(".1." in name or "norm" in name.lower() or "ln_" in name)
@@ -159,7 +154,7 @@ def frozen(model: nn.Module, family: str) -> Values:
 
 
 def frozen_embedding(model: Any, family: str) -> Values:
-    """The first block's input needs no gradient."""
+    """The input of the first block needs no gradient."""
     model.get_input_embeddings().weight.requires_grad_(False)
     for name, p in model.named_parameters():
         if "position" in name or "wpe" in name or "embeddings" in name.lower():
@@ -169,7 +164,7 @@ def frozen_embedding(model: Any, family: str) -> Values:
 
 
 def accumulated(model: nn.Module, family: str) -> Values:
-    """Three backwards a step, two steps."""
+    """Two steps with three backwards each."""
     out = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
@@ -189,7 +184,7 @@ def accumulated_without_traffic(model: nn.Module, family: str) -> Values:
             loss_of(model, family, 3 * step + 1).backward()
         loss_of(model, family, 3 * step + 2).backward()
         out.update(named(f"gradient {step}", gradients(model)))
-    return out  # the second step's on top of the first's
+    return out  # gradients of the second step accumulate onto those of the first
 
 
 def accumulated_in_one_backward(model: nn.Module, family: str) -> Values:
@@ -221,9 +216,9 @@ def checkpointed_reentrant(model: nn.Module, family: str) -> Values:
 
 
 def lengths_in_one_backward(model: Any, family: str) -> Values:
-    """Forwards of several lengths, then one backward, which recomputes them all; a short evaluation in between."""
+    """Run forwards of several lengths, then one backward that recomputes them, with a short evaluation in between."""
     out = {}
-    for lengths in ((13, 9, 17), (13, 14, 12)):  # of the second, some ranks hold stretches of equal length
+    for lengths in ((13, 9, 17), (13, 14, 12)):  # in the second case some ranks have shards of equal length
         for use_reentrant in (False, True):
             model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
             model.enable_input_require_grads()
@@ -240,7 +235,7 @@ def lengths_in_one_backward(model: Any, family: str) -> Values:
 
 
 class Recomputed(nn.Module):
-    """A checkpoint around a whole module, with the hooks that stand on it."""
+    """A checkpoint around a whole module, including its hooks."""
 
     def __init__(self, layer: nn.Module) -> None:
         super().__init__()
@@ -251,8 +246,9 @@ class Recomputed(nn.Module):
 
 
 def wrapped_in_checkpoints(model: Any, family: str) -> Values:
-    """Sequences as long as usual and such that some rank has none of it, all ranks in a forward without gradients,
-    which only its recomputation shows to be one of training."""
+    """Use sequences of normal length, and sequences of which some ranks have an empty shard. All ranks run a forward
+    without gradients, which only the recomputation shows to be a training forward.
+    """
     model.enable_input_require_grads()
     model.config.use_cache = False
     layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])
@@ -267,7 +263,7 @@ def wrapped_in_checkpoints(model: Any, family: str) -> Values:
 
 def _checkpointed(model: Any, family: str, use_reentrant: bool) -> Values:
     model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
-    if use_reentrant:  # otherwise nothing that goes into the first layer needs a gradient
+    if use_reentrant:  # otherwise the input of the first layer needs no gradient
         model.enable_input_require_grads()
     out = {}
     for step in range(2):
@@ -296,7 +292,7 @@ def clipped_by_norms(model: nn.Module, family: str) -> Values:
 
 
 def evaluated(model: nn.Module, family: str) -> Values:
-    """Training, then evaluation with and without gradients, then training again."""
+    """Train, evaluate with and without gradients, and train again."""
     out = {}
     for step in range(2):
         loss_of(model, family, step).backward()
@@ -317,7 +313,7 @@ def loss_and_gradients(model: nn.Module, family: str) -> Values:
 
 
 def copied(model: nn.Module, family: str) -> Values:
-    """A deep copy trains by itself; so does the original, whose weights it left alone."""
+    """Train a deep copy, and the original, whose weights are unchanged by that."""
     early = copy.deepcopy(model)
     out = named("gradient 0", _trained(model, family, 0))
     twin = copy.deepcopy(model)
@@ -340,7 +336,7 @@ def _trained(model: nn.Module, family: str, step: int, sequence: int = 13) -> Va
 
 
 def interrupted(model: nn.Module, family: str) -> Values:
-    """An exception in the middle of a forward, and of a backward; after each of them training goes on."""
+    """Raise in the middle of a forward and of a backward, and continue training after each."""
     layer = next(m for n, m in model.named_modules() if n.endswith(".1"))
     with failing(layer, in_backward=False):
         loss_of(model, family, 1)
@@ -406,7 +402,7 @@ def test_features(feature: Feature, family: str, mode: str) -> None:
     ids=lambda f: f.__name__,
 )
 def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
-    """Two KV heads, each of which two ranks hold."""
+    """Each of the two KV heads is on two ranks."""
     assert_same(side_by_side(feature, "llama", MODES[mode], tensor=4))
 
 
@@ -417,11 +413,9 @@ def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
     "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
 )
 def test_features_with_a_data_axis(feature: Feature, mode: str) -> None:
-    """Two samples on each of two data ranks. The mean loss of a batch is the mean of those of its parts."""
+    """Each of two data ranks has two samples. The mean loss of a batch is the mean over its shards."""
     assert_same(side_by_side(feature, "gpt2", MODES[mode], data=2))
 
-
-# ----------------------------------------------------------------------------------------------------------- optimizers
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "SGD": lambda params: torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
@@ -436,7 +430,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 def stepped(model: nn.Module, family: str, optimizer: str) -> Values:
-    """Two groups of parameters, clipping, a schedule; the state is saved and loaded on the way."""
+    """Step with two parameter groups, clipping and a scheduler, and save and load the state in between."""
     matrices = [p for p in model.parameters() if p.dim() > 1]
     others = [p for p in model.parameters() if p.dim() <= 1]
     made = OPTIMIZERS[optimizer]([{"params": matrices}, {"params": others, "weight_decay": 0.0}])
@@ -464,8 +458,6 @@ def test_any_elementwise_optimizer(optimizer: str, mode: str) -> None:
     assert_same(side_by_side(stepping(optimizer), "bert", MODES[mode]), 1e-9)
 
 
-# ------------------------------------------------------------------------------------------------- dropout, checkpoints
-
 DROPOUT = {
     "bert": {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3},
     "gpt2": {"resid_pdrop": 0.2, "embd_pdrop": 0.2, "attn_pdrop": 0.3},
@@ -475,7 +467,7 @@ DROPOUT = {
 
 
 def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_reentrant: bool) -> dict[str, Any]:
-    """The gradients of one seed with activations kept, recomputed, and recomputed by a copy made after that."""
+    """Return the gradients of one seed with stored and recomputed activations, and recomputed in a copy."""
     context = ParallelContext.from_world({})
     model: Any = shard_model(build(family, **DROPOUT[family]), config=ShardConfig(context=context, **options))
     found, states = [], []
@@ -507,14 +499,13 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
-def test_checkpoints_draw_the_same_masks_again(pool2: WorkerPool, family: str, mode: str, use_reentrant: bool) -> None:
+def test_recomputation_draws_the_same_dropout_masks(
+    pool2: WorkerPool, family: str, mode: str, use_reentrant: bool
+) -> None:
     for found in pool2.run(with_and_without_checkpoints, family, MODES[mode], use_reentrant):
         assert max(found["differences"].values()) < 1e-12, found["differences"]
         assert found["one state"], "after a step all ranks draw the same again"
         assert found["eval draws nothing"]
-
-
-# ------------------------------------------------------------------------------------------------ other ways of calling
 
 
 def ways_of_calling(family: str) -> dict[str, dict[str, Any]]:
@@ -543,7 +534,7 @@ def ways_of_calling(family: str) -> dict[str, dict[str, Any]]:
 
 
 def called(model: nn.Module, family: str, way: str) -> Values:
-    """All outputs, and the gradients of a sum of functions of them."""
+    """Return all outputs, and the gradients of a sum of functions of them."""
     out, losses = {}, []
     output = model(**ways_of_calling(family)[way])
     for name, value in output.items() if hasattr(output, "items") else enumerate(output):
@@ -564,21 +555,18 @@ def called(model: nn.Module, family: str, way: str) -> Values:
         for j, way in enumerate(ways_of_calling(family))
     ],
 )
-def test_other_ways_of_calling(family: str, way: str, mode: str) -> None:
+def test_other_forward_signatures(family: str, way: str, mode: str) -> None:
     assert_same(side_by_side(partial(called, way=way), family, MODES[mode]))
 
 
-# ------------------------------------------------------------------------------------------------------------- autocast
-
-
 def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dict[str, Any]:
-    """Loss and gradients in bf16 of the plain and of the sharded model, and in fp32; what a block sends."""
+    """Return loss and gradients in bf16 of both models, those in fp32, and the traffic of a block."""
 
     def run(model: nn.Module, enabled: bool) -> tuple[float, Tensor]:
         with torch.autocast("cpu", torch.bfloat16, enabled=enabled):
             loss = loss_of(model, family)
         loss.backward()
-        # in the order of the names: a sharded model's are the plain one's
+        # in the order of names, which both models share
         flat = torch.cat([g.float().flatten() for _, g in sorted(gradients(model).items())])
         assert all(p.grad is None or p.grad.dtype == torch.float32 for p in model.parameters())
         model.zero_grad()
@@ -590,7 +578,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     model: Any = shard_model(build(family).float(), config=ShardConfig(context=context, **options))
     if recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    run(model, True)  # compares what the ranks were fed
+    run(model, True)  # compares the inputs of the ranks
     with CollectiveRecorder(context) as recorder:
         ours = run(model, True)
     return {
@@ -604,7 +592,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
 
 @pytest.mark.reduced
 @pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
-def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
+def test_autocast_differs_only_by_rounding(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
         assert 0 < found["noise of the gradient"] < 0.1, found
         assert found["gradient"] < 2 * found["noise of the gradient"], found
@@ -614,12 +602,12 @@ def test_autocast_is_off_by_its_noise(pool2: WorkerPool, family: str, mode: str,
 def test_blocks_communicate_in_16_bit_under_autocast(pool2: WorkerPool) -> None:
     whole = 4 * 13 * 48  # B*S*H
     found = pool2.run(in_autocast, "gpt2", {}, False)[0]
-    # two blocks of two layers and the head: each sums one bf16 tensor a direction; the embedding's sum stays in fp32
+    # each block of two layers and the head all-reduces one bf16 tensor per direction; the embedding's stays in fp32
     assert sorted(found["bytes"]) == [2 * whole] * 9 + [4 * whole]
 
 
 def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool]:
-    """How many bytes the blocks of a step send in fp32 or under autocast, and whether a ring carries them."""
+    """Return the bytes that the blocks of a step send in fp32 and under autocast, and whether a ring sends them."""
     context = ParallelContext.from_world({})
     model: Any = shard_model(build("llama").float(), config=ShardConfig(context=context, **options))
     ring = mock.Mock(wraps=region.all_gather_matmul)
@@ -633,15 +621,13 @@ def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool
 
 
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
-def test_autocast_halves_what_is_sent_and_overlaps_as_without(pool2: WorkerPool, mode: str) -> None:
+def test_autocast_halves_the_traffic_and_keeps_the_overlap(pool2: WorkerPool, mode: str) -> None:
     (whole, ring), (half, ring_too) = (pool2.run(sent_by_blocks, MODES[mode], on)[0] for on in (False, True))
-    assert whole / 2 <= half < 0.65 * whole  # the embedding's sum stays in fp32
+    assert whole / 2 <= half < 0.65 * whole  # the embedding's all-reduce stays in fp32
     assert ring_too == ring == (mode == "overlap")
 
 
-# ------------------------------------------------------------------------------------------------------------ generate
-
-# untied and with large weights: a small tied model only repeats itself
+# untied and with large weights, because a small tied model only repeats tokens
 GENERATING = {
     "gpt2": SmallModel("gpt2", changes={"tie_word_embeddings": False, "initializer_range": 0.3}),
     "llama": SmallModel("llama", changes={"initializer_range": 0.3}),
@@ -664,11 +650,11 @@ def to_generate(family: str) -> Any:
 
 
 def generated(model: Any, length: int) -> dict[str, Tensor]:
-    """For each way the tokens that follow prompts of unequal length."""
+    """Return the tokens generated for prompts of different lengths, for each decoding method."""
     ids = torch.randint(5, 127, (3, length), generator=torch.Generator().manual_seed(0))
     mask = torch.ones_like(ids)
     if length > 2:
-        ids[1, :2], mask[1, :2] = 0, 0  # padded on the left
+        ids[1, :2], mask[1, :2] = 0, 0  # left padding
     out = {}
     for name, way in WAYS.items():
         torch.manual_seed(7)
@@ -678,7 +664,7 @@ def generated(model: Any, length: int) -> dict[str, Tensor]:
 
 
 def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> dict[str, Tensor]:
-    """In the workers, each of which has random numbers of its own to sample with."""
+    """Generate in the workers, whose random states differ."""
     context = ParallelContext.from_world({})
     return generated(shard_model(to_generate(family), config=ShardConfig(context=context, **options)), length)
 
@@ -698,11 +684,8 @@ def test_generate_gives_the_same_tokens(pools: WorkerPools, family: str, layout:
     assert len(set(said.flatten().tolist())) > 3, ("it says something", said)
 
 
-# -------------------------------------------------------------------------------------------------------- save and load
-
-
 def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Trains a step, saves, and loads with transformers alone."""
+    """Train, save, and load with transformers only."""
     trained: Any = build(family)
     _trained(trained, family, 0)
     context = ParallelContext.from_world({})
@@ -731,13 +714,13 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
 @pytest.mark.reduced
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_saved_model_is_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:
+def test_a_saved_model_equals_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:
     for found in pools(tensor).run(saved, family, str(tmp_path), SEQUENCE):
         assert found["state"] < 1e-8 and found["loaded"] < 1e-8 and found["trains on"] < 1e-6
         assert found["dtypes"] == set() and found["tied"]
 
 
-def test_a_saved_model_with_a_data_axis(pool4: WorkerPool, tmp_path: Path) -> None:
+def test_a_saved_model_with_a_data_axis_equals_the_plain_one(pool4: WorkerPool, tmp_path: Path) -> None:
     found = pool4.run(saved_over_data, str(tmp_path))
     assert all(differences < 1e-12 for differences in found)
 

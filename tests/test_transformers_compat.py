@@ -1,4 +1,4 @@
-"""What has another name in another version of transformers: each name, whichever version is installed."""
+"""Differences between versions of transformers, tested for each name independent of the installed version."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ X = torch.ones(1, 1, 2, 2)
 
 
 class Output(dict[str, Any]):
-    """An output of a model, as transformers makes it."""
+    """A model output of transformers."""
 
     def __init__(self, **fields: Any) -> None:
         super().__init__(fields)
@@ -35,42 +35,42 @@ def filled() -> DynamicCache:
 
 
 @pytest.mark.parametrize("value", [DynamicCache(), filled(), ((X, X), (X, X)), [(X, X, None)]])
-def test_a_cache_is_known_by_what_it_is(value: Any) -> None:
+def test_caches_are_recognized_by_type(value: Any) -> None:
     assert is_cache(value)
     assert caches_in([X, None, value, "eager", 3]) == [value]
 
 
 @pytest.mark.parametrize("value", [None, X, (X, X), [X], (), ((),), {"a": X}, "cache", (("a", "b"),), (X, (X, X))])
-def test_tensors_and_tuples_of_them_are_no_cache(value: Any) -> None:
+def test_tensors_and_tuples_of_tensors_are_not_caches(value: Any) -> None:
     assert not is_cache(value)
 
 
-def test_a_new_cache_holds_no_tokens() -> None:
+def test_a_new_cache_is_empty() -> None:
     assert not holds_tokens(DynamicCache())
     assert holds_tokens(filled())
     assert holds_tokens(((X, X),))
 
 
 @pytest.mark.parametrize("name", ["past_key_values", "cache_params", "cache", "a name that is yet to come"])
-def test_a_cache_is_left_out_of_an_output_whatever_its_name_is(name: str) -> None:
+def test_caches_are_removed_from_outputs_under_any_name(name: str) -> None:
     found = without_caches(Output(logits=X, **{name: filled()}), arguments_of(Model()))
     assert type(found) is Output
     assert list(found) == ["logits"]
 
 
 @pytest.mark.parametrize("name", ["mems", "state"])
-def test_what_is_given_back_to_a_later_forward_is_left_out(name: str) -> None:
+def test_state_for_a_later_forward_is_removed(name: str) -> None:
     assert list(without_caches(Output(logits=X, **{name: [X, X]}), arguments_of(Model()))) == ["logits"]
 
 
-def test_an_output_without_a_cache_stays_as_it_is() -> None:
+def test_an_output_without_a_cache_is_unchanged() -> None:
     for output in (Output(logits=X, attention_mask=X, hidden_states=(X, X)), X, (X, filled()), None):
         assert without_caches(output, arguments_of(Model())) is None
 
 
 @pytest.mark.above_budget("under -OO, Python compiles transformers anew")
 @pytest.mark.slow
-def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None:
+def test_models_are_built_without_docstrings() -> None:
     code = "from shardformer.transformers_compat import load_transformers as load; t = load(); "
     code += "print(t.GPT2LMHeadModel(t.GPT2Config(n_embd=4, n_layer=1, n_head=1)).config.n_embd, t.GPT2Model.__doc__)"
     env = {**os.environ, "TRANSFORMERS_VERBOSITY": "error"}
@@ -79,7 +79,7 @@ def test_a_model_of_transformers_is_built_where_docstrings_are_missing() -> None
 
 
 @pytest.mark.slow
-def test_a_run_file_is_read_where_docstrings_are_missing() -> None:
+def test_run_configurations_are_read_without_docstrings() -> None:
     code = (
         "from shardformer.train_command.config_schema import ParallelTable as T; "
         "print(T.model_fields['pipe'].description.split()[0])"

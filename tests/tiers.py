@@ -1,22 +1,22 @@
-"""The three tiers of tests, and what a test may cost.
+"""The three tiers of tests, and the time limit of a test.
 
-    make test-fast   lint, types, and the tests that start no process and derive no policy; for every edit
-    make test        every feature, every option and every cell of docs/features.md at least once; what CI runs
+    make test-fast   lint, types, and the tests that start no process and derive no policy; run it for every edit
+    make test        every feature, every option and every cell of docs/features.md at least once, as in CI
     make test-all    every case of every test
 
-Each is a value of pytest's option ``--tier``; without the option all cases run. Four marks place a test:
+Each is a value of pytest's option ``--tier``. Without the option all cases run. Four marks assign a test to tiers:
 
-    @pytest.mark.slow                        # starts processes, or derives a policy: not in the fast tier
+    @pytest.mark.slow                        # starts processes, or derives a policy, so not in the fast tier
     @pytest.mark.full                        # only in `make test-all`
-    @pytest.mark.reduced                     # in `make test`, as few cases as show each value of each parameter
-    @pytest.mark.reduced(family=("llama",))  # ... and of the parameter `family` only these values
-    @pytest.mark.reduced(cover="mode")       # ... and it is enough to show each value of the parameter `mode`
-    @pytest.mark.reduced(cover="cell")       # ... or each cell of docs/features.md that a case fills
-    @pytest.mark.reduced(one_in=4, first=2)  # in `make test`, each fourth case from the third on
-    @pytest.mark.above_budget("reason")      # may take more than BUDGET_S seconds
+    @pytest.mark.reduced                     # in `make test`, few cases that cover each value of each parameter
+    @pytest.mark.reduced(family=("llama",))  # ... with only these values of the parameter `family`
+    @pytest.mark.reduced(cover="mode")       # ... covering only each value of the parameter `mode`
+    @pytest.mark.reduced(cover="cell")       # ... covering only each cell of docs/features.md
+    @pytest.mark.reduced(one_in=4, first=2)  # in `make test`, every fourth case from the third on
+    @pytest.mark.above_budget("reason")      # may exceed the limit BUDGET_S
 
-Tests that ask for a pool of workers are slow without a mark. In the fast tier, a test without the mark that starts a
-process fails, and so does one that derives a policy.
+Tests that request a pool of workers are slow without a mark. In the fast tier, other tests fail if they start a process
+or derive a policy.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from tests import scripts
 from tests.feature_table import case_of
 
 LIMIT_MIN = {"fast": 2, "test": 12, "all": 90}
-"""How long each tier may take, in minutes on two idle cores; the fast one without the installation."""
+"""Time limit of each tier in minutes, on two idle cores. That of the fast tier excludes the installation."""
 TIERS = tuple(LIMIT_MIN)
 BUDGET_S = 10.0
-"""Of one test. The budget grows with the load of a machine that does other work, and on a slow machine."""
+"""Time limit of a test. It grows with the load of the machine, and on a slow machine."""
 LOOP_S = 0.02
-"""What a loop of a million additions takes on the machine that the budgets were made on."""
+"""Time of a loop of a million additions on the machine of these limits."""
 NUM_SLOWEST = 10
 PRELOADED = ("torch", "tests.preload")
-"""What the workers of pools find imported."""
+"""Modules that the workers of pools find imported."""
 STARTS_WORKERS = {"pools", "pool", "pool2", "pool4", "timm_pools", "timm_worker"}
 """Fixtures that start processes."""
 MARKS = (
@@ -70,9 +70,6 @@ def pytest_configure(config: pytest.Config) -> None:
         config.add_cleanup(scripts.tear_down)
 
 
-# ---------------------------------------------------------------------------------------------------------- selection
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     tier = config.getoption("tier")
@@ -95,7 +92,7 @@ def _is_slow(item: pytest.Item) -> bool:
 
 
 def _left_out(items: Sequence[pytest.Item]) -> set[str]:
-    """The ids of the cases that the mark ``reduced`` leaves out."""
+    """Return the ids of the cases that the mark ``reduced`` deselects."""
     cases: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.get_closest_marker("reduced"):
@@ -114,7 +111,7 @@ def _left_out(items: Sequence[pytest.Item]) -> set[str]:
 def _kept(
     cases: Sequence[dict[str, Any]], *, one_in: int = 0, first: int = 0, cover: str = "", **limits: Sequence[Any]
 ) -> set[int]:
-    """The places of the cases that stay, as the mark ``reduced`` says with its arguments."""
+    """Return the indices of the cases that the mark ``reduced`` keeps."""
     if one_in:
         return set(range(first, len(cases), one_in))
     allowed = [place for place, case in enumerate(cases) if all(case[name] in limits[name] for name in limits)]
@@ -124,7 +121,7 @@ def _kept(
 
 
 def _values_of(item: pytest.Item) -> dict[str, Any]:
-    """The parameters of a case, and the cells of docs/features.md that it fills, as further parameters."""
+    """Return the parameters of a case, and the cells of docs/features.md that it fills."""
     params: Mapping[str, Any] = getattr(getattr(item, "callspec", None), "params", {})
     plain = (str, int, float, bool, type(None))
     values = {name: value if isinstance(value, plain) else repr(value) for name, value in params.items()}
@@ -133,10 +130,10 @@ def _values_of(item: pytest.Item) -> dict[str, Any]:
 
 
 def _covering(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Few of the cases, such that each value of each parameter is there that is in any of them.
+    """Select few cases that contain each value of each parameter.
 
-    Of cases that show equally many new values, the one is taken whose values were taken least often, and the first of
-    those.
+    Of the cases that add the same number of new values, the one with the least used values is taken, then the first
+    one.
     """
     missing = {(name, value) for case in cases for name, value in case.items()}
     taken: dict[tuple[str, Any], int] = dict.fromkeys(missing, 0)
@@ -152,12 +149,9 @@ def _covering(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return chosen
 
 
-# -------------------------------------------------------------------------------------------------- the fast tier
-
-
 @pytest.fixture(scope="session", autouse=True)
 def _workers_start_fast(request: pytest.FixtureRequest) -> None:
-    """Where several processes run tests, their servers of workers start before the first pool needs one."""
+    """If several processes run tests, start their fork servers before the first pool needs one."""
     if request.config.getoption("tier") != "fast" and hasattr(request.config, "workerinput"):
         start_fork_server(PRELOADED)
 
@@ -173,7 +167,7 @@ def _no_process_in_the_fast_tier(request: pytest.FixtureRequest) -> Iterator[Non
 
 @contextmanager
 def _refusing(name: str) -> Iterator[None]:
-    """Within it, a process that is started and a policy that is derived fail the test."""
+    """Make a test fail if it starts a process or derives a policy."""
 
     def refuse(what: str) -> Any:
         def refused(*args: Any, **kwargs: Any) -> Any:
@@ -189,12 +183,9 @@ def _refusing(name: str) -> Iterator[None]:
         yield
 
 
-# ---------------------------------------------------------------------------------------------------------------- costs
-
-
 @functools.cache
 def slowness() -> float:
-    """How many times longer than on the machine of the budgets a fixed loop takes here; at least 1."""
+    """Return the time of a fixed loop relative to the machine of the limits, at least 1."""
     times = []
     for _ in range(3):
         start = time.perf_counter()
@@ -206,7 +197,7 @@ def slowness() -> float:
 
 
 class Costs:
-    """Fails a test that takes longer than its budget, and lists the slowest ones at the end."""
+    """Fails tests that exceed their time limit, and lists the slowest tests at the end."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.checks = config.getoption("tier") != "all" and not config.getoption("no_budget")

@@ -1,8 +1,8 @@
-"""The command line: one file a verb. ``cli/<verb>.py`` defines ``def <verb>(...)`` and is found by itself.
+"""Command line: each module ``cli/<command>.py`` defines one command as a function of the same name.
 
-A verb's module imports torch and the rest of the package inside its function, so that ``shardformer --help`` is fast.
-It may set ``CONTEXT_SETTINGS = {...}`` to take its arguments unparsed, and ``RENAMED_OPTIONS = {...}``.
-A name with a leading underscore is no verb.
+A command imports torch and other parts of the package inside its function, so that ``shardformer --help`` is fast. A
+module may define ``CONTEXT_SETTINGS`` (to receive its arguments unparsed) and ``RENAMED_OPTIONS``. Modules with a
+leading underscore are not commands.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from typer.core import TyperCommand
 from shardformer.errors import ConfigError, ShardFormerError, format_exception, wants_traceback
 
 OLD_NAMES = {"infer": "derive_policy"}
-"""Earlier name of a command -> the command. It still runs, and is not listed."""
+"""Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
 
 def verbs() -> list[str]:
-    """The commands, in alphabetical order: the modules of this package that have no leading underscore."""
+    """Return the names of the commands, in alphabetical order."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def build_app() -> typer.Typer:
-    """The typer application with every verb in it."""
+    """Return the typer application with every command."""
     app = typer.Typer(
         name="shardformer",
-        help="Train an unmodified HuggingFace model split over many processes.",
+        help="Train an unmodified Hugging Face model across many devices.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
         add_completion=False,
@@ -42,7 +42,7 @@ def build_app() -> typer.Typer:
     for verb in verbs():
         module = import_module(f"{__name__}.{verb}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
-        # A verb that takes its arguments unparsed prints its own help.
+        # a command that receives its arguments unparsed prints its own help
         own_help = bool(settings.get("ignore_unknown_options"))
         app.command(
             name=verb.replace("_", "-"),
@@ -56,14 +56,14 @@ def build_app() -> typer.Typer:
 
 
 def _command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
-    """A command that refuses earlier names of its options with the new ones."""
+    """Return a command class that rejects earlier names of options and reports the new ones."""
 
     class Command(TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
             for word in args:
                 old = word.partition("=")[0]
                 if old in renamed:
-                    raise ConfigError(old, rule=f"{old} is now {renamed[old]}", remedy=f"Use {renamed[old]}")
+                    raise ConfigError(f"{old} has been renamed to {renamed[old]}", remedy=f"Use {renamed[old]}")
             return super().parse_args(ctx, args)
 
     return Command
@@ -71,10 +71,10 @@ def _command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
 
 def _global_options(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and leave.", callback=lambda on: _print_version(on))
+        bool, typer.Option("--version", help="Show the version and exit.", callback=lambda on: _print_version(on))
     ] = False,
 ) -> None:
-    """Options that come before the verb."""
+    """Options that precede the command."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,7 +84,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command. An error of ours becomes its message and exit status 2; anything else keeps its traceback."""
+    """Run one command. Print a ``ShardFormerError`` as a message and exit with status 2; other errors propagate."""
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:

@@ -1,4 +1,4 @@
-"""The options of a command as a dataclass, and flags that are generated from the fields of ``ParallelConfig``."""
+"""Command options as a dataclass, and flags generated from the fields of ``ParallelConfig``."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Makes a command of a function that takes one ``kind``, a dataclass.
+    """Make a typer command from a function that takes one dataclass ``kind``.
 
-    A field is ``Annotated`` with its help, or with a ``typer.Option`` or ``typer.Argument``. A boolean field is a
-    switch, ``--its-name``, without a ``--no-its-name``.
+    The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
+    field becomes a switch ``--name`` without ``--no-name``.
 
     Args:
-        flags: a field of ``ParallelConfig`` that is a flag as well -> its help, if the description of the field does
-            not fit. The field ``parallel`` of ``kind`` holds those that were passed.
+        flags: field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field. Values
+            that were passed are stored in ``kind.parallel``.
     """
     flags = flags or {}
 
     def decorate(verb: Callable[[T], None]) -> Callable[..., None]:
-        def called(**given: Any) -> None:
-            found = {name: given.pop(name) for name in flags}
+        def called(**values: Any) -> None:
+            found = {name: values.pop(name) for name in flags}
             parallel = {n: _parse(n, v) for n, v in found.items() if v is not None and v is not False}
-            verb(kind(**given, **({"parallel": parallel} if flags else {})))
+            verb(kind(**values, **({"parallel": parallel} if flags else {})))
 
         hints = get_type_hints(kind, include_extras=True)
         of_kind = [_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
@@ -55,15 +55,15 @@ def options_from_dataclass(
 
 
 def _parameter(field: Field[Any], hint: Any) -> Parameter:
-    plain, said = get_args(hint)
+    plain, help_or_option = get_args(hint)
     names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
-    option = typer.Option(*names, help=said) if isinstance(said, str) else said
+    option = typer.Option(*names, help=help_or_option) if isinstance(help_or_option, str) else help_or_option
     default = Parameter.empty if field.default is MISSING else field.default
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
 
 
 def _flag(name: str, text: str) -> Parameter:
-    """The flag of a field of ``ParallelConfig``, which is None, or False, if it is not passed."""
+    """Return the flag of a field of ``ParallelConfig``. It is None or False if it is not passed."""
     kind, _ = ParallelConfig.described_fields()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
@@ -72,7 +72,7 @@ def _flag(name: str, text: str) -> Parameter:
 
 
 def parallel_option(name: str, text: str = "", *names: str) -> Any:
-    """The ``typer.Option`` of a field of ``ParallelConfig``, with its description unless ``text`` has another help."""
+    """Return the ``typer.Option`` of a field of ``ParallelConfig``. Its help is ``text`` or the field's description."""
     default = getattr(ParallelConfig, name, None)
     return typer.Option(
         *names,
@@ -97,14 +97,14 @@ def _parse(name: str, value: Any) -> Any:
     methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
     hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
     raise ConfigError(
-        f"{flag} {value}",
+        f"{flag} {value} is not valid",
         rule=ParallelConfig.described_fields()[name][1].rstrip("."),
         remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
     )
 
 
 def check_model_directory(model: str) -> None:
-    """Raises ConfigError for a folder without a config.json; anything else that MODEL may be is left to others."""
+    """Raise ConfigError for a folder without a config.json. Other forms of MODEL are not checked here."""
     from shardformer.verify.small_models import SMALL_CONFIGS
 
     folder = Path(model).expanduser()
@@ -112,22 +112,22 @@ def check_model_directory(model: str) -> None:
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     raise ConfigError(
-        f"There is no config.json in the folder {model!r}",
-        rule="A model's folder is one that save_pretrained wrote: it holds a config.json",
-        remedy=f"Give {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
+        f"The folder {model!r} has no config.json",
+        rule="A model folder is written by save_pretrained",
+        remedy=f"Pass {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
     )
 
 
-EACH = 128
-"""A core: far more than train well, and no machine is brought to its knees by a digit too many."""
+MAX_PROCESSES_PER_CORE = 128
 
 
-def check_num_processes(asked: str, count: int) -> None:
-    """Raises LaunchError for more processes than a machine of this size can start."""
+def check_num_processes(option: str, count: int) -> None:
+    """Raise LaunchError for more processes than this machine can start."""
     cores = os.cpu_count() or 1
-    if count > EACH * cores:
+    limit = MAX_PROCESSES_PER_CORE * cores
+    if count > limit:
         raise LaunchError(
-            f"{asked} gives {count} processes" if len(str(count)) < 20 else f"{asked:.60} gives too many processes",
-            rule=f"A machine starts {EACH} processes a core at the most, and this one has {cores}",
-            remedy=f"Use {EACH * cores} or fewer, best no more than it has devices or cores",
+            f"{option} starts {count} processes" if len(str(count)) < 20 else f"{option:.60} starts too many processes",
+            rule=f"The limit is {MAX_PROCESSES_PER_CORE} processes per core, and this machine has {cores} cores",
+            remedy=f"Use at most {limit}, preferably no more than the machine has devices or cores",
         )

@@ -1,4 +1,4 @@
-"""``shardformer check``: is this machine ready, and what would make it more so?"""
+"""``shardformer check``: report whether this machine can train, and what is missing."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from shardformer.errors import WorkerError
 
 TIMEOUT_S = 60.0
 TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
-"""The oldest and the newest minor version in docs/versions.md."""
+"""Oldest and newest tested minor version, as in docs/versions.md."""
 _OPTIONAL_PACKAGES = {
-    # package: (module, what it brings, the command that brings it)
+    # package: (module, what it is for, the command to install it)
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
-    "matplotlib": ("matplotlib", "pictures of memory and schedules", "pip install matplotlib"),
+    "matplotlib": ("matplotlib", "plots of metrics and schedules", "pip install matplotlib"),
     "tensorboard": ("tensorboard", "training curves", "pip install tensorboard"),
-    "timm": ("timm", "vision models beside those of transformers", "pip install 'shardformer[timm]'"),
+    "timm": ("timm", "vision models of timm", "pip install 'shardformer[timm]'"),
 }
 _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
-    # backend: (what it is not to have it, how to have it)
-    "gloo": ("failed", "install a build of torch with gloo (those of pytorch.org have it)"),
-    "nccl": ("missing", "install a CUDA build of torch (needed only with GPUs)"),
-    "mpi": ("missing", "build torch from source with MPI (rarely wanted)"),
+    # backend: (status without it, how to install it)
+    "gloo": ("failed", "install a build of torch with gloo, such as those of pytorch.org"),
+    "nccl": ("missing", "install a CUDA build of torch (needed only for GPUs)"),
+    "mpi": ("missing", "build torch from source with MPI (rarely needed)"),
 }
 
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the table. Only a ``failed`` finding prevents training.
+    """One line of the table. Only ``failed`` prevents training.
 
-    ``missing`` is optional, and ``untested`` a version that ShardFormer supports and was not tested with.
+    ``missing`` is for optional parts, ``untested`` for supported versions that are newer than the tested ones.
     """
 
     group: Literal["versions", "devices", "backends", "optional"]
@@ -53,10 +53,8 @@ class CheckResult:
     remedy: str = ""
 
 
-def check(
-    as_json: Annotated[bool, typer.Option("--json", help="Print the findings as JSON.")] = False,
-) -> None:
-    """Show versions, devices, backends and optional parts, and try two processes that talk."""
+def check(as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False) -> None:
+    """Show versions, devices, backends and optional packages, and run a two-process all-reduce."""
     findings = [*_versions(), *_devices(), *_backends(), _all_reduce(), *_optional_parts()]
     ready = all(finding.status != "failed" for finding in findings)
     if as_json:
@@ -73,11 +71,11 @@ def _versions() -> list[CheckResult]:
         _version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
-        remedy = f"pip install '{name}>={_minor(TESTED[name][0])}'"
+        remedy = f"pip install '{name}>={_format_version(TESTED[name][0])}'"
         try:
             importlib.import_module(module)
             found = version(name)
-        except Exception as error:  # A broken installation raises whatever it likes, and is what we look for.
+        except Exception as error:  # a broken installation may raise anything
             what = " ".join(str(error).split())
             findings.append(CheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
             continue
@@ -86,18 +84,19 @@ def _versions() -> list[CheckResult]:
 
 
 def _version(name: str, found: str, remedy: str) -> CheckResult:
-    """``failed`` if it is older than what is supported, ``untested`` if it is newer than what was tested."""
+    """Return ``failed`` for a version that is too old, ``untested`` for one newer than the tested versions."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
         return CheckResult("versions", name, "failed", found, remedy)
     if (major, minor) > newest:
-        note = f"{found} is newer than the tested versions, {_minor(oldest)} to {_minor(newest)}; it may work as well"
+        tested = f"{_format_version(oldest)} to {_format_version(newest)}"
+        note = f"{found} is newer than the tested versions, {tested}, and may work"
         return CheckResult("versions", name, "untested", found, note)
     return CheckResult("versions", name, "ok", found)
 
 
-def _minor(version: tuple[int, int]) -> str:
+def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
@@ -136,15 +135,15 @@ def _all_reduce() -> CheckResult:
     try:
         milliseconds = measure_all_reduce()
     except WorkerError as error:
-        remedy = "See whether a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo chooses it"
+        remedy = "Check if a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo selects it"
         return CheckResult("backends", name, "failed", error.what, remedy)
     return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms over gloo")
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
-    """Milliseconds of one all-reduce of 1 MB over gloo, the median of 20, in processes of our own.
+    """Return the median time of a 1 MB all-reduce over gloo in new processes, in milliseconds.
 
-    Raises WorkerError when a process fails or the time is over; no process is left behind.
+    Raises WorkerError if a process fails or times out. All processes are ended.
     """
     code = "import sys; from shardformer.cli.check import probe; probe(*map(int, sys.argv[1:3]), sys.argv[3])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
@@ -164,9 +163,9 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
             outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired as error:
             raise WorkerError(
-                f"{num_processes} processes did not finish an all-reduce in {timeout_s:g} s",
-                rule="Processes of one machine talk over its loopback device",
-                remedy="Check firewall and container settings",
+                f"{num_processes} processes did not finish an all-reduce within {timeout_s:g} s",
+                rule="Processes on one machine communicate over its loopback device",
+                remedy="Check the firewall and container settings",
             ) from error
         finally:
             for process in processes:
@@ -177,15 +176,14 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
         if process.returncode != 0:
             last_line = (stderr.strip().splitlines() or ["no message"])[-1]
             raise WorkerError(
-                f"Rank {rank} of an all-reduce ended with exit code {process.returncode}: {last_line}",
-                rule="Both processes of the check end well",
-                remedy="Run it alone to see more: shardformer check",
+                f"Rank {rank} of an all-reduce exited with code {process.returncode}: {last_line}",
+                remedy="Run it alone for more output: shardformer check",
             )
     return float(outputs[0][0].split()[-1])
 
 
 def probe(rank: int, num_processes: int, store: str) -> None:
-    """What each process of the check runs: all-reduces whose sum is known, and the median time on standard output."""
+    """Run all-reduces in one process of the check, verify their sums, and print the median time in milliseconds."""
     import datetime
     from statistics import median
 
@@ -213,9 +211,9 @@ def probe(rank: int, num_processes: int, store: str) -> None:
 
 def _optional_parts() -> list[CheckResult]:
     findings = []
-    for package, (module, brings, command) in _OPTIONAL_PACKAGES.items():
+    for package, (module, purpose, command) in _OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:
-            findings.append(CheckResult("optional", package, "missing", brings, command))
+            findings.append(CheckResult("optional", package, "missing", purpose, command))
             continue
         try:
             found = version(package)
@@ -239,10 +237,10 @@ def _print_table(findings: list[CheckResult], ready: bool) -> None:
     from rich.markup import escape
     from rich.table import Table
 
-    marks = {"ok": "[green]ok[/]", "missing": "[yellow]not here (optional)[/]", "failed": "[red]failed[/]"}
+    marks = {"ok": "[green]ok[/]", "missing": "[yellow]not found (optional)[/]", "failed": "[red]failed[/]"}
     marks["untested"] = "[yellow]not tested[/]"
     table = Table(title="shardformer check")
-    for column in ("", "what", "", "value"):
+    for column in ("", "name", "", "value"):
         table.add_column(column, overflow="fold")
     for group, members in groupby(findings, key=lambda finding: finding.group):
         for number, finding in enumerate(members):
@@ -252,6 +250,6 @@ def _print_table(findings: list[CheckResult], ready: bool) -> None:
     console.print(table)
     for finding in findings:
         if finding.remedy:
-            # One line each, unwrapped, so that the command can be copied.
+            # not wrapped, so that the command can be copied
             console.print(f"{finding.name}: {finding.remedy}", soft_wrap=True, markup=False, highlight=False)
-    console.print("Ready to train." if ready else "Not ready: see what failed above.")
+    console.print("Ready to train." if ready else "Not ready: see the failed checks above.")

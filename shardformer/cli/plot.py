@@ -1,4 +1,4 @@
-"""``shardformer plot``: a table of what runs reached, and a picture of their loss, speed and memory."""
+"""``shardformer plot``: a table and a plot of the metrics of training runs."""
 
 from __future__ import annotations
 
@@ -21,72 +21,71 @@ if TYPE_CHECKING:
 
 def plot(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Folders that training wrote into, or their records.jsonl.")
+        list[Path], typer.Argument(metavar="RUN...", help="Output folders of training runs, or their records.jsonl.")
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The picture, in .png or .svg; by default curves.png in the run's folder."),
+        typer.Option(metavar="FILE", help="The plot, as .png or .svg. By default curves.png in the run's folder."),
     ] = None,
     values: Annotated[
-        str, typer.Option(metavar="NAMES", help="What is drawn, as loss,grad_norm; by default all in the picture.")
+        str, typer.Option(metavar="NAMES", help="The metrics to plot, as loss,grad_norm. By default all.")
     ] = "",
 ) -> None:
-    """Print what one or more runs reached, and draw their loss, tokens per second and memory as a picture."""
+    """Print a table of the metrics of one or more runs, and plot their loss, tokens per second and memory."""
     from rich.console import Console
 
     from shardformer.pipeline.schedule_chart import check_file
     from shardformer.training.metrics_log import file_of, read_records
     from shardformer.training.metrics_plot import draw_metrics, panel_names
 
-    _check_once([file_of(path) for path in runs])
-    found = {name: read_records(path) for name, path in zip(_names(runs), runs)}
+    _check_duplicates([file_of(path) for path in runs])
+    found = {name: read_records(path) for name, path in zip(_run_names(runs), runs)}
     known = panel_names(found)
     if not known:
         raise ConfigError(
-            f"There is no value in {', '.join(map(str, runs))}",
-            rule="What is drawn are values that training records",
-            remedy="Wait for the first step, or name another run",
+            f"No metrics are recorded in {', '.join(map(str, runs))}",
+            remedy="Wait for the first step, or pass another run",
         )
-    asked = _asked(values, known)
-    path = out if out is not None else _folder(runs) / "curves.png"
+    selected = _selected(values, known)
+    path = out if out is not None else _output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_file(path)
     console = Console(highlight=False)
-    _print(console, found)
+    _print_tables(console, found)
     if has_matplotlib:
-        draw_metrics(found, path, asked or None)
-        _print_line(console, f"The picture is in {path}")
+        draw_metrics(found, path, selected or None)
+        _print_line(console, f"Plot saved to {path}")
     elif out is not None:
         check_file(out)
     else:
-        _print_line(console, "No picture: it is drawn with matplotlib, pip install 'shardformer[plot]'", wraps=True)
+        _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 
 
-def _asked(values: str, known: Sequence[str]) -> list[str]:
-    """``loss,grad_norm`` as names that were recorded, each once."""
-    asked = list(dict.fromkeys(name.strip() for name in values.split(",")))
-    if asked == [""]:
+def _selected(values: str, known: Sequence[str]) -> list[str]:
+    """Parse ``loss,grad_norm``. Raises ConfigError for metrics that were not recorded."""
+    names = list(dict.fromkeys(name.strip() for name in values.split(",")))
+    if names == [""]:
         return []
-    rule = "What is drawn was recorded; a value of the validation is drawn with that of the training"
-    check_names(asked, known, f"--values {values}:", rule)
-    return asked
+    rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
+    check_names(names, known, "--values has no metric", rule)
+    return names
 
 
-def _folder(runs: list[Path]) -> Path:
+def _output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
 
 
-def _check_once(files: list[Path]) -> None:
+def _check_duplicates(files: list[Path]) -> None:
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"{str(twice[0])!r} is named twice", rule="Each run is drawn once", remedy="Name it once")
+        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
 
 
-def _names(runs: list[Path]) -> list[str]:
-    """For people: as much of the end of each path as tells the runs apart."""
+def _run_names(runs: list[Path]) -> list[str]:
+    """Return the shortest ends of the paths that distinguish the runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
     count = 1
@@ -95,32 +94,33 @@ def _names(runs: list[Path]) -> list[str]:
     return [os.path.join(*part[-count:]) for part in parts]
 
 
-# ---------------------------------------------------------------------------------------------------- in the terminal
-
-
-def _print(console: Console, runs: Runs) -> None:
+def _print_tables(console: Console, runs: Runs) -> None:
     from shardformer.training.metrics_plot import metrics_summary
 
     runs = {_printable(console, run): records for run, records in runs.items()}
     rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
     columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
-    tables = [_across(rows, columns)], [_down(rows, columns)], [_down([row], columns) for row in rows]
-    fitting = (some for some in tables if all(_width(console, table) <= console.width for table in some))
-    for table in next(fitting, tables[-1]):
+    wide = console.options.update(width=10_000)
+    layouts = [_table(rows, columns)], [_table(rows, columns, True)], [_table([row], columns, True) for row in rows]
+    fitting = (ts for ts in layouts if all(console.measure(t, options=wide).maximum <= console.width for t in ts))
+    for table in next(fitting, layouts[-1]):
         console.print(table)
     console.print()
 
 
-def _width(console: Console, table: Table) -> int:
-    return console.measure(table, options=console.options.update(width=10_000)).maximum
-
-
-def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """A row for each run."""
+def _table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
+    """Return a table with a row per run. Transposed, for narrow terminals, it has a column per run."""
     from rich.table import Table
     from rich.text import Text
 
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    if is_transposed:
+        table.add_column("run", no_wrap=True)
+        for row in rows:
+            table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
+        for name in columns[1:]:
+            table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
+        return table
     for name in columns:
         justify: JustifyMethod = "left" if name == "run" else "right"
         table.add_column(name.replace(" ", "\n"), justify=justify, vertical="bottom", no_wrap=True)
@@ -129,25 +129,11 @@ def _across(rows: list[dict[str, str]], columns: list[str]) -> Table:
     return table
 
 
-def _down(rows: list[dict[str, str]], columns: list[str]) -> Table:
-    """A column for each run, where the terminal is narrow."""
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    table.add_column("run", no_wrap=True)
-    for row in rows:
-        table.add_column(Text(row["run"], overflow="fold"), justify="left" if len(rows) == 1 else "right")
-    for name in columns[1:]:
-        table.add_row(name, *(Text(row.get(name, "-")) for row in rows))
-    return table
-
-
 def _print_line(console: Console, text: str, wraps: bool = False) -> None:
     console.print(_printable(console, text), soft_wrap=not wraps, markup=False)
 
 
 def _printable(console: Console, text: str) -> str:
-    r"""As ``\u20ac`` what the terminal cannot print."""
+    r"""Escape characters that the terminal cannot print, as in ``\u20ac``."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(console.encoding, "backslashreplace").decode(console.encoding)

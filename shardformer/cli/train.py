@@ -1,4 +1,4 @@
-"""``shardformer train``: a run that a config file says."""
+"""``shardformer train``: train a model as a configuration file specifies."""
 
 from __future__ import annotations
 
@@ -23,45 +23,51 @@ MODULE = "shardformer.train_command"
 
 
 def train(
-    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run, in TOML.")],
+    config: Annotated[Path, typer.Option("--config", "-c", metavar="FILE", help="The run configuration, in TOML.")],
     changes: Annotated[
         list[str] | None,
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Another value for a key, as parallel.tensor=2; none removes it. Repeatable.",
+            help="Override a key, as parallel.tensor=2, or remove it with =none. Repeatable.",
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="How many are started here; by default as the axes in [parallel] multiply to."),
+        typer.Option(min=1, help="Number of processes to start. By default the product of the axes in [parallel]."),
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="How often all start again, from the last checkpoint, when one has died; else never."),
+        typer.Option(min=0, help="Maximum restarts from the last checkpoint after a process fails. By default 0."),
     ] = None,
     shutdown_timeout: Annotated[
         int | None,
-        typer.Option(min=0, metavar="SECONDS", help="For the step and the save after Ctrl-C or SIGTERM; else 600."),
+        typer.Option(min=0, metavar="SECONDS", help="Time to finish the step and save after SIGINT or SIGTERM (600)."),
     ] = None,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Train nothing: print how the model is cut, and what each rank holds.")
+        bool, typer.Option("--dry-run", help="Print how the model is sharded and the memory per rank. Do not train.")
     ] = False,
 ) -> None:
-    """Train a model as a config file says: model, data, layout, optimizer, schedule and hooks.
+    """Train a model with the model, data, layout, optimizer, schedule and hooks of a configuration file.
 
-    Started again with the same file it goes on where it was. Under a launcher (shardformer run, srun) it is one of the
-    processes; else it starts them.
+    Run the command again to resume from the last checkpoint. Under a launcher (shardformer run, srun) the command is
+    one of the processes; otherwise it starts them.
     """
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would say what one has said
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would print the same warnings
     from shardformer.train_command.config_schema import load_train_config
 
-    asked = list(changes or [])
-    found = load_train_config(config, asked)
-    where = _where(dry_run)
-    if where is None and _count(found.layout, processes) > 1:
-        _start(found, _count(found.layout, processes), max_restarts or 0, shutdown_timeout, [str(config), *asked])
-    # without a launcher, one process is what --processes 1 asks for
+    overrides = list(changes or [])
+    found = load_train_config(config, overrides)
+    where = _no_start_reason(dry_run)
+    if where is None and _num_processes(found.layout, processes) > 1:
+        _launch_and_exit(
+            found,
+            _num_processes(found.layout, processes),
+            max_restarts or 0,
+            shutdown_timeout,
+            [str(config), *overrides],
+        )
+    # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
     _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
@@ -76,21 +82,23 @@ def train(
     train_here(found)
 
 
-def _start(found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]) -> NoReturn:
-    """Starts the processes, waits for their end, and exits with their status."""
+def _launch_and_exit(
+    found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]
+) -> NoReturn:
+    """Start the processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
     from shardformer.train_command.build import build_hooks, build_optimizer
 
-    build_hooks(found), build_optimizer(found.optimizer)  # refused here, once and not in every process
+    build_hooks(found), build_optimizer(found.optimizer)  # raises errors once, before any process starts
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
     sys.exit(launch([*options, "-m", MODULE, *run], "train"))
 
 
-def _where(dry_run: bool) -> str | None:
-    """In words, where this command starts no processes; None where it may."""
+def _no_start_reason(dry_run: bool) -> str | None:
+    """Return why this command starts no processes, or None if it may start them."""
     from shardformer.training.initialize import LAUNCHER_VARIABLES
 
     launched = next((name for name in LAUNCHER_VARIABLES if name in os.environ), None)
@@ -98,25 +106,25 @@ def _where(dry_run: bool) -> str | None:
 
 
 def _check_unused(where: str, options: dict[str, int | None]) -> None:
-    """Raises ConfigError for options of the processes that this command would start: it starts none."""
+    """Raise ConfigError for options that configure processes, if this command starts none."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} {where}",
-                rule=f"{name} is for the processes that this command starts",
-                remedy="Leave it out",
+                f"{name} {value} has no effect {where}",
+                rule="It configures the processes that this command starts",
+                remedy=f"Remove {name}",
             )
 
 
-def _count(layout: ParallelConfig, processes: int | None) -> int:
-    """How many processes are started. Raises ConfigError for a number that the layout does not fit."""
+def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
+    """Return the number of processes to start. Raises ConfigError if it does not match the layout."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes
     if count % least or (layout.data is not None and count != least):
         sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
         raise ConfigError(
-            f"--processes {count} for {sizes}",
-            rule="The sizes of the axes multiply to the number of processes; data takes what is left if it is not said",
+            f"--processes {count} does not match {sizes}",
+            rule="The product of the axis sizes must equal the number of processes, or divide it if data is not set",
             remedy=f"Use --processes {least}" + (" or a multiple of it" if layout.data is None else ""),
         )
     return count
@@ -135,14 +143,14 @@ def print_plan(console: Console, plan: DryRunReport) -> None:
     console.print()
     console.print(plan.description, soft_wrap=True, markup=False)
     console.print()
-    table = Table(title="What each rank holds", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
+    table = Table(title="Memory per rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
     axes = [name for name in ("pipe", "tensor") if plan.layout[name] > 1]
     for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
         table.add_column(name, justify="right", no_wrap=True)
     for rank in plan.ranks:
         kept = rank.persistent_bytes
         step = "?" if rank.step is None else format_bytes(rank.step)
-        most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # a step's peak has the gradients in it
+        most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # the peak of a step includes gradients
         cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states)
         table.add_row(
             *(str(rank.coords[name]) for name in axes),
@@ -151,7 +159,7 @@ def print_plan(console: Console, plan: DryRunReport) -> None:
         )  # fmt: skip
     console.print(table)
     console.print(
-        "A step: gradients, activations and scratch at its fullest moment, traced without values.", soft_wrap=True
+        "A step: peak of gradients, activations and temporary tensors, traced on fake tensors.", soft_wrap=True
     )
     if plan.why_untraced:
         console.print(f"?: the step cannot be traced: {plan.why_untraced}", soft_wrap=True, markup=False)

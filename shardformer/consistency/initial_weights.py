@@ -1,4 +1,4 @@
-"""Ranks that would read different weights: which rank, which file, and in what it differs."""
+"""Checks that all ranks start from the same model, weights, weight files and random states."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from shardformer.random_state import random_states, set_random_states, state_dig
 
 
 def model_fingerprint(model: nn.Module) -> list[str]:
-    """What a model is, as far as all ranks must have the same."""
+    """Return the properties of a model that must be the same on all ranks, as text."""
     return (
         [type(model).__name__]
         + [f"{path or 'model'}: {_settings_of(module)}" for path, module in model.named_modules()]
@@ -38,27 +38,27 @@ def model_fingerprint(model: nn.Module) -> list[str]:
 
 
 def _settings_of(module: nn.Module) -> str:
-    """What kind a module is, its mode, and the numbers, words and functions that its forward may read."""
-    said = [
+    """Return a module's class, training flag and plain attributes, as text."""
+    attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
         for name, value in vars(module).items()
         if isinstance(value, int | float | str | FunctionType) and name != "name_or_path" and not name.startswith("_")
     ]
-    return f"{type(module).__qualname__}({', '.join(said)})"
+    return f"{type(module).__qualname__}({', '.join(attributes)})"
 
 
 def _fields_of(config: Any) -> Iterator[tuple[str, Any]]:
-    """Of a config, without where it was read from."""
+    """Yield the plain fields of a config, except for the path it was loaded from."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
             yield name, value
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Makes every rank hold the first rank's weights and buffers, when their checksums differ.
+    """Copy the first rank's weights and buffers to all ranks of each axis, if their checksums differ.
 
-    And draw the first rank's random numbers for those that wait for their values. Returns notes of what was done.
-    Communicates two numbers a tensor; the tensors, or the states of random numbers, only if they differ.
+    Parameters that are not yet materialized get the random states of the first rank. Communicates two numbers per
+    tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
     named = named_tensors(model)
     tensors = [t for _, t in named if t.numel() and not t.is_meta]
@@ -71,18 +71,18 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
         if differs_across_ranks(hashlib.sha256(states).hexdigest(), axis):
             for step, state in zip(steps, broadcast_object([step.state for step in steps], axis), strict=True):
                 step.state = state
-            notes.append(f"The {axis.name} ranks would have drawn different weights: all drew those of rank 0.")
+            notes.append(f"The {axis.name} ranks had different initial random states. They now use those of rank 0.")
         if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):
             for t in tensors:
                 broadcast(t.data, axis)
-            notes.append(f"The {axis.name} ranks held different weights: all took those of rank 0.")
+            notes.append(f"The {axis.name} ranks had different initial weights. They now use those of rank 0.")
     return notes
 
 
 def differs_across_ranks(value: Any, axis: Axis) -> bool:
-    """Whether ranks of an axis have another value than its first. Communicates one gather of it."""
+    """Whether any rank of an axis has a different value than its first rank. Communicates one all-gather."""
     every = all_gather_objects(value, axis)
-    return any(theirs != every[0] for theirs in every)
+    return any(other != every[0] for other in every)
 
 
 def broadcast_random_state(
@@ -92,66 +92,68 @@ def broadcast_random_state(
     beside: Sequence[int] = (),
     look: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Gives all ranks of an axis the random states of the first: torch's, numpy's and Python's.
+    """Copy the random states of torch, NumPy and Python from the first rank of an axis to the others.
 
-    What a model draws outside of its blocks has to be alike on all of them, and a script may seed each rank otherwise.
-    Every rank calls this at the same time, whatever it saw itself: another thread of one process, which logs or reads
-    data, may draw too.
+    Random numbers drawn outside of the blocks must be the same on these ranks, even if a script seeds each rank
+    differently. Every rank calls this at the same time, whether or not it drew random numbers, because another thread
+    of the process may have drawn some.
 
     Args:
-        drew: whether this rank was seen to draw.
-        beside, look: numbers that go along, as many from each rank, and what is given those of all.
+        drew: whether this rank has drawn random numbers.
+        beside: numbers that are gathered in the same message, the same count on each rank.
+        look: called with the gathered numbers of all ranks.
 
-    Communicates a few numbers a rank; the states where they differ. Returns whether any rank of the axis ``drew``.
+    Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank ``drew``.
     """
     if axis.size == 1:
         return drew
-    mine = [int(drew), *state_digest(device)]
-    count = len(mine)
-    every = all_gather_numbers([*mine, *beside], axis)
-    look([theirs[count:] for theirs in every])
-    if any(theirs[1:count] != mine[1:] for theirs in every):
+    own = [int(drew), *state_digest(device)]
+    count = len(own)
+    every = all_gather_numbers([*own, *beside], axis)
+    look([numbers[count:] for numbers in every])
+    if any(numbers[1:count] != own[1:] for numbers in every):
         set_random_states(broadcast_object(random_states(device), axis), device)
-    return any(theirs[0] for theirs in every)
+    return any(numbers[0] for numbers in every)
 
 
 FileFingerprints = list[tuple[str, FileFingerprint]]
 
 
 def check_same_files(model: nn.Module, context: ParallelContext) -> None:
-    """Raises ConfigError, on every rank, where ranks would read files with other contents. Where they lie may differ.
+    """Raise ConfigError on every rank if ranks would read weight files with different contents.
 
-    The files that most ranks have are taken for the right ones. Communicates one gather of paths and checksums.
+    Paths may differ. The contents that most ranks have are taken as correct. Communicates one all-gather of paths and
+    checksums.
     """
     every: dict[int, FileFingerprints] = dict(
         all_gather_from_grid([(f.path, f.contents) for f in weight_files(model)], context)
     )
     if not all(every.values()):
-        return  # some rank reads nothing, which is another difference
-    held = {rank: tuple(contents for _, contents in files) for rank, files in every.items()}
-    usual = Counter(held.values()).most_common(1)[0][0]
-    others = [rank for rank in held if held[rank] != usual]
+        return  # a rank without weight files is reported by another check
+    contents_of = {rank: tuple(contents for _, contents in files) for rank, files in every.items()}
+    usual = Counter(contents_of.values()).most_common(1)[0][0]
+    others = [rank for rank in contents_of if contents_of[rank] != usual]
     if not others:
         return
-    rank, first = others[0], next(rank for rank in held if held[rank] == usual)
-    asked = {bool(contents.whole) for contents in (held[rank][0], usual[0])}
-    if len(asked) > 1:
+    rank, first = others[0], next(rank for rank in contents_of if contents_of[rank] == usual)
+    is_full = {bool(contents.whole) for contents in (contents_of[rank][0], usual[0])}
+    if len(is_full) > 1:
         raise ConfigError(
-            f"Rank {rank} loaded its weights with all_bytes={bool(held[rank][0].whole)}, rank {first} with "
+            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].whole)}, rank {first} with "
             f"all_bytes={bool(usual[0].whole)}",
-            remedy="Give all of them the same",
+            remedy="Pass the same value on all ranks",
         )
     raise ConfigError(
-        f"Ranks disagree on the weights: {_difference(rank, first, every)}"
-        + (f"; rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
-        remedy=f"Give rank {rank} the folder that rank {first} reads, or a copy of it",
+        f"Ranks read different weights: {_difference(rank, first, every)}"
+        + (f". Rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
+        remedy=f"Pass on rank {rank} the folder that rank {first} reads, or a copy of it",
     )
 
 
 def _difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> str:
-    theirs, usual = every[rank], every[first]
-    pairs = list(zip(theirs, usual, strict=False))
+    files, usual = every[rank], every[first]
+    pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
-    if len(theirs) != len(usual):
-        return f"rank {rank} reads {len(theirs)} files, such as {path!r}, rank {first} {len(usual)}, such as {other!r}"
+    if len(files) != len(usual):
+        return f"rank {rank} reads {len(files)} files, such as {path!r}, rank {first} {len(usual)}, such as {other!r}"
     return f"rank {rank} reads {path!r}, rank {first} {other!r}, and they differ in their {contents.difference(right)}"

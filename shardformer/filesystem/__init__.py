@@ -1,3 +1,3 @@
-"""How files and folders are written that other processes may see, read, or write at the same time."""
+"""Writing of files and folders that other processes may read or write at the same time."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Files and folders are written under a private name and then put in place at once.
+"""Atomic writes: files and folders are written under a temporary name, then renamed.
 
-A private name belongs to one process and is used once. It names that process, so that what a killed one left can be
-removed, and ends in random digits, so that no other user can put a link there beforehand.
+A temporary name is used once, by one process. It contains the identity of that process, so that the remains of a killed
+process can be removed. It ends in random digits, so that no other user can create a link of that name in advance.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from typing import Any, BinaryIO, NamedTuple
 from shardformer.errors import ConfigError
 
 SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
-"""What a private name is for: what is being written, what was there before, and what is being deleted."""
+"""Purposes of a temporary name: a file being written, the replaced file, and a file being deleted."""
 _PRIVATE = re.compile(
     r"\.(?P<kind>\w+)-(?P<name>.+)-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{16}(\.\w+)?"
 )
-_MOST = 120
-"""Characters of the name in a private name, which together fit into the 255 of a file system."""
+_MAX_NAME_LENGTH = 120
+"""Maximum number of characters of the target name in a temporary name. File systems allow 255 in total."""
 
 
 class Process(NamedTuple):
-    """A process: a digest of the machine, its number there, and when it started, in ticks since the machine did."""
+    """Identity of a process: a digest of the machine, the PID, and the start time in clock ticks since boot."""
 
     machine: str
     pid: int
@@ -39,20 +39,20 @@ class Process(NamedTuple):
 
     @classmethod
     def this(cls) -> Process:
-        return cls(_machine(), os.getpid(), _started(os.getpid()) or 0)
+        return cls(_machine_id(), os.getpid(), _start_time(os.getpid()) or 0)
 
     @property
     def is_here(self) -> bool:
-        """Whether it runs, or ran, where this process sees its number."""
-        return self.machine == _machine()
+        """Whether the process belongs to this machine and PID namespace."""
+        return self.machine == _machine_id()
 
     @property
     def is_dead(self) -> bool:
-        """Whether it is known to have ended; False for a process of another machine, of which nothing is known."""
+        """Whether the process is known to have ended. False for processes of other machines."""
         if not self.is_here:
             return False
         if Path("/proc/self/stat").exists():
-            return _started(self.pid) != self.start
+            return _start_time(self.pid) != self.start
         try:
             os.kill(self.pid, 0)
         except ProcessLookupError:
@@ -63,7 +63,7 @@ class Process(NamedTuple):
 
 
 class Private(NamedTuple):
-    """The parts of a private name."""
+    """The parts of a temporary name."""
 
     kind: str
     name: str
@@ -71,8 +71,8 @@ class Private(NamedTuple):
 
 
 @functools.cache
-def _machine() -> str:
-    """Digest of the boot and the process namespace: containers may share a host, and its name, but not its numbers."""
+def _machine_id() -> str:
+    """Digest of boot ID and PID namespace, because containers may share a host name but not their PIDs."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -80,8 +80,8 @@ def _machine() -> str:
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:12]
 
 
-def _started(pid: int) -> int | None:
-    """When a process started; None for one that is not there, or that has ended and was not waited for."""
+def _start_time(pid: int) -> int | None:
+    """Return the start time of a process, or None if it does not exist or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -90,26 +90,23 @@ def _started(pid: int) -> int | None:
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """The absolute path of what a user names, with ~ for the home folder, as a shell has it.
+    """Return the absolute path of a folder, with ~ expanded to the home folder.
 
-    A program may change its folder while a thread of it writes. Links and .. are left as they are.
-
-    Raises ConfigError for what is no path.
+    A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
+    links and ".." are not resolved. Raises ConfigError for an invalid path.
     """
     text = folder if isinstance(folder, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
-        raise ConfigError(
-            f"{folder!r:.80} is not the path of a folder",
-            rule="A folder is named by a text that is not empty, or a pathlib.Path",
-            remedy="Pass a path such as 'run/checkpoints'",
-        )
+        raise ConfigError(f"{folder!r:.80} is not the path of a folder", remedy="Pass a path such as 'run/checkpoints'")
     return Path(os.path.expanduser(text)).absolute()
 
 
 def make_folder(folder: Path) -> None:
-    """Makes a folder, and those above it, where there is none.
+    """Create a folder and its parents if they do not exist.
 
-    Raises ConfigError where a file, or a link that leads nowhere, is in the way, OSError where it cannot be made.
+    Raises:
+        ConfigError: a file or a broken link has the name of the folder or of a parent.
+        OSError: the folder cannot be created.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -118,20 +115,19 @@ def make_folder(folder: Path) -> None:
         if other is None:
             raise
         raise ConfigError(
-            f"{folder} cannot be made: {other} is {'a link to no folder' if other.is_symlink() else 'a file'}",
-            rule="Files are written into a folder, which is made where there is none",
-            remedy="Give the path of another folder, or move that one away",
+            f"{folder} cannot be created: {other} is {'a broken link' if other.is_symlink() else 'a file'}",
+            remedy="Pass the path of another folder, or move that file away",
         ) from error
 
 
 def private_path(path: Path, kind: str = SAVING) -> Path:
-    """A name next to ``path`` that nothing has and that no other process will use."""
+    """Return an unused temporary name next to ``path`` that no other process will use."""
     machine, pid, start = Process.this()
-    return path.with_name(f".{kind}-{path.name[:_MOST]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
+    return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
 def private(path: Path) -> Private | None:
-    """The parts of a private name; None for any other name, and for a symbolic link."""
+    """Parse a temporary name. Returns None for any other name, and for a symbolic link."""
     found = _PRIVATE.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None
@@ -139,22 +135,22 @@ def private(path: Path) -> Private | None:
 
 
 def private_in(folder: Path, name: str) -> list[tuple[Path, Private]]:
-    """What lies in a folder under private names that were made for ``name``."""
+    """Return the files and folders in a folder whose temporary names were made for ``name``."""
     every = [(path, private(path)) for path in folder.glob(".*")]
-    return [(path, found) for path, found in every if found is not None and found.name == name[:_MOST]]
+    return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
 
 
 def remove_left(folder: Path, name: str) -> None:
-    """Removes what killed processes of this machine left while they wrote ``name``."""
+    """Remove what killed processes of this machine left in a folder while they wrote ``name``."""
     for path, found in private_in(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)
 
 
 def exchange(new: Path, target: Path) -> Path:
-    """Gives a complete folder the name ``target``. Returns the private name of what had it before, if anything did.
+    """Rename a complete folder to ``target``. Return the temporary name of the previous target, if there was one.
 
-    Raises OSError; then ``target`` is as it was.
+    Raises OSError. The previous target is then restored.
     """
     replaced, is_there = private_path(target, REPLACED), os.path.lexists(target)
     if is_there:
@@ -169,7 +165,7 @@ def exchange(new: Path, target: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Removes what this package wrote under a private name; what cannot be removed stays. Follows no links."""
+    """Remove a temporary file or folder, and ignore errors. Symbolic links are not followed."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -178,20 +174,20 @@ def remove(path: Path) -> None:
 
 
 def new_file(path: Path) -> BinaryIO:
-    """Opens a file for writing that is not there yet. Follows no link. Raises OSError."""
+    """Create a file for writing. Raises OSError if it exists. Symbolic links are not followed."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
-    """Writes all of it: one call may write less."""
+    """Write all of ``data``. A single call of ``write`` may write less."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
-    """Writes a file that is not there yet, and waits until the disk has it, or not. Raises OSError."""
+    """Create a file with ``data``, and optionally sync it to disk. Raises OSError if it exists."""
     with new_file(path) as file:
         write_all(file, data)
         if to_disk:
@@ -200,10 +196,10 @@ def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
 
 @contextmanager
 def replacing(path: Path) -> Iterator[Path]:
-    """A private path with the same suffix; what is written there takes the place of ``path`` when the block ends.
+    """Yield a temporary path with the same suffix, which replaces ``path`` when the block ends.
 
-    A reader sees the old file or the new one. A link is replaced, not followed. Where the block raises, ``path`` is as
-    it was.
+    Readers see either the old or the new file. If the block raises, ``path`` is unchanged. A symbolic link is replaced,
+    not followed.
     """
     hidden = private_path(path)
     hidden = hidden.with_name(hidden.name + path.suffix)
@@ -215,28 +211,28 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
-    """Writes a file that takes the place of ``path`` at once, when the disk has it, or before."""
+    """Write ``text`` to a file atomically, and optionally sync it to disk first."""
     with replacing(path) as hidden:
         write_new(hidden, text.encode(), to_disk=to_disk)
 
 
 @dataclass(frozen=True)
 class DirectoryWriter:
-    """Writes a directory that takes the place of an older one at once; what else was in that one is kept.
+    """Writes a directory that replaces an existing one atomically. Other files in the existing directory are kept.
 
     Args:
-        own: names of the files that such a directory consists of, the older one too.
-        key: a file without which nothing reads the directory.
+        own: names of the files that belong to such a directory, in earlier versions as well.
+        key: a file without which the directory is not read.
     """
 
     own: re.Pattern[str]
     key: str
 
     def replace(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-        """Lets ``write`` fill a directory that then takes the place of ``folder``.
+        """Call ``write`` on a new directory that then replaces ``folder``.
 
-        Raises what ``write`` raises, and OSError; then the folder is as it was. Where a process dies in between, it is
-        as it was, or whole and new, or it is not there, or has no ``key``: then nothing of it loads.
+        If ``write`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
+        unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
         """
         target = Path(os.path.realpath(folder))
         hidden = self.begin(target, target if _can_be_renamed(target) else target / target.name)
@@ -247,7 +243,7 @@ class DirectoryWriter:
             remove(hidden)
 
     def begin(self, target: Path, near: Path) -> Path:
-        """A new private directory next to ``near``. Undoes, or ends, what killed processes did to ``target``."""
+        """Create a temporary directory next to ``near``. Undo or complete replacements by killed processes."""
         make_folder(near.parent)
         remove_left(near.parent, target.name)
         for path, found in private_in(near.parent, target.name):
@@ -258,33 +254,33 @@ class DirectoryWriter:
         return hidden
 
     def put_in_place(self, new: Path, target: Path) -> None:
-        """Lets a directory that is complete take the place of ``target``.
+        """Replace ``target`` by a complete directory.
 
-        They are exchanged, unless other folders are in ``target``, which other processes may write into, or this
-        process works in it, or it cannot be renamed: then its files are replaced one after the other. Raises OSError.
+        The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
+        working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
         """
-        kept = self._to_keep(target, new)
+        kept = self._other_files(target, new)
         is_current = target.exists() and os.path.samefile(target, os.curdir)
         if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
             self._move_into(new, target)
             return
-        _link(kept, new)
+        _link_files(kept, new)
         self._remove_replaced(exchange(new, target), target)
 
     def _remove_replaced(self, replaced: Path, target: Path) -> None:
-        """Removes what ``target`` was before, after what came into it while it was exchanged is in its place."""
-        for path in self._to_keep(replaced, target):
+        """Remove the replaced directory, after files that were added to it during the exchange have been moved."""
+        for path in self._other_files(replaced, target):
             path.rename(target / path.name)
         remove(replaced)
 
-    def _to_keep(self, target: Path, new: Path) -> list[Path]:
-        """What a directory has in addition to its own files, such as a tokenizer or a log."""
+    def _other_files(self, target: Path, new: Path) -> list[Path]:
+        """Return the other files of a directory, such as a tokenizer or a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
 
     def _move_into(self, hidden: Path, target: Path) -> None:
-        """One file after the other, while there is no key: it goes first, and comes last."""
+        """Move the files one by one. ``key`` is removed first and moved last."""
         new = {path.name for path in hidden.iterdir()}
         (target / self.key).unlink(missing_ok=True)
         for path in sorted(target.iterdir()):
@@ -296,11 +292,11 @@ class DirectoryWriter:
 
 
 def _can_be_renamed(target: Path) -> bool:
-    """Not a disk of its own, nor in a folder that this process may not write to."""
+    """Whether a folder is not a mount point and its parent is writable."""
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 
-def _link(paths: Iterable[Path], folder: Path) -> None:
+def _link_files(paths: Iterable[Path], folder: Path) -> None:
     for path in paths:
         if path.is_symlink():
             (folder / path.name).symlink_to(os.readlink(path))
@@ -311,5 +307,5 @@ def _link(paths: Iterable[Path], folder: Path) -> None:
 def _link_or_copy(source: str, to: str) -> None:
     try:
         os.link(source, to)
-    except OSError:  # a file system without links
+    except OSError:  # a file system without hard links
         shutil.copy2(source, to)

@@ -1,7 +1,7 @@
-"""A folder that one process at a time writes into: a file in it names the process that has it.
+"""Lock files that give one process at a time write access to a folder.
 
-The process refreshes the file every few seconds. Another one that wants the folder takes it over if the process is of
-the same machine and has ended, or is of another machine and does not refresh the file any more.
+The owner refreshes its lock file every few seconds. Another process takes over a lock if the owner has ended on the
+same machine, or no longer refreshes the lock on another machine.
 """
 
 from __future__ import annotations
@@ -27,23 +27,22 @@ from shardformer.filesystem.atomic_write import Process, make_folder, write_new
 
 LOCK = ".shardformer.lock"
 REFRESH_S, STALE_S = 5.0, 30.0
-"""How often the owner refreshes a lock, and after how long without that a process of another machine takes it over."""
-_UNFINISHED_S = 2.0
-"""A lock without content is one that its owner is about to write, or was killed before it had."""
-_RULE = "One job at a time writes into a folder"
+"""Refresh interval, and the time without a refresh after which a process on another machine takes over a lock."""
+_UNFINISHED_S = 2.0  # age after which an empty lock file belongs to an owner that was killed before writing it
+_RULE = "Only one job at a time may write to a folder"
 
 
 @dataclass(eq=False)
 class _Lock:
-    """A lock that this process has. It is released when none of its holders is alive."""
+    """A lock that this process owns. It is released when all of its holders have been garbage collected."""
 
     path: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16))
     holders: set[int] = field(default_factory=set)
 
 
-class _Own:
-    """The locks of this process, by the real path of the folder. A child that it forks has none."""
+class _ProcessLocks:
+    """The locks of this process, by the real path of the folder. A forked child has none."""
 
     def __init__(self) -> None:
         self.forget()
@@ -53,32 +52,37 @@ class _Own:
         self.locks: dict[str, _Lock] = {}
         self.is_refreshing = False
         self.acquiring = threading.Lock()
-        self.changing = threading.RLock()  # a finalizer may run wherever this process makes garbage
+        self.changing = threading.RLock()  # reentrant, because finalizers may run during any allocation
 
 
-_OWN = _Own()
+_LOCKS = _ProcessLocks()
 
 
 def hold(folder: Path, holder: Any) -> bool:
-    """Takes the folder for this process, until no ``holder`` of it is alive. Makes the folder where there is none.
+    """Lock a folder for this process until no ``holder`` is alive. Creates the folder if it does not exist.
 
-    Objects of one process hold a folder together. Communicates nothing: the first rank of a job calls it. Waits, for at
-    most ``STALE_S``, where a process of another machine had the folder last.
+    Several objects of a process may hold the same folder. Only the first rank of a job calls this, so nothing is
+    communicated. Waits up to ``STALE_S`` if a process on another machine had the lock.
 
-    Returns whether ``holder`` did not hold it before. Raises ConfigError where another process has the folder, OSError.
+    Returns:
+        Whether ``holder`` did not hold the folder before.
+
+    Raises:
+        ConfigError: another process has locked the folder.
+        OSError: the lock file cannot be written.
     """
     make_folder(folder)
     key = os.path.realpath(folder)
-    with _OWN.acquiring:
-        lock = _OWN.locks.get(key)
+    with _LOCKS.acquiring:
+        lock = _LOCKS.locks.get(key)
         if lock is None or not _is_own(lock):
             new = _Lock(Path(key, LOCK), holders=lock.holders if lock is not None else set())
             _acquire(new, folder)
             lock = new
-        with _OWN.changing:
-            _OWN.locks[key] = lock
-            if not _OWN.is_refreshing:
-                _OWN.is_refreshing = True
+        with _LOCKS.changing:
+            _LOCKS.locks[key] = lock
+            if not _LOCKS.is_refreshing:
+                _LOCKS.is_refreshing = True
                 threading.Thread(target=_refresh, name="shardformer-lock", daemon=True).start()
             if id(holder) in lock.holders:
                 return False
@@ -88,42 +92,42 @@ def hold(folder: Path, holder: Any) -> bool:
 
 
 def release(folder: Path, holder: Any) -> None:
-    """The holder does not write into the folder any more."""
+    """Release a folder that ``holder`` holds."""
     _release(os.path.realpath(folder), id(holder), os.getpid())
 
 
 def check_held(folder: Path) -> None:
-    """Raises InputError where another process has taken a folder that this one held."""
-    lock = _OWN.locks.get(os.path.realpath(folder))
+    """Raise InputError if another process has taken over a folder that this process had locked."""
+    lock = _LOCKS.locks.get(os.path.realpath(folder))
     if lock is None or _is_own(lock):
         return
-    with suppress(FileExistsError):  # the file was removed: the folder is free
+    with suppress(FileExistsError):  # the lock file was removed, so lock the folder again
         _create(lock)
         return
     raise InputError(
-        f"{folder} was taken over by {_described(_read(lock.path) or {})} while this process did not answer",
+        f"{folder} was taken over by {_describe_owner(_read(lock.path) or {})} while this process did not respond",
         rule=_RULE,
-        remedy="End one of the two jobs, and let the other one go on from the newest checkpoint",
+        remedy="End one of the two jobs, and resume the other from the newest checkpoint",
     )
 
 
 def _release(key: str, holder: int, pid: int) -> None:
-    if pid != os.getpid():  # in a child, the folder is its parent's
+    if pid != os.getpid():  # a forked child does not own its parent's locks
         return
-    with _OWN.changing:
-        lock = _OWN.locks.get(key)
+    with _LOCKS.changing:
+        lock = _LOCKS.locks.get(key)
         if lock is None:
             return
         lock.holders.discard(holder)
         if not lock.holders:
-            del _OWN.locks[key]
+            del _LOCKS.locks[key]
             with suppress(OSError):
                 if _is_own(lock):
                     lock.path.unlink()
 
 
 def _acquire(lock: _Lock, folder: Path) -> None:
-    """Creates the lock file, in the place of one whose owner is gone. Raises ConfigError, OSError."""
+    """Create the lock file, or replace it if its owner has ended. Raises ConfigError or OSError."""
     while True:
         with suppress(FileExistsError):
             _create(lock)
@@ -132,14 +136,14 @@ def _acquire(lock: _Lock, folder: Path) -> None:
         if found is None:
             continue
         owner = Process(str(found.get("machine")), int(found.get("process", 0)), int(found.get("started", 0)))
-        is_own = owner == Process.this()  # what this process lost track of, such as a lock of a failed release
+        is_own = owner == Process.this()  # for example after a failed release
         if not (is_own or owner.is_dead or (not owner.is_here and _is_stale(lock.path))):
             if not os.path.lexists(lock.path):
-                continue  # it was released while this process looked
+                continue  # the lock has just been released
             raise ConfigError(
-                f"{folder} is in use by {_described(found)}",
+                f"{folder} is in use by {_describe_owner(found)}",
                 rule=_RULE,
-                remedy=f"Give each job a folder of its own, or end that process first. If it cannot be running, "
+                remedy=f"Use a different folder for each job, or end that process first. If it cannot be running, "
                 f"remove {lock.path}",
             )
         _remove_stale(lock.path, found)
@@ -166,7 +170,7 @@ def _create(lock: _Lock) -> None:
 
 
 def _read(path: Path) -> dict[str, Any] | None:
-    """The content of a lock file; None where there is none. Raises ConfigError for what is no lock file."""
+    """Read a lock file. Returns None if it does not exist. Raises ConfigError if it is not a lock file."""
     end = time.monotonic() + _UNFINISHED_S
     while True:
         try:
@@ -178,7 +182,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            raise _no_lock(path) from error
+            raise _not_a_lock_file(path) from error
         try:
             found = json.loads(data)
         except ValueError:
@@ -186,14 +190,14 @@ def _read(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
         if data or not is_file:
-            raise _no_lock(path)
+            raise _not_a_lock_file(path)
         if time.monotonic() > end:
-            return {"machine": Process.this().machine}  # of a process that is dead
+            return {"machine": Process.this().machine}  # the owner was killed
         time.sleep(0.05)
 
 
-def _no_lock(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not a lock file that ShardFormer wrote", remedy="Remove it, or give another folder")
+def _not_a_lock_file(path: Path) -> ConfigError:
+    return ConfigError(f"{path} is not a lock file of ShardFormer", remedy="Remove it, or use another folder")
 
 
 def _is_own(lock: _Lock) -> bool:
@@ -203,17 +207,17 @@ def _is_own(lock: _Lock) -> bool:
 
 
 def _is_stale(path: Path) -> bool:
-    """Whether a lock is not refreshed while this process looks."""
-    before, end = _sign(path), time.monotonic() + STALE_S
+    """Watch a lock file for ``STALE_S``, and return whether it was not refreshed."""
+    before, end = _refresh_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
-        if _sign(path) != before:
+        if _refresh_stamp(path) != before:
             return False
     return True
 
 
-def _sign(path: Path) -> tuple[int, ...]:
-    """What changes when a lock is refreshed. The file is opened, which lets a network file system look again."""
+def _refresh_stamp(path: Path) -> tuple[int, ...]:
+    """Return inode and modification time of a lock file. Opening it makes a network file system update them."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -226,13 +230,13 @@ def _sign(path: Path) -> tuple[int, ...]:
 
 
 def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
-    """Removes a lock whose owner is gone, unless another process has taken it over a moment ago.
+    """Remove a lock whose owner has ended, unless another process has just taken it over.
 
-    Processes of one machine do this one after the other: else one could remove the lock that another has just made.
+    Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # not every network file system has such locks; ``check_held`` finds what is lost then
+        with suppress(OSError):  # some network file systems have no flock. ``check_held`` then detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
         if _read(path) == stale:
             with suppress(FileNotFoundError):
@@ -241,23 +245,20 @@ def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
         os.close(folder)
 
 
-def _described(found: dict[str, Any]) -> str:
+def _describe_owner(found: dict[str, Any]) -> str:
     words = [f"process {found.get('process')} of {found.get('user')} on {found.get('host')}"]
     return ", since ".join([*words, str(found["since"])] if "since" in found else words)
 
 
-# --------------------------------------------------------------------------------------------------------- refreshing
-
-
 def _refresh() -> None:
-    """Refreshes the locks of this process for as long as it has any."""
+    """Refresh the locks of this process as long as it has any."""
     while True:
         time.sleep(REFRESH_S)
-        with _OWN.changing:
-            for lock in [*_OWN.locks.values()]:
+        with _LOCKS.changing:
+            for lock in [*_LOCKS.locks.values()]:
                 with suppress(OSError):
                     if _is_own(lock):
                         os.utime(lock.path, follow_symlinks=False)
-            if not _OWN.locks:
-                _OWN.is_refreshing = False
+            if not _LOCKS.locks:
+                _LOCKS.is_refreshing = False
                 return

@@ -1,7 +1,7 @@
-"""What ``shardformer run`` says at the end of a run that failed: the cause once, apart from its consequences.
+"""The report of ``shardformer run`` after a failure: the cause once, without the errors that it caused on other ranks.
 
-A process that Python's exceptions end leaves a note (``worker.py``): its error, the time, and the user's own frame. A
-``ShardFormerError`` is in the note alone, not printed by each process, as all of them often raise the same one.
+A process that ends with a Python exception records its error, the time, and the innermost frame of user code
+(``worker.py``). A ``ShardFormerError`` is only recorded, not printed, because usually all ranks raise the same one.
 """
 
 from __future__ import annotations
@@ -18,64 +18,68 @@ if TYPE_CHECKING:
 
 _FATAL = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL}
 _BY_LAUNCHER = (-signal.SIGTERM, 128 + signal.SIGTERM)
-"""How a rank ends that the launcher ended: at once, or after the grace of ``worker.py``."""
+"""Exit codes of a rank that the launcher ended, at once or after the grace period of ``worker.py``."""
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer")
-LONGEST = 600
+MAX_TEXT_LENGTH = 600
 FEW = 3
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
-    """Ours once, for all ranks that raised it alike; a line for each other rank that failed, the first one last.
+    """Describe the failures of a run, the first one last. A ShardFormerError of several ranks is printed once.
 
     Args:
-        failures: rank -> how it failed, for those that did.
-        ranks: all ranks that were started, where the launcher knows them: those not in ``failures`` ended well.
-        command: that started them.
+        failures: rank -> its failure.
+        ranks: all ranks, if the launcher knows them. Those not in ``failures`` exited normally.
+        command: the name of the command in messages.
     """
     me = f"shardformer {command}"
-    # Those that the launcher ended itself, once another had failed, are no news.
-    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _text(f)} or dict(failures)
-    order = sorted(own_fault, key=lambda rank: _order(own_fault[rank]))
+    # ranks that the launcher ended after another failure are not a cause
+    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or dict(
+        failures
+    )
+    order = sorted(own_fault, key=lambda rank: _cause_order(own_fault[rank]))
     first = failures[order[0]]
     ours = _note(first).get("parts")
     alike = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
-    lines = [f"{me}: rank {r} failed as well, {_cause(failures[r])}" for r in order[::-1] if r not in alike]
+    lines = [f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in alike]
     if ours:
         lines += [line for line in (_note(first).get("frame"), format_error(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
-        # one that raised it may have been ended by the launcher on its way out
+        # the launcher may have ended a rank that raised the same error
         left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
-        lines.append(f"{me}: {_ranks_text(alike, _note(first))}: {_short(left)}{more}")
+        lines.append(f"{me}: {_ranks_text(alike, _note(first))}: {_exit_status(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
-    if (ended and _waited(first)) or (_lost_peer(first) and (ended or not ours)):
+    if (ended and _waited_for_peer(first)) or (_lost_peer(first) and (ended or not ours)):
         who = listed(ended) if ended else "a process of its group"
-        missed = f"before rank {order[0]} was done, which then failed for lack of it (exit code {first.exitcode})"
-        lines.append(f"{me}: {who} had ended {missed}. All ranks take the same steps: see why one left")
-    elif _waited(first) and STACK_LOCATIONS:
+        lines.append(
+            f"{me}: {who} exited before rank {order[0]}, which was waiting for it and failed (exit code "
+            f"{first.exitcode}). All ranks must take the same steps: check why one exited"
+        )
+    elif _waited_for_peer(first) and STACK_LOCATIONS:
         who = listed(sorted(STACK_LOCATIONS))
-        lines.append(f"{me}: {who} had not failed when the launcher ended the run: the others waited for it")
+        lines.append(f"{me}: {who} had not failed when the launcher ended the run, and other ranks waited for it")
         lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
     elif not ours:
-        lines.append(f"{me}: rank {order[0]} failed first, {_cause(first)}")
+        lines.append(f"{me}: rank {order[0]} failed first, {_describe_cause(first)}")
     return "\n".join(lines)
 
 
-def _order(failure: ProcessFailure) -> tuple[int, float]:
-    # A rank that was killed leaves no note, and what the others then raise is its consequence; so is a lost peer. One
-    # that the launcher had to kill was the reason of nothing but of others' waiting for it.
+def _cause_order(failure: ProcessFailure) -> tuple[int, float]:
+    # The error of a rank that waited for a killed or lost peer is a consequence. A rank that the launcher had to kill
+    # only caused the others to wait.
     if failure.pid in STUCK_PROCESSES:
         kind = 2
     else:
-        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_peer(failure) or _waited(failure) else 1
+        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_peer(failure) or _waited_for_peer(failure) else 1
     return kind, float(_note(failure).get("time_s", failure.timestamp))
 
 
 def _lost_peer(failure: ProcessFailure) -> bool:
-    return any(words in _text(failure) for words in _LOST_PEER)
+    return any(words in _error_text(failure) for words in _LOST_PEER)
 
 
-def _waited(failure: ProcessFailure) -> bool:
-    return (_note(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _text(failure)
+def _waited_for_peer(failure: ProcessFailure) -> bool:
+    return (_note(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _error_text(failure)
 
 
 def _ranks_text(ranks: list[int], note: Mapping[str, Any]) -> str:
@@ -91,26 +95,26 @@ def _note(failure: ProcessFailure) -> Mapping[str, Any]:
     return note
 
 
-def _text(failure: ProcessFailure) -> str:
+def _error_text(failure: ProcessFailure) -> str:
     message = failure.error_file_data.get("message")
     return " ".join(str(message.get("message", "")).split()) if isinstance(message, dict) else ""
 
 
-def _short(failure: ProcessFailure) -> str:
+def _exit_status(failure: ProcessFailure) -> str:
     return f"exit code {failure.exitcode}, {_note(failure)['parts'][0]}" if failure.exitcode > 0 else "as above"
 
 
-def _cause(failure: ProcessFailure) -> str:
-    if failure.exitcode in _BY_LAUNCHER and _text(failure):
-        how = "ended by the launcher on its way out"
+def _describe_cause(failure: ProcessFailure) -> str:
+    if failure.exitcode in _BY_LAUNCHER and _error_text(failure):
+        how = "ended by the launcher while it was exiting"
     elif failure.exitcode < 0:
         how = f"killed by {failure.signal_name()}"
         if failure.pid in STUCK_PROCESSES:
             return f"{how}: {STUCK_PROCESSES[failure.pid]}"
         if -failure.exitcode == signal.SIGKILL:
-            return f"{how} (often: the machine ran out of memory)"
+            return f"{how} (often because the machine ran out of memory)"
     else:
         how = f"exit code {failure.exitcode}"
     parts = _note(failure).get("parts")
-    text = f"{parts[0]}: {parts[1]}" if parts else _text(failure)
-    return f"{how}: {text[:LONGEST]}{'...' if len(text) > LONGEST else ''}" if text else how
+    text = f"{parts[0]}: {parts[1]}" if parts else _error_text(failure)
+    return f"{how}: {text[:MAX_TEXT_LENGTH]}{'...' if len(text) > MAX_TEXT_LENGTH else ''}" if text else how

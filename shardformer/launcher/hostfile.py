@@ -1,4 +1,4 @@
-"""Reads host files, and finds which host of one this machine is."""
+"""Reads host files, and finds the entry of this machine."""
 
 from __future__ import annotations
 
@@ -13,30 +13,28 @@ from shardformer.errors import LaunchError, did_you_mean
 _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))?")
 
 
-# ---------------------------------------------------------------------------------------------------------------- hosts
-
-
 @dataclass(frozen=True)
 class HostEntry:
-    """A machine of a host file; ``slots`` is the number of processes on it, None where the file does not say."""
+    """A machine of a host file. ``slots`` is the number of processes on it, or None if not specified."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: str | Path) -> list[HostEntry]:
-    """The machines of a host file: a line each, ``name`` or ``name slots=4``; ``#`` begins a comment.
+    """Read the machines of a host file, with one ``name`` or ``name slots=4`` per line. ``#`` starts a comment.
 
-    Raises LaunchError for a file that is missing or empty, a line of another form and a name that comes twice.
+    Raises:
+        LaunchError: the file is missing or empty, a line is invalid, or a name occurs twice.
     """
-    rule = "A host file has a line for each machine: its name, and if wanted 'slots=' and its number of processes"
+    rule = "Each line of a host file is the name of a machine, optionally followed by 'slots=' and a number"
     try:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
             f"The host file {str(path)!r} cannot be read: {error}",
             rule=rule,
-            remedy="Correct the path after --hostfile, or leave the option out to run on this machine alone",
+            remedy="Correct the path after --hostfile, or remove the option to run on this machine only",
         ) from error
     hosts: list[HostEntry] = []
     for number, line in enumerate(lines, start=1):
@@ -46,42 +44,42 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         match = _HOST_LINE.fullmatch(entry)
         if match is None or match["slots"] == "0":
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} is {entry!r}",
+                f"Line {number} of the host file {str(path)!r} is not valid: {entry!r}",
                 rule=rule,
-                remedy=f"Write it as '{entry.split()[0]} slots=4', or the name alone",
+                remedy=f"Write '{entry.split()[0]} slots=4', or only the name",
             )
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} names {match['name']!r} a second time",
-                remedy="Join its lines into one, with the sum of their slots",
+                f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}",
+                remedy="Combine its lines, with the sum of their slots",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
         raise LaunchError(
-            f"The host file {str(path)!r} names no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
+            f"The host file {str(path)!r} lists no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
         )
     return hosts
 
 
 def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
-    """The machines of ``--host a,b``: out of the host file where there is one, in the order of the file."""
+    """Return the machines of ``--host a,b``, with their slots and in the order of the host file if there is one."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
-        raise LaunchError(f"--host is {names!r}", remedy="Write --host node1,node2")
+        raise LaunchError(f"--host {names!r} is not a list of different names", remedy="Write --host node1,node2")
     if hosts is None:
         return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
     for name in wanted:
         if name not in known:
             raise LaunchError(
-                f"--host names {name!r}, which the host file lacks",
+                f"--host has the name {name!r}, which is not in the host file",
                 remedy=f"Add it to the file or correct the name. {did_you_mean(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]
 
 
 def find_this_host(hosts: Sequence[HostEntry]) -> int:
-    """The place of this machine in the list: by host name, else by an address that belongs to it."""
+    """Return the index of this machine in the list, by its host name or one of its addresses."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}
     names = [host.name.lower() for host in hosts]
@@ -93,11 +91,11 @@ def find_this_host(hosts: Sequence[HostEntry]) -> int:
     by_address = [i for i, name in enumerate(names) if _is_local(name)]
     if len(by_address) == 1:
         return by_address[0]
-    which = "none" if not by_address else "more than one"
+    which = "no" if not by_address else "more than one"
     raise LaunchError(
-        f"This machine is {socket.gethostname()!r}, and {which} of {', '.join(host.name for host in hosts)} is it",
-        rule="The place of a machine in the list of hosts is its node rank; it is found by host name or by address",
-        remedy=f"Correct the list, or say the place: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
+        f"This machine, {socket.gethostname()!r}, matches {which} entry of {', '.join(host.name for host in hosts)}",
+        rule="The index of a machine in the list of hosts is its node rank",
+        remedy=f"Correct the list, or pass the index: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
         + (" ..." if len(hosts) > 3 else ""),
     )
 
@@ -107,7 +105,7 @@ def _is_address(name: str) -> bool:
 
 
 def _is_local(name: str) -> bool:
-    """Whether an address of that name belongs to this machine: only then can a socket be bound to it."""
+    """Whether a name resolves to an address of this machine, to which a socket can be bound."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -1,8 +1,8 @@
-"""How ``shardformer run`` ends the processes that are left: soon, with a note of what each of them was doing.
+"""Ends the remaining processes of ``shardformer run`` quickly, and records what each of them was doing.
 
-A process that finishes its work on a signal, such as a trainer that saves, tells the launcher so before any signal
-comes (inside a long C++ call no Python handler runs). The launcher waits longer for such a process if it was signalled
-itself. A second signal ends all processes.
+A process that finishes its work on a signal, such as a trainer that saves a checkpoint, registers itself in advance,
+because Python cannot run signal handlers during a long C++ call. If the launcher itself receives a signal, it waits
+longer for registered processes. A second signal ends all processes.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 FOLDER = "SHARDFORMER_FINISHING"
-"""Environment variable, set by the launcher: the folder in which such a process leaves a file with its number."""
-ENDED_FILE = "ended"
-"""A file in it while the launcher ends all processes because one of them failed."""
+"""Environment variable set by the launcher: a folder in which such a process creates a file named after its PID."""
+ENDED_FILE = "ended"  # file in this folder while the launcher ends all processes because one of them failed
 
 
 @contextmanager
 def finishes_on_signals() -> Iterator[None]:
-    """While it lasts, the launcher that started this process waits for it after a signal."""
+    """Register this process, for the duration of the block, as one that needs time to finish after a signal."""
     note = _note(os.getpid())
     if note is not None:
-        with suppress(OSError):  # without it the launcher waits as for any other process
+        with suppress(OSError):  # the launcher then waits as for any other process
             note.touch()
     try:
         yield
@@ -41,18 +40,18 @@ def finishes_on_signals() -> Iterator[None]:
 
 
 def finishes(pid: int) -> bool:
-    """Whether a process said so."""
+    """Whether a process is registered as one that finishes its work on a signal."""
     note = _note(pid)
     return note is not None and note.exists()
 
 
 def has_launcher() -> bool:
-    """Whether a launcher waits for such processes: it then decides when a second signal is to end them."""
+    """Whether a launcher started this process and decides when a second signal ends it."""
     return FOLDER in os.environ
 
 
 def is_ended() -> bool:
-    """Whether the launcher ends this process because another one failed: there is nothing to finish."""
+    """Whether the launcher is ending this process because another one failed, so that there is no work to finish."""
     return has_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
@@ -62,27 +61,23 @@ def _note(pid: int) -> Path | None:
 
 
 SHUTDOWN_TIMEOUT_S = 8
-"""That processes have to end in. A script that needs longer for its own SIGTERM says so: --shutdown-timeout 60."""
-FINISHES_S = 600
-"""That those have that finish their step and save on a signal."""
-AT_ONCE_S = 3
-"""After a second signal."""
-CHECK_BEFORE_KILL_S = 0.5
-"""It kills them: what ends by itself until then, such as a script that saves, is no news."""
+"""Time for processes to end after a signal. Scripts with slower SIGTERM handlers set --shutdown-timeout 60."""
+FINISHES_S = 600  # time for processes that finish their step and save
+AT_ONCE_S = 3  # time after a second signal
+CHECK_BEFORE_KILL_S = 0.5  # time before the kill at which the launcher checks which processes are still running
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
-"""Loggers of torch that warn of each signal that it sends on; what ended how is said at the end."""
+"""Loggers of torch that warn about each forwarded signal. The report at the end replaces these warnings."""
 
 STUCK_PROCESSES: dict[int, str] = {}
-"""pid -> in words what it did, of processes that had not ended when the launcher looked."""
+"""PID -> a description of why the process was still running shortly before the launcher killed it."""
 STACK_LOCATIONS: dict[int, str] = {}
-"""rank -> the line of the user's own code that it was at, of processes that did not fail before they were ended."""
+"""Rank -> the line of user code it was executing, for processes that the launcher ended before they failed."""
 
 
 @contextmanager
 def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
-    """While it lasts, torch's launcher waits for its processes as long as asked, by default ``SHUTDOWN_TIMEOUT_S``,
-    not 30 s."""
+    """Set the shutdown timeout of torch's launcher for the block, by default ``SHUTDOWN_TIMEOUT_S`` instead of 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     said = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
@@ -111,13 +106,13 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
             [pids, death_sig or signal.SIGTERM, seconds],
         )
         looks.daemon = True
-        if signals <= 1:  # the second one asks for what happens then
+        if signals <= 1:  # after a second signal, the user expects a kill
             looks.start()
         try:
             plain(self, death_sig, seconds)
         finally:
             looks.cancel()
-            Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may start them once more
+            Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
             _read_places(self.error_files.values())
 
     PContext.close = close  # type: ignore[method-assign]
@@ -133,14 +128,14 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
 
 def _is_signalled() -> bool:
-    """Whether the launcher ends its processes because a signal came to it, and not because one of them failed."""
+    """Whether the launcher is ending its processes because it received a signal, not because one of them failed."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
 
 
 def _read_places(notes: Iterable[str]) -> None:
-    STACK_LOCATIONS.clear()  # of an earlier attempt
+    STACK_LOCATIONS.clear()  # from an earlier attempt
     for path in notes:
         with suppress(OSError, ValueError, LookupError, TypeError):
             extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
@@ -148,11 +143,11 @@ def _read_places(notes: Iterable[str]) -> None:
 
 
 def describe_stack_locations() -> list[str]:
-    """Each place with the ranks that were there, those of most ranks last."""
+    """Return each location with its ranks. The location with the most ranks is last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)
-    # a rank that does something else than all others is what one looks for
+    # a rank that differs from all others is usually the cause
     return [
         f"{listed(of)} {'was' if len(of) == 1 else 'were'} at\n{place}"
         for place, of in sorted(ranks.items(), key=lambda item: len(item[1]))
@@ -161,7 +156,7 @@ def describe_stack_locations() -> list[str]:
 
 
 def listed(ranks: Sequence[int]) -> str:
-    """As "rank 3", or "ranks 0, 2 and 5 more"."""
+    """Format ranks as "rank 3", or "ranks 0, 2 and 5 more"."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
@@ -171,18 +166,18 @@ def _process_states(pids: list[int], number: signal.Signals, seconds: float) -> 
     for pid in pids:
         state = _state_of(pid)
         if state in ("T", "t"):
-            STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z, a debugger), and the launcher killed it"
+            STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z or a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
             how = (
-                f"it did not finish its step and save within {seconds:g} s of {number.name}"
+                f"it did not finish its step and save within {seconds:g} s after {number.name}"
                 if finishes(pid)
-                else f"it did not end on {number.name} (a handler of its own, or a call of C++)"
+                else f"it did not end on {number.name} (because of its own signal handler or a call into C++)"
             )
             STUCK_PROCESSES[pid] = f"{how}, and the launcher killed it"
 
 
 def _state_of(pid: int) -> str:
-    """The letter of ``ps``; empty for a process that is gone, or where the system does not tell."""
+    """Return the state letter of ``ps``, or empty if the process is gone or the system does not provide it."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,9 +1,9 @@
-"""What ``shardformer run`` starts in each process: the user's script, as ``python script.py`` would run it.
+"""Runs the user's script in each process of ``shardformer run``, as ``python script.py`` would. Started by its path.
 
-It adds two things. An exception that ends the script is also written to the error file of torch's launcher, with its
-time to the microsecond, so that the launcher can say which rank failed first and why. And SIGTERM, which the launcher
-sends when a rank has died, ends the script a little later: by then a rank that waited for the dead one has seen it, and
-said what it waited for; one that did something else leaves a note of what it was at. Started by its path.
+An exception that ends the script is also written to the error file of torch's launcher, with a timestamp in
+microseconds, so that the launcher can report which rank failed first and why. SIGTERM, which the launcher sends when a
+rank has died, ends the script after a short delay: ranks that wait for the dead rank have time to raise their own
+error, and other ranks record their current stack location.
 """
 
 from __future__ import annotations
@@ -22,68 +22,68 @@ import types
 
 GRACE_S = 2.0
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
-"""As in ``shardformer.errors``, which is not imported before the script asks for it."""
+"""Copied from ``shardformer.errors``, which is only imported if the script does."""
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """``sys.excepthook``: print the traceback without the frames of this file, and leave a note to the launcher.
+    """Print the traceback without the frames of this file, and record the error for the launcher (``sys.excepthook``).
 
-    An error of ours is not printed, as the launcher reports it once for all ranks; nor is Ctrl-C, which each rank gets.
-    SHARDFORMER_TRACEBACK=1 prints both.
+    A ``ShardFormerError`` is not printed, because the launcher prints it once for all ranks. Neither is Ctrl-C, which
+    every rank receives. SHARDFORMER_TRACEBACK=1 prints both.
     """
     now = time.time()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, "<frozen runpy>"):
         trace = trace.tb_next
     if path and issubclass(kind, KeyboardInterrupt) and os.environ.get(TRACEBACK_VARIABLE, "0") in ("", "0"):
-        _leave_place(path, kind.__name__, traceback.extract_tb(trace))
+        _record_location(path, kind.__name__, traceback.extract_tb(trace))
         return
-    ours = _parts(error)
+    ours = _error_parts(error)
     if not ours or not path or sys.modules["shardformer.errors"].wants_traceback():
         sys.__excepthook__(kind, error.with_traceback(trace), trace)
     if path and not issubclass(kind, KeyboardInterrupt):
         text = "".join(traceback.format_exception(kind, error, trace))
-        # what follows `timestamp` is ours
+        # torch's own fields are py_callstack and timestamp
         extra = {"py_callstack": text, "timestamp": str(int(now)), "time_s": now}
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _own_frame(traceback.extract_tb(trace)),
+                "frame": _user_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
         _write_error_file(path, f"{kind.__name__}: {error}", extra)
 
 
 def record_stack_location() -> None:
-    """Leaves a note to the launcher of what the main thread is at, unless there is one of an error."""
+    """Record the stack location of the main thread for the launcher, unless an error is recorded."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
-        _leave_place(path, "", traceback.extract_stack(frame))
+        _record_location(path, "", traceback.extract_stack(frame))
 
 
-def _leave_place(path: str, message: str, stack: traceback.StackSummary) -> None:
+def _record_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
-    at = {"at": _own_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    at = {"at": _user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
 def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None:
-    """In the form that torch's ProcessFailure reads."""
+    """Write the format that torch's ProcessFailure reads."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
-def _parts(error: BaseException) -> list[str] | None:
-    """The kind of a ``ShardFormerError``, and what, rule and remedy of it; None for what is none."""
+def _error_parts(error: BaseException) -> list[str] | None:
+    """Return class name, what, rule and remedy of a ``ShardFormerError``, or None for other errors."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
         return None
     return [type(error).__name__, error.what, error.rule, error.remedy]
 
 
-def _own_frame(stack: traceback.StackSummary) -> str:
-    """The innermost frame of the user's own code, as a traceback shows it; empty where there is none."""
+def _user_frame(stack: traceback.StackSummary) -> str:
+    """Format the innermost frame of user code as in a traceback. Returns an empty string if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
@@ -92,24 +92,25 @@ def _own_frame(stack: traceback.StackSummary) -> str:
 
 
 def delay_sigterm() -> None:
-    """From now on SIGTERM ends this process after ``GRACE_S``, unless the script handles the signal itself.
+    """Make SIGTERM end this process after ``GRACE_S``, unless the script handles the signal itself.
 
-    A rank that waits for another is inside of a call of torch, where no handler of Python's runs: a thread counts.
+    A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
+    thread waits for the signal.
     """
     process, (reader, writer) = os.getpid(), os.pipe()
     os.set_blocking(writer, False)
 
     def note(signum: int, frame: types.FrameType | None) -> None:
-        if os.getpid() != process:  # another handler stood before this one when the child was forked
+        if os.getpid() != process:  # a forked child inherited this handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
-        os.write(writer, bytes([signum]))  # the interpreter has as well, unless the script has a descriptor of its own
+        os.write(writer, bytes([signum]))  # also done by the interpreter, unless the script set its own wakeup fd
 
     def count() -> None:
         while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
             pass
         time.sleep(GRACE_S)
-        with contextlib.suppress(Exception):  # whatever it is, the process ends now
+        with contextlib.suppress(Exception):  # the process ends in any case
             record_stack_location()
         os._exit(128 + signal.SIGTERM)
 
@@ -129,13 +130,13 @@ def delay_sigterm() -> None:
     held = threading.local()
     signal.signal(signal.SIGTERM, note)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
-    # a child has no such thread, and what ends it before it has undone this would be noted here
+    # a forked child has no such thread, so SIGTERM is blocked until the child has restored the default handler
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=undo)
     threading.Thread(target=count, daemon=True).start()
 
 
 def run_script(path: str) -> None:
-    """Execute a file in a fresh ``__main__``, which then is what pickle and multiprocessing find under that name."""
+    """Execute a file as a new ``__main__`` module, so that pickle and multiprocessing find its names there."""
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
         sys.path.insert(0, path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
         runpy.run_path(path, run_name="__main__")
@@ -156,10 +157,10 @@ def run_module(name: str) -> None:
 
 
 if __name__ == "__main__":
-    this_module = sys.modules["__main__"]  # Kept alive: `run_script` takes its name away.
+    this_module = sys.modules["__main__"]  # keeps the module alive after `run_script` has replaced it
     sys.excepthook = record_failure
     delay_sigterm()
     as_module = sys.argv[1] == "-m"
     sys.argv = sys.argv[2:] if as_module else sys.argv[1:]
-    del sys.path[0]  # The folder of this file; a verb there must not hide a package of the same name.
+    del sys.path[0]  # the folder of this file, whose modules could hide packages of the same name
     (run_module if as_module else run_script)(sys.argv[0])

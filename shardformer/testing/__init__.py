@@ -1,3 +1,3 @@
-"""Small models, worker processes and ranks as threads: what tests, verify and inference run on."""
+"""Earlier package of the worker pool and of ranks as threads, which are now in ``shardformer.local_ranks``."""
 
 from __future__ import annotations

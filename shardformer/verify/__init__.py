@@ -1,4 +1,4 @@
-"""Compares a sharded model with the plain one: loss, every gradient, and weights after some steps."""
+"""Comparison of a sharded model with the unsharded one: loss, gradients, and weights after several steps."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import module_from_spec, spec_from_file_location
-from inspect import Parameter, signature
+from inspect import signature
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,18 +46,18 @@ from shardformer.verify.small_models import (
 )
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
-"""Those of docs/coverage.md."""
+"""The tasks of docs/coverage.md."""
 MULTIMODAL_TASKS = (
     "MULTIMODAL_LM",
     "IMAGE_TEXT_TO_TEXT",
     "ZERO_SHOT_IMAGE_CLASSIFICATION",
     "VISUAL_QUESTION_ANSWERING",
 )
-"""Those whose models read images and text together: a type that has several classes is known by this one."""
+"""Tasks whose models read images and text. A model type with several classes is represented by the one listed here."""
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Model type -> the name of the class that the first of the auto classes for these tasks names."""
+    """Return model type -> class name, from the first of transformers' auto classes for these tasks that has it."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -69,7 +69,7 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def all_classes() -> Mapping[str, str]:
-    """Every model type of transformers -> its class: of TOGETHER, of TASKS, of another task, or its base model."""
+    """Return model type -> main class for all of transformers: by MULTIMODAL_TASKS, TASKS, other tasks, base models."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
@@ -79,16 +79,16 @@ def all_classes() -> Mapping[str, str]:
 
 
 CONTRAST = "return_loss"
-"""The argument with which transformers' models compare each sample of a batch with each other."""
+"""Argument that makes transformers' contrastive models compare the samples of a batch with each other."""
 
 
 @dataclass(frozen=True)
 class ReducedModelType:
-    """A small model of a type, of its default config: call it to build the model. Picklable.
+    """Small model of a model type, from its default config. Call it to build the model. Picklable.
 
     Args:
         model_type: one of ``all_classes()``.
-        head: a class of transformers; by default the type's first one.
+        head: a class of transformers. Empty: the main class of the type.
     """
 
     model_type: str
@@ -99,16 +99,16 @@ class ReducedModelType:
         return self.head or all_classes()[self.model_type]
 
     def config(self) -> Any:
-        return _small(self).model.config
+        return _reduced_model(self).model.config
 
     def __call__(self) -> nn.Module:
-        model = copy.deepcopy(_small(self).model)
+        model = copy.deepcopy(_reduced_model(self).model)
         if hasattr(model.config, "use_cache"):
             model.config.use_cache = False
         return model
 
     def own(self) -> dict[str, Any]:
-        """What goes with the model: batches, and a loss for one that makes none of its own."""
+        """Return the batches of the model, and a loss function if the model does not compute a loss."""
         batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
@@ -117,11 +117,11 @@ class ReducedModelType:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """A batch that a model takes.
+    """An example batch of a model.
 
     Args:
-        ids: field of the model's config -> a token that stands for images.
-        compares: whether the model can be asked for a loss that compares its samples.
+        ids: config field -> token id of an image or sound placeholder.
+        compares: whether the model has a contrastive loss, which compares the samples.
     """
 
     batch: Mapping[str, Tensor]
@@ -137,87 +137,86 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class ExampleBatches:
-    """step -> a batch that a model takes: another one for each step and sample as far as tokens go.
+    """Batches that a model accepts, for each step. Text tokens differ between steps and samples.
 
     Args:
-        model_fn: builds the model; a type's small one is known already.
+        model_fn: builds the model.
     """
 
     model_fn: Callable[[], nn.Module]
     samples: int = 2
 
     def __call__(self, step: int) -> Mapping[str, Tensor]:
-        fed = _fed(self.model_fn)
-        given = batch_size_of(fed.batch)
-        each = split_batch(fed.batch, [1] * given, ids=fed.ids)
-        moved = [_moved(each[n % given], step + n // given, fed.ids) for n in range(self.samples)]
-        batch = {name: torch.cat([one[name] for one in moved]) if x.dim() else x for name, x in fed.batch.items()}
-        batch = {name: x.to(fed.dtype) if x.is_floating_point() else x for name, x in batch.items()}
-        return {**batch, CONTRAST: torch.tensor(True)} if fed.compares and self.samples > 1 else batch
+        example = _example_batch(self.model_fn)
+        count = batch_size_of(example.batch)
+        each = split_batch(example.batch, [1] * count, ids=example.ids)
+        rolled = [_roll_text(each[n % count], step + n // count, example.ids) for n in range(self.samples)]
+        batch = {name: torch.cat([one[name] for one in rolled]) if x.dim() else x for name, x in example.batch.items()}
+        batch = {name: x.to(example.dtype) if x.is_floating_point() else x for name, x in batch.items()}
+        return {**batch, CONTRAST: torch.tensor(True)} if example.compares and self.samples > 1 else batch
 
     def with_samples(self, samples: int) -> ExampleBatches:
         return replace(self, samples=samples)
 
 
 def is_multimodal(head: str) -> bool:
-    """Whether a class of transformers reads images or sounds, perhaps beside a text."""
+    """Whether a class of transformers reads images or sound."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
-def _moved(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
-    """A sample with its words in other places; tokens that stand for something stay where they are."""
+def _roll_text(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
+    """Roll the text tokens of a sample. Placeholders of images and sounds keep their positions."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
-    words = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
-    moved = tokens.clone()
-    moved[words] = tokens[words].roll(by)
-    return {**sample, MEDIA_TOKEN_FIELDS: moved}
+    is_text = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
+    rolled = tokens.clone()
+    rolled[is_text] = tokens[is_text].roll(by)
+    return {**sample, MEDIA_TOKEN_FIELDS: rolled}
 
 
 def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """A mean over samples of all that a model gives."""
+    """Return the mean over all outputs of a model, as a loss that averages over samples."""
     return probe_loss(model(**batch), alike=True)
 
 
 @lru_cache(maxsize=1)
-def _fed(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
+def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     if isinstance(model_fn, ReducedModelType):
-        twin = _small(model_fn)
-        return ExampleBatch.of(twin.model, twin.batch)
+        small = _reduced_model(model_fn)
+        return ExampleBatch.of(small.model, small.batch)
     model = model_fn().eval()
     try:
         return ExampleBatch.of(model, first_batch(model))
-    except Exception as error:  # whatever its forward raises
-        raise _unknown(model, f"{type(error).__name__}: {first_line(error)}") from error
+    except Exception as error:
+        raise _no_example_batch(model, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
-def _small(small: ReducedModelType) -> ReducedModel:
+def _reduced_model(small: ReducedModelType) -> ReducedModel:
     transformers = load_transformers()
-
     try:
         config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])
-    except Exception as error:  # a default config that its own class refuses
+    except Exception as error:  # some default configs fail in their own class
         raise ConfigError(
-            f"transformers builds no default config of {small.model_type}: {error!s:.200}",
-            remedy="Give a folder, a config.json, or module:function",
+            f"transformers cannot build the default config of {small.model_type}: {error!s:.200}",
+            remedy="Pass a folder, a config.json, or module:function",
         ) from error
     model = build_meta_model(config)
     try:
         return reduce_model(model, together=True)
     except PolicyError as error:
-        raise _unknown(model, error.what) from error
+        raise _no_example_batch(model, error.what) from error
 
 
-def _unknown(model: nn.Module, why: str) -> ConfigError:
-    needed, taken = unknown_inputs(model)
-    lacks = f"; nothing is known of {', '.join(needed)}, which its forward needs" if needed else ""
-    lacks += f"; without {', '.join(taken)}, of which nothing is known" if taken and not needed else ""
+def _no_example_batch(model: nn.Module, why: str) -> ConfigError:
+    needed, optional = unknown_inputs(model)
+    unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
+    unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
-        f"{type(model).__name__} ran with none of the batches that are made of its config{lacks} ({why:.400})",
-        remedy="Give module:function, whose function returns (model_fn, batch_fn)",
+        f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}",
+        remedy="Pass module:function, where the function returns (model_fn, batch_fn)",
     )
 
 
@@ -231,7 +230,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub can be reached: asked once, where its own client would try each file for half a minute."""
+    """Whether the hub can be reached, by a single request. Its own client would retry every file for 30 s."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -240,7 +239,7 @@ def is_hub_reachable() -> bool:
         with urlopen(Request(hub_url(), method="HEAD"), timeout=HUB_TIMEOUT_S):
             return True
     except HTTPError:
-        return True  # an answer, if not a friendly one
+        return True  # the server answered
     except OSError:
         return False
 
@@ -251,16 +250,15 @@ MODULE_SPEC_FORMS = (
 )
 
 
-MOST_SAID = 600
-"""Characters of an error of the user's."""
+MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 
 def module_of(where: str) -> ModuleType:
-    """The module of a name, or of a file. Raises ConfigError where it is not there, or fails."""
-    return _module_from_file(Path(where)) if where.endswith(".py") else _module(where)
+    """Import a module by its name or its file. Raises ConfigError if it does not exist or fails."""
+    return _module_from_file(Path(where)) if where.endswith(".py") else _import_by_name(where)
 
 
-def _module(name: str) -> ModuleType:
+def _import_by_name(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
@@ -269,16 +267,16 @@ def _module(name: str) -> ModuleType:
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
-            raise _not_imported(f"The module {name!r}", error) from error  # it is there, and fails
+            raise _import_failed(f"The module {name!r}", error) from error
         raise ConfigError(
             f"There is no module {name!r}: {error}",
-            rule=f"{MODULE_SPEC_FORMS}; modules are looked for in {str(Path.cwd())!r} and among what is installed",
-            remedy="Correct the name, or give the file: path/to/file.py:function",
+            rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages",
+            remedy="Correct the name, or pass the file: path/to/file.py:function",
         ) from error
 
 
 def call_user_function(function: Callable[[], Any], name: str) -> Any:
-    """What a user's function returns. Raises ConfigError where it fails, ends the process, or asks for input."""
+    """Call a function of the user. Raises ConfigError if it fails, exits the process, or waits for input."""
     try:
         with _without_input():
             return function()
@@ -287,16 +285,16 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{name} failed: {_error_with_location(error)}",
-            remedy=f"Mend it: `python -c 'import ...'` shows where it fails, and {TRACEBACK_VARIABLE}=1 here",
+            remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1",
         ) from error
 
 
 @contextmanager
 def _without_input() -> Iterator[None]:
-    """In here nobody is asked: what reads from the terminal finds its end."""
+    """Replace standard input by an empty file, so that user code cannot wait for input."""
     before = sys.stdin
-    with open(os.devnull, encoding="utf-8") as nothing:
-        sys.stdin = nothing
+    with open(os.devnull, encoding="utf-8") as empty:
+        sys.stdin = empty
         try:
             yield
         finally:
@@ -304,17 +302,19 @@ def _without_input() -> Iterator[None]:
 
 
 def _error_with_location(error: BaseException) -> str:
-    """The error, and the line of the user's file that it came from."""
+    """Format an error of user code, with its line."""
     frames = traceback.extract_tb(error.__traceback__)
     line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
-    ends = f"it ends the process: {type(error).__name__}" if isinstance(error, SystemExit) else type(error).__name__
-    return f"{ends}: {error}"[:MOST_SAID] + (f" (line {line})" if line else "")
+    kind = (
+        f"the code exits the process: {type(error).__name__}" if isinstance(error, SystemExit) else type(error).__name__
+    )
+    return f"{kind}: {error}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
 
 
-def _not_imported(what: str, error: BaseException) -> ConfigError:
+def _import_failed(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{what} cannot be imported: {_error_with_location(error)}",
-        remedy="Mend it: `python -c 'import ...'` shows where it fails",
+        remedy="Fix the module: `python -c 'import ...'` shows the traceback",
     )
 
 
@@ -328,7 +328,7 @@ def _module_from_file(path: Path) -> ModuleType:
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
         spec = spec_from_file_location(f"{path.stem}_of_the_user", path)
         assert spec is not None and spec.loader is not None
-    # what the file imports from beside it, here and in the workers
+    # for imports of modules in the same folder, here and in the workers
     sys.path.insert(0, str(path.resolve().parent))
     module = sys.modules[spec.name] = module_from_spec(spec)
     assert spec.loader is not None
@@ -337,26 +337,25 @@ def _module_from_file(path: Path) -> ModuleType:
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise _not_imported(str(path), error) from error
+        raise _import_failed(str(path), error) from error
     return module
 
 
-TOKENS = 13
-"""Of a sample."""
-MAX_SMALL_LAYERS, MOST_STAGES = 10_000, 256
-_GIVEN = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
+TOKENS = 13  # default number of tokens per sample
+MAX_SMALL_LAYERS, MAX_STAGE_LAYERS = 10_000, 256
+_FUNCTION_KEYS = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A model from a folder, a config.json or the hub: call it to build the model. Picklable.
+    """Model of a folder, a config.json or the hub. Call it to build the model. Picklable.
 
     Args:
         where: the folder, the file, or the name on the hub.
         head: a class of transformers.
-        random: random weights of the config instead of those that were saved.
+        random: initialize random weights from the config instead of loading weights.
         dropout: False sets every dropout of the config to zero.
-        local: nothing is asked of the hub; a name means what was fetched before.
+        local: use only files in the local cache of the hub.
     """
 
     where: str
@@ -372,9 +371,9 @@ class Pretrained:
                 if "drop" in name and isinstance(value, float):
                     setattr(config, name, 0.0)
         if self.head.endswith("ForSequenceClassification") and config.pad_token_id is None:
-            config.pad_token_id = first_token(config.eos_token_id, 0)  # the head looks for the last token by it
+            config.pad_token_id = first_token(config.eos_token_id, 0)  # the head finds the last token by it
         if self.head.endswith("ForQuestionAnswering"):
-            config.num_labels = 2  # a start and an end
+            config.num_labels = 2  # start and end
         if HEAD_CONFIG.get(self.head, {}).get("is_decoder"):
             config.is_decoder = True
         return config
@@ -382,7 +381,7 @@ class Pretrained:
     def __call__(self) -> nn.Module:
         transformers = load_transformers()
 
-        transformers.logging.set_verbosity_error()  # every worker would say it, and that a new head is random is meant
+        transformers.logging.set_verbosity_error()  # every worker would warn about a newly initialized head
         transformers.logging.disable_progress_bar()
         kind = getattr(transformers, self.head)
         config = self.config()
@@ -394,12 +393,12 @@ class Pretrained:
             )
         except OSError as error:
             raise ConfigError(
-                f"{self.where!r} gives no weights for {self.head}: {first_line(error)}",
-                remedy="Give the path of the config.json itself for random weights, or save the weights beside it",
+                f"{self.where!r} has no weights for {self.head}: {first_line(error)}",
+                remedy="Pass the path of the config.json for random weights, or save the weights next to it",
             ) from error
-        except Exception as error:  # sizes that do not fit each other come up in any form
+        except Exception as error:  # inconsistent sizes raise errors of any type
             raise ConfigError(
-                f"transformers builds no {self.head} of {self.where!r}: {first_line(error)}",
+                f"transformers cannot build {self.head} from {self.where!r}: {first_line(error)}",
                 remedy="Correct config.json",
             ) from error
         return model
@@ -407,14 +406,14 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """A model that was found, and how to build and feed it.
+    """Builds a model that was found by its name, and its batches.
 
     Args:
-        title: for people.
-        model_fn: builds the model; picklable.
-        head: its class.
-        config: its config; None where the model has none.
-        own: what a function gave beside the model: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
+        title: name for messages.
+        model_fn: builds the model. Picklable.
+        head: class name of the model.
+        config: its config, or None.
+        own: other values that a user function returned: ``batch_fn``, ``loss_fn``, ``policy``, ``loss_weight``.
     """
 
     title: str
@@ -425,28 +424,29 @@ class ModelSource:
 
     @property
     def model_type(self) -> str:
-        """What transformers calls the family, such as "bert"; empty without a config."""
+        """transformers' name of the family, such as "bert". Empty without a config."""
         return getattr(self.config, "model_type", None) or ""
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """All head classes of the model's family. Raises ConfigError where they are not known."""
+        """All head classes of the model's family. Raises ConfigError if they are unknown."""
         if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"The heads of {self.title} are not known",
-                rule=f"Families with listed heads: {', '.join(HEAD_CLASSES)}, by name, folder, config or hub",
-                remedy="Name one head with --head, or give one of these families",
+                f"The head classes of {self.title} are unknown",
+                rule=f"They are listed for {', '.join(HEAD_CLASSES)}, from a name, a folder, a config.json or the hub",
+                remedy="Select one head with --head, or pass one of these families",
             )
         return HEAD_CLASSES[self.model_type]
 
     def with_head(self, head: str) -> ModelSource:
-        """The same model under another head. Raises ConfigError for a head that the family does not have."""
+        """Return the same model with another head. Raises ConfigError if the family does not have it."""
         if isinstance(self.model_fn, ReducedModelType):
             _check_class(head, self.title)
-            return _of_type(self.model_type, head)
+            return _source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"head={head!r} for {self.title}", remedy="Let the function build the head, and leave the option out"
+                f"head={head!r} does not apply to {self.title}, which is built by a function",
+                remedy="Build the head in the function, and remove the option",
             )
         if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
@@ -459,24 +459,24 @@ class ModelSource:
         return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
 
     def deeper(self, layers: int) -> ModelSource:
-        """A family's small model with so many layers or more; any other model is as deep as it is."""
+        """Return a small model with at least ``layers`` layers. Other models keep their depth."""
         if not isinstance(self.model_fn, SmallModel):
             return self
-        if layers > MOST_STAGES:
+        if layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"{layers} layers for {self.title}",
-                rule=f"A small model is made as deep as its stages ask for, of {MOST_STAGES} layers at the most",
-                remedy="Use fewer stages, or fewer --num-model-chunks",
+                f"{layers} layers are too many for {self.title}",
+                rule=f"A small model has at most {MAX_STAGE_LAYERS} layers",
+                remedy="Use fewer stages or a smaller --num-model-chunks",
             )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
     def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
-        """step -> a global batch: the function's own, or random tokens of the model's vocabulary with labels.
+        """Return step -> a global batch: the user function's own, or random tokens with labels.
 
-        Also images and sounds of the sizes that the config says, in the text where the model has them there. Raises
-        ConfigError for a model that takes something else, or fewer tokens in a row.
+        Images and sounds have the sizes of the config. Raises ConfigError for a model whose inputs are unknown, or
+        that accepts fewer tokens.
         """
         if "batch_fn" in self.own:
             batch_fn: Callable[[int], Mapping[str, Any]] = self.own["batch_fn"]
@@ -487,43 +487,43 @@ class ModelSource:
         if isinstance(self.model_fn, Pretrained) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} for {self.title}",
-                    rule="A text with images or sounds in it has as many tokens as they ask for",
-                    remedy="Leave it out",
+                    f"sequence={sequence} does not apply to {self.title}",
+                    rule="The number of tokens is determined by the images or sounds in the text",
+                    remedy="Remove the option",
                 )
             return ExampleBatches(self.model_fn, batch)
         vocab_size = _vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
-                f"What {self.title} is fed cannot be guessed: its config has no vocab_size",
-                remedy="Give module:function, a function that returns (model_fn, batch_fn)",
+                f"The inputs of {self.title} are unknown: its config has no vocab_size",
+                remedy="Pass module:function, where the function returns (model_fn, batch_fn)",
             )
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:
             raise ConfigError(
-                f"sequence={sequence} for {self.title}",
-                rule=f"Its config allows {longest} positions",
-                remedy=f"Use a sequence of {longest} or less",
+                f"sequence={sequence} exceeds the {longest} positions of {self.title}",
+                remedy=f"Use a sequence of {longest} tokens or fewer",
             )
         eos = first_token(getattr(self.config, "eos_token_id", None), 2)
         return RandomBatches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """How the model's loss is had: the function's own way; None for ``model(**batch).loss``."""
+        """The user function's loss, ``sample_loss`` for random batches, or None for ``model(**batch).loss``."""
         default = None if "batch_fn" in self.own else sample_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn
 
 
 def find_model(name: str, *, dropout: bool = True) -> ModelSource:
-    """The model that ``name`` means: see the top of this file.
+    """Find the model that the command line argument MODEL names.
 
     Args:
-        name: what the user wrote.
-        dropout: False sets the dropout of what is loaded to zero.
+        name: a family, a model type, a folder, a config.json, a name on the hub, or ``module:function``.
+        dropout: False sets the dropout of a loaded model to zero.
 
-    Raises ConfigError, with what was tried, when there is no such model.
+    Raises:
+        ConfigError: no such model exists.
     """
     if name in SMALL_CONFIGS:
         sample = SmallModel(name)
@@ -532,7 +532,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
     if path.exists():
         return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
     if name in all_classes():
-        return _of_type(name)
+        return _source_of_type(name)
     if ":" in name:
         return _from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
@@ -545,7 +545,7 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
 
 
 def find_policy(name: str) -> type[Policy]:
-    """The policy that ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class`` means. Raises ConfigError."""
+    """Find a policy by ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``. Raises ConfigError."""
     where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
     module = module_of(where or name)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
@@ -556,55 +556,53 @@ def find_policy(name: str) -> type[Policy]:
         raise ConfigError(
             f"{where or name!r} has no policy {class_name!r}"
             if class_name
-            else f"{where or name!r} has {len(own) or 'no'} policies, and none is named",
-            rule="A policy is a subclass of shardformer.policies.policy.Policy, and FILE:CLASS names one of several",
+            else f"{where or name!r} has {len(own) or 'no'} policies, so a class name is needed",
+            rule="A policy is a subclass of shardformer.policies.Policy, and FILE:CLASS selects one of several",
             remedy=did_you_mean(class_name, own),
         )
     return kinds[class_name]
 
 
 def load_hf_config(where: str, local: bool = True) -> Any:
-    """The transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
+    """Load the transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
     transformers = load_transformers()
-
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
-    except Exception as error:  # a file may hold anything, and its fields any value
+    except Exception as error:  # invalid files raise errors of any type
         if Path(where).exists():
             raise ConfigError(
-                f"{where!r} holds no config that transformers knows: {first_line(error)}",
-                remedy="Give what save_pretrained wrote, or module:function for a model of your own",
+                f"{where!r} has no config that transformers can read: {first_line(error)}",
+                remedy="Pass a folder written by save_pretrained, or module:function for your own model",
             ) from error
-        said = first_line(error)
         raise ConfigError(
-            f"There is no model {where!r}: no family has that name, nor has a folder or file in {str(Path.cwd())!r}, "
+            f"There is no model {where!r}: it is not a family, nor a folder or file in {str(Path.cwd())!r}, "
             + (
-                f"it was not fetched before, and {hub_url()} cannot be reached"
+                f"it is not in the local cache of the hub, and {hub_url()} cannot be reached"
                 if local
-                else f"and {hub_url()} says: {said}"
+                else f"and {hub_url()} reports: {first_line(error)}"
             ),
-            rule=f"{MODULE_SPEC_FORMS}; the families are {', '.join(SMALL_CONFIGS)}",
-            remedy=f"{_did_you_mean(where)}Correct the name. For a machine without network, fetch the model on another "
-            f"with `hf download {where} --local-dir DIR` and give DIR",
+            rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}",
+            remedy=f"{_did_you_mean(where)}Correct the name. Without a network, download the model on another machine "
+            f"with `hf download {where} --local-dir DIR` and pass DIR",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"{where!r} asks for {layers} layers",
-            rule=f"A model has {MAX_SMALL_LAYERS} layers at the most: each is built, one after the other",
-            remedy="Correct num_hidden_layers, or what this family calls it",
+            f"The config {where!r} has {layers} layers",
+            rule=f"The maximum is {MAX_SMALL_LAYERS} layers, because each is built one after the other",
+            remedy="Correct num_hidden_layers, or the field that this family uses instead",
         )
     return config
 
 
 def first_token(tokens: int | list[int] | None, default: int) -> int:
-    """The first of what a config names as eos_token_id or the like."""
+    """Return the first of the token ids in a field such as eos_token_id."""
     if isinstance(tokens, list):
         return tokens[0] if tokens else default
     return default if tokens is None else tokens
 
 
-def _of_type(model_type: str, head: str = "") -> ModelSource:
+def _source_of_type(model_type: str, head: str = "") -> ModelSource:
     small = ReducedModelType(model_type, head)
     return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
 
@@ -617,7 +615,7 @@ def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
 
 
 def _vocab_size(config: Any) -> int | None:
-    """The smallest vocabulary of a model and its parts, None without any."""
+    """Return the smallest vocabulary of a model and its submodels, or None."""
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
     return min((size for size in sizes if isinstance(size, int)), default=None)
@@ -628,17 +626,14 @@ def _check_class(head: str, title: str) -> None:
 
     if model_class(head) is None:
         raise ConfigError(
-            f"{title} names the class {head!r}" if head else f"The config of {title} names no class",
-            remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Give module:function for a class of your own",
+            f"{title} has the class {head!r}, which transformers does not have" if head else f"{title} names no class",
+            remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Pass module:function for your own class",
         )
 
 
 def _did_you_mean(name: str, known: Any = SMALL_CONFIGS) -> str:
     hint = did_you_mean(name, known)
     return f"{hint} " if hint.startswith("Did") else ""
-
-
-# ------------------------------------------------------------------------------------------------------------ functions
 
 
 def _from_function(name: str) -> ModelSource:
@@ -649,25 +644,29 @@ def _from_function(name: str) -> ModelSource:
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ConfigError(
             f"{where!r} has no function {function_name!r}",
-            rule="module:function names a function at the top of a module",
+            rule="In module:function, the function is defined at the top level of the module",
             remedy=did_you_mean(function_name, known),
         )
-    if _takes_arguments(function):
+    try:
+        signature(function).bind()
+    except TypeError as error:
         raise ConfigError(
-            f"{name} takes the arguments {signature(function)}",
-            remedy="Give its parameters defaults, or write a function around it",
-        )
-    given = call_user_function(function, name)
-    if isinstance(given, nn.Module):
-        return ModelSource(name, function, type(given).__name__, getattr(given, "config", None))
-    own = dict(given) if isinstance(given, Mapping) else {}
-    if isinstance(given, tuple) and len(given) == 2:
-        own = dict(zip(_GIVEN, given))
-    if not callable(own.get("model_fn")) or not set(own) <= set(_GIVEN):
+            f"{name} has required arguments: {signature(function)}",
+            remedy="Add default values to its parameters, or wrap it in a function without arguments",
+        ) from error
+    except ValueError:  # a function written in C may have no signature
+        pass
+    returned = call_user_function(function, name)
+    if isinstance(returned, nn.Module):
+        return ModelSource(name, function, type(returned).__name__, getattr(returned, "config", None))
+    own = dict(returned) if isinstance(returned, Mapping) else {}
+    if isinstance(returned, tuple) and len(returned) == 2:
+        own = dict(zip(_FUNCTION_KEYS, returned))
+    if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"{name} gave {_describe(given)}",
-            rule=f"The function gives a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_GIVEN)}",
-            remedy="Return one of these, with functions from the top of the module",
+            f"{name} returned {_describe(returned)}",
+            remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
+            "functions from the top level of the module",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:
@@ -676,16 +675,8 @@ def _from_function(name: str) -> ModelSource:
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
-def _takes_arguments(function: Callable[..., Any]) -> bool:
-    try:
-        parameters = signature(function).parameters.values()
-    except ValueError:  # a function of C does not say
-        return False
-    needed = (p for p in parameters if p.default is Parameter.empty and p.kind != Parameter.VAR_POSITIONAL)
-    return any(p.kind <= Parameter.KEYWORD_ONLY for p in needed)
-
-
-def _describe(given: Any) -> str:
-    if isinstance(given, tuple | Mapping):
-        return f"a {type(given).__name__} of {', '.join(map(str, given)) if isinstance(given, Mapping) else len(given)}"
-    return f"a {type(given).__name__}"
+def _describe(returned: Any) -> str:
+    if isinstance(returned, tuple | Mapping):
+        content = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else len(returned)
+        return f"a {type(returned).__name__} of {content}"
+    return f"a {type(returned).__name__}"

@@ -1,4 +1,4 @@
-"""What verify found, the bounds it was held to, and both as text."""
+"""The result of ``verify``, its tolerances, and both as text."""
 
 from __future__ import annotations
 
@@ -14,13 +14,10 @@ from rich.table import Table
 
 from shardformer.errors import ConfigError
 
-WIDTH = 120
-"""Columns of a report as text."""
-
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest relative differences allowed, and the rounding of the dtype."""
+    """The largest allowed relative differences of losses and of gradients, and the machine epsilon of the dtype."""
 
     loss: float
     gradient: float
@@ -29,10 +26,13 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst difference of one kind: relative, where it is, and by how much it uses up what is allowed.
+    """The worst difference of one quantity between the sharded and the unsharded model.
 
-    ``used`` is the difference over what is allowed (the bound, or the reference's own noise where that is wider);
-    above 1, somebody could tell.
+    Args:
+        relative: the relative difference.
+        where: the step or the parameter in which it occurs.
+        used: the difference divided by the allowed one. The allowed difference is the tolerance, or the rounding noise
+            of the unsharded model where that is larger. Above 1 the comparison fails.
     """
 
     relative: float
@@ -42,9 +42,9 @@ class Difference:
 
 @dataclass
 class Report:
-    """What ``verify`` found. ``print`` it, or read ``passed`` and the worst differences.
+    """Result of ``verify``: print it, or read ``passed`` and the largest differences.
 
-    ``collectives`` of one step: name -> (calls of rank 0, bytes that all members of its groups send together).
+    ``collectives`` has the communication of one step: name -> (calls of rank 0, bytes sent by all ranks of its groups).
     """
 
     model: str
@@ -67,7 +67,7 @@ class Report:
 
     @property
     def kinds(self) -> list[tuple[str, Difference, float]]:
-        """What is compared: its name, the worst difference and the bound."""
+        """Each compared quantity with its largest difference and its tolerance."""
         return [
             ("losses", self.loss, self.bounds.loss),
             ("gradients", self.gradient, self.bounds.gradient),
@@ -75,61 +75,67 @@ class Report:
             ("weights", self.weight, self.bounds.gradient),
         ]
 
+    @property
+    def verdict(self) -> str:
+        """The reasons for a failure, if any, and the quantity that is closest to its tolerance, as text."""
+        kind, worst, bound = max(self.kinds, key=lambda compared: compared[1].used)
+        failed = [name for name, difference, _ in self.kinds if difference.used > 1]
+        reasons = [f"{', '.join(failed)} differ"] if failed else []
+        reasons += [f"{len(self.missing)} gradients or weights are missing"] if self.missing else []
+        prefix = f"{', '.join(reasons)}. " if reasons else ""
+        return f"{prefix}Largest difference {worst.relative:.1e} in {kind}, tolerance {bound:.0e}, at {worst.where}."
+
     def to_json(self) -> str:
         calls = {name: {"calls": n, "wire_bytes": sent} for name, (n, sent) in self.collectives.items()}
         return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        return report_as_text(self)
+        """Return the report without colors, with tables of at most 120 columns."""
+        text = io.StringIO()
+        print_report(Console(file=text, width=120, color_system=None, highlight=False, legacy_windows=False), self)
+        return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def tolerances_for(dtype: torch.dtype) -> Tolerances:
-    """The bounds for a dtype. Raises ConfigError for one in which nothing can be told."""
+    """Return the tolerances of a dtype. Raises ConfigError unless it is float32 or float64."""
     if dtype == torch.float64:
         return Tolerances(1e-10, 1e-10, 2.2e-16)
     if dtype == torch.float32:
         return Tolerances(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
-        f"dtype={dtype}",
-        rule="verify compares in fp64 or fp32: in 16 bits the noise is as wide as most mistakes",
-        remedy="Use dtype=torch.float64",
+        f"verify does not compare in dtype={dtype}",
+        rule="In 16 bits the rounding noise is as large as most errors",
+        remedy="Use dtype=torch.float64 or torch.float32",
     )
 
 
 def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
-    """Where parameters have 16 bits and masters have more: over data ranks alone nothing differs, over others rounding.
+    """Return the tolerances of a run with 16-bit parameters and fp32 master weights.
 
-    A part of a gradient that is left out, or counted twice, is told still. So is a ReLU that rounding lets flip (T5's).
+    They are wider than rounding, including a ReLU that rounding flips (T5), and narrower than the effect of a gradient
+    that is left out or counted twice.
     """
     return Tolerances(1e-2, 5e-2, torch.finfo(dtype).eps)
 
 
-def report_as_text(report: Report) -> str:
-    """The report without colours, at most 120 columns wide."""
-    text = io.StringIO()
-    console = Console(file=text, width=WIDTH, color_system=None, highlight=False, legacy_windows=False)
-    print_report(console, report)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
-
-
 def print_report(console: Console, report: Report, title: str = "") -> None:
-    """Prints a report; ``title`` says where the model came from."""
+    """Print a report.
+
+    Args:
+        title: where the model comes from.
+    """
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
-    came_from = f" ({escape(title)})" if title else ""
-    console.print(f"[bold]{escape(report.model)}[/]{came_from}: plain, and over {escape(report.layout)}.")
-    off = "dropout, and casts to fewer bits," if report.dtype == "float64" else "dropout"
-    console.print(f"{steps} in {report.dtype}, {off} off in both, {report.seconds:.1f} s.")
+    source = f" ({escape(title)})" if title else ""
+    console.print(f"[bold]{escape(report.model)}[/]{source}: unsharded, and sharded over {escape(report.layout)}.")
+    off = "dropout and casts to lower precision" if report.dtype == "float64" else "dropout"
+    console.print(f"{steps} in {report.dtype}, {off} disabled in both, {report.seconds:.1f} s.")
     _print_differences(console, report)
     _print_collectives(console, report)
-    told = [kind for kind, difference, _ in report.kinds if difference.used > 1]
     if report.missing:
-        told.append("missing gradients")
-        gone = f"Gradients that only one of the two has: {escape(', '.join(report.missing))}\n"
-        console.print(gone, soft_wrap=True)  # names of parameters stay in one piece
-    if told:
-        console.print(f"[bold red]SOMEBODY CAN TELL[/] by {', '.join(told)}.")
-    else:
-        console.print("[bold green]Nobody can tell.[/]")
+        missing = f"Gradients that only one of the two models has: {escape(', '.join(report.missing))}\n"
+        console.print(missing, soft_wrap=True)  # does not break the names of parameters
+    mark = "[bold green]PASS[/]" if report.passed else "[bold red]FAIL[/]"
+    console.print(f"{mark}: {escape(report.verdict)}", soft_wrap=True)
 
 
 def _print_differences(console: Console, report: Report) -> None:
@@ -157,5 +163,5 @@ def _print_collectives(console: Console, report: Report) -> None:
         table.add_row(name.replace("_", "-"), str(count), f"{sent / 1e6:.3f}")
     console.print(table)
     sends = any(name.startswith("send over ") for name in report.collectives)
-    alone = " Sends: rank 0's own, to the stages beside it." if sends else ""
-    console.print(f"Calls: those of rank 0. MB: what all members of rank 0's groups send together, added up.{alone}\n")
+    note = " Sends: only those of rank 0, to the adjacent stages." if sends else ""
+    console.print(f"Calls: made by rank 0. MB: sent by all members of rank 0's groups, in total.{note}\n")

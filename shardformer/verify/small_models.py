@@ -1,7 +1,7 @@
-"""Small random models of many families, every head class of each, and batches that fit them.
+"""Small random models of many families, with every head class, and batches for them.
 
-Odd on purpose: a vocabulary of 127, six heads of eight, two KV heads, MLPs of 70, images of 5 x 5 patches, windows that
-do not divide. No dropout, no stochastic depth, nothing masked by chance; no cache in what a model gives.
+Their sizes are odd, to reveal sharding errors: a vocabulary of 127, six heads of size 8, two KV heads, MLPs of 70,
+images of 5 x 5 patches, windows that do not divide them. Dropout, stochastic depth, random masking and caches are off.
 """
 
 from __future__ import annotations
@@ -33,19 +33,18 @@ _OPT: dict[str, Any] = dict(
     vocab_size=127, hidden_size=48, num_hidden_layers=2, num_attention_heads=6, ffn_dim=70,
     max_position_embeddings=64, dropout=0.0, bos_token_id=2, eos_token_id=2, pad_token_id=1, use_cache=False,
 )  # fmt: skip
-_WIDE = 0.2
-"""Of initial weights, where with the usual 0.02 hardly anything that attention computes would reach the loss."""
+_WIDE = 0.2  # Standard deviation of initial weights. With the usual 0.02, attention would hardly affect the loss
 _IMAGE_SIZES: dict[str, Any] = dict(image_size=20, patch_size=4)
 _VIT: dict[str, Any] = dict(
     hidden_size=48, num_hidden_layers=2, num_attention_heads=6, intermediate_size=70, **_IMAGE_SIZES,
 )  # fmt: skip
-# 7 x 7 patches in windows of 3: padded, and shifted in the second layer; then 4 x 4. Reconstructed from 4 x 4 by 7.
+# 7 x 7 patches in windows of 3 (padded, and shifted in the second layer), then 4 x 4. The decoder upsamples by 7.
 _SWIN: dict[str, Any] = dict(
     image_size=28, patch_size=4, embed_dim=24, depths=[2, 1], num_heads=[3, 6], window_size=3, mlp_ratio=1.46,
     drop_path_rate=0.0, encoder_stride=7, initializer_range=_WIDE,
 )  # fmt: skip
 QFORMER: Mapping[str, Any] = MappingProxyType({**_BERT, "encoder_hidden_size": 48, "cross_attention_frequency": 2})
-"""BLIP-2's second part; its first layer attends to the image, its second does not."""
+"""BLIP-2's Q-Former. Its first layer attends to the image, its second layer does not."""
 
 SMALL_CONFIGS: dict[str, dict[str, Any]] = {
     "bert": _BERT,
@@ -161,35 +160,21 @@ HEAD_CLASSES: dict[str, tuple[str, ...]] = {
 }  # fmt: skip
 
 DEFAULT_HEAD: dict[str, str] = {
-    "bert": "BertForMaskedLM",
-    "gpt2": "GPT2LMHeadModel",
-    "llama": "LlamaForCausalLM",
-    "t5": "T5ForConditionalGeneration",
-    "opt": "OPTForCausalLM",
-    "bloom": "BloomForCausalLM",
-    "falcon": "FalconForCausalLM",
-    "gpt_neo": "GPTNeoForCausalLM",
-    "gptj": "GPTJForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "roberta": "RobertaForMaskedLM",
-    "albert": "AlbertForMaskedLM",
-    "ernie": "ErnieForMaskedLM",
-    "whisper": "WhisperForConditionalGeneration",
-    "vit": "ViTForImageClassification",
-    "beit": "BeitForImageClassification",
-    "swin": "SwinForImageClassification",
-    "swinv2": "Swinv2ForImageClassification",
-    "sam": "SamModel",
-    "blip-2": "Blip2ForConditionalGeneration",
-}
-"""The head that a family is known by."""
+    "bert": "BertForMaskedLM", "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM",
+    "t5": "T5ForConditionalGeneration", "opt": "OPTForCausalLM", "bloom": "BloomForCausalLM",
+    "falcon": "FalconForCausalLM", "gpt_neo": "GPTNeoForCausalLM", "gptj": "GPTJForCausalLM",
+    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "mistral": "MistralForCausalLM",
+    "roberta": "RobertaForMaskedLM", "albert": "AlbertForMaskedLM", "ernie": "ErnieForMaskedLM",
+    "whisper": "WhisperForConditionalGeneration", "vit": "ViTForImageClassification",
+    "beit": "BeitForImageClassification", "swin": "SwinForImageClassification",
+    "swinv2": "Swinv2ForImageClassification", "sam": "SamModel", "blip-2": "Blip2ForConditionalGeneration",
+}  # fmt: skip
+"""The main head class of each family."""
 
 LANGUAGE_MODEL: Mapping[str, str] = MappingProxyType(
     {family: DEFAULT_HEAD[family] for family in ("bert", "gpt2", "llama", "t5")}
 )
-"""One family of each kind: an encoder, two decoders, an encoder with a decoder."""
+"""One family of each kind: an encoder, two decoders, an encoder-decoder."""
 
 FAMILY_OF: dict[str, str] = {head: family for family, heads in HEAD_CLASSES.items() for head in heads}
 
@@ -199,10 +184,10 @@ HEAD_CONFIG: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
         "BertLMHeadModel": _DECODER,
         "RobertaForCausalLM": _DECODER,
-        "AlbertForPreTraining": {"num_labels": 2},  # in order, or not
+        "AlbertForPreTraining": {"num_labels": 2},  # sentence order
         "ErnieForCausalLM": _DECODER,
         "BeitForMaskedImageModeling": {"use_mask_token": True},
-        # it reads what goes into the layers that it names, so of the last it reads nothing
+        # it reads the inputs of the listed layers, so the output of the last layer is unused
         "BeitForSemanticSegmentation": {"num_hidden_layers": 4, "out_indices": [1, 2, 3, 4]},
         "BeitBackbone": {"out_indices": [0, 1, 2]},
         "SwinBackbone": {"out_indices": [1, 2]},
@@ -212,33 +197,29 @@ HEAD_CONFIG: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "Blip2TextModelWithProjection": _WITH_TEXT,
     }
 )
-"""Fields of the config that a head needs and its family's small model does not have."""
+"""Additional fields of the config that a head needs."""
 
 SUBMODEL_FIELDS: Mapping[str, str] = MappingProxyType(
-    {
-        "SamVisionModel": "vision_config",
-        "Blip2VisionModel": "vision_config",
-        "Blip2QFormerModel": "qformer_config",
-    }
+    {"SamVisionModel": "vision_config", "Blip2VisionModel": "vision_config", "Blip2QFormerModel": "qformer_config"}
 )
-"""The field of the family's config that holds the whole config of a head which is only a part of the model."""
+"""Field of the family's config with the config of a head that is a submodel."""
 
-_IMAGES_ALONE = ("vit", "beit", "swin", "swinv2", "sam")
+_VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
 def is_vision_only(head: str) -> bool:
     """Whether a head takes images and no tokens."""
-    return FAMILY_OF.get(head) in _IMAGES_ALONE or head == "Blip2VisionModel"
+    return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
 def settings_of(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """What the small model of a head says in its own config: of the part alone where the head is a part."""
+    """Return the fields of a head's config in its small model, or of the submodel's config if it is one."""
     family = SMALL_CONFIGS[FAMILY_OF[head]]
     settings = {**family, **HEAD_CONFIG.get(head, {})}
     return {**(settings[SUBMODEL_FIELDS[head]] if head in SUBMODEL_FIELDS else settings), **changes}
 
 
-# B batch, C channels, P patches, Q points' groups, K points, S sequence, H hidden
+# B batch, C channels, P patches, Q point groups, K points, S sequence, H hidden
 
 IGNORED = 255
 
@@ -246,7 +227,7 @@ IGNORED = 255
 def image_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
 ) -> dict[str, Tensor]:
-    """Images, and what the head takes: a class, masked patches, or a class for each pixel."""
+    """Return random images with the labels of the head: a class, masked patches, or a class per pixel."""
     images_BCss = pixels(generator, settings, batch)
     if head.endswith("ForImageClassification"):
         labels_B = torch.randint(num_labels, (batch,), generator=generator)
@@ -271,13 +252,13 @@ def _masked(head: str, generator: Generator, settings: Mapping[str, Any], batch:
     order_BP = torch.rand(batch, num_patches, generator=generator).argsort(dim=1)
     if head != "BeitForMaskedImageModeling":
         return {"bool_masked_pos": order_BP < num_patches // 3}
-    # BEiT's labels are those of the masked patches of all images in a row: with one in each image, a label a row
+    # BEiT's labels are those of all masked patches in a row: one masked patch per image gives one label per row
     labels_B = torch.randint(settings["vocab_size"], (batch,), generator=generator)
     return {"bool_masked_pos": order_BP == 0, "labels": labels_B}
 
 
 def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Images with two prompts each: points of all kinds (on it, off it, none, padding), a box, a mask to begin with."""
+    """Return images with two prompts each: points (foreground, background, none, padding), a box and a mask."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
@@ -293,7 +274,7 @@ def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> 
 def blip_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """An image before a text, or what one of BLIP-2's parts takes."""
+    """Return an image and a text for BLIP-2, or the inputs of one of its submodels."""
     if head == "Blip2TextModelWithProjection":
         return dict(text)
     ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
@@ -301,7 +282,7 @@ def blip_batch(
     if head == "Blip2QFormerModel":
         states = torch.randn(batch, 17, settings["encoder_hidden_size"], generator=generator)
         queries = torch.randn(batch, ids_BS.shape[1], settings["hidden_size"], generator=generator)
-        # transformers takes no padding there beside a text, which does not attend to these states
+        # transformers accepts no padding here with a text, which does not attend to these states
         mask = torch.ones(batch, 17, dtype=torch.long)
         return {
             "query_embeds": queries, "attention_mask": mask_BS, "encoder_hidden_states": states,
@@ -310,18 +291,18 @@ def blip_batch(
     images = pixels(generator, settings["vision_config"], batch)
     if head.startswith("Blip2Vision"):
         return {"pixel_values": images}
-    places = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
+    image_tokens = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
     out = {
         "pixel_values": images,
-        "input_ids": torch.cat([places, ids_BS], dim=1),
-        "attention_mask": torch.cat([torch.ones_like(places), mask_BS], dim=1),
+        "input_ids": torch.cat([image_tokens, ids_BS], dim=1),
+        "attention_mask": torch.cat([torch.ones_like(image_tokens), mask_BS], dim=1),
     }
     if head == "Blip2ForImageTextRetrieval":
-        # the other way compares each image with each text of the batch: no mean over rows
+        # the contrastive head compares each image with each text of the batch, so its loss is no mean over samples
         return {**out, "use_image_text_matching_head": torch.tensor(True)}
     labels_BS = ids_BS.roll(1, dims=0)
     labels_BS[:, :3] = -100
-    return {**out, "labels": torch.cat([torch.full_like(places, -100), labels_BS], dim=1)}
+    return {**out, "labels": torch.cat([torch.full_like(image_tokens, -100), labels_BS], dim=1)}
 
 
 # B batch, M mel bins, F frames, T target tokens, H hidden
@@ -330,14 +311,14 @@ def blip_batch(
 def sound_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
 ) -> dict[str, Tensor]:
-    """What Whisper's heads take: a spectrogram of full length, and words or a class."""
+    """Return the inputs of a Whisper head: a spectrogram of full length, and text or a class label."""
     ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
     batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
     labels_BT = ids_BT.roll(-1, dims=1)
     labels_BT[:, :3] = -100
     if head == "WhisperForCausalLM":
-        heard_BFH = torch.randn(batch, 7, settings["d_model"], generator=generator)
-        return {**text, "encoder_outputs": heard_BFH, "labels": labels_BT}
+        encoded_BFH = torch.randn(batch, 7, settings["d_model"], generator=generator)
+        return {**text, "encoder_outputs": encoded_BFH, "labels": labels_BT}
     sounds = {"input_features": torch.randn(batch, settings["num_mel_bins"], frames, generator=generator)}
     if head == "WhisperForAudioClassification":
         return {**sounds, "labels": torch.randint(num_labels, (batch,), generator=generator)}
@@ -346,22 +327,20 @@ def sound_batch(
     return {**sounds, "decoder_attention_mask": mask_BT, "labels": labels_BT}
 
 
-FIRST_TOKEN = 5
-"""Those before mean something: padding, a start, an end, an image."""
+FIRST_TOKEN = 5  # smaller token ids are reserved for padding, start, end and image tokens
 
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Random batches for a head class: call it with a step. Different samples in every row, padding, ignored labels.
+    """Random batches for a head class, with different samples in every row, padding, and ignored labels.
 
-    Every row counts equally many labels, so the loss of a batch is the mean of the losses of its parts.
+    Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
 
     Args:
-        head: a class of transformers. One that is not in ``HEAD_CLASSES`` is taken to read tokens.
-        vocab_size, num_labels, eos: of the model.
-        batch, sequence: rows, and tokens in a row.
-        changes: fields of the head's own config that differ from the small model's; they say the sizes of images and
-            sounds.
+        head: a class of transformers. Classes outside of ``HEAD_CLASSES`` receive token ids.
+        vocab_size, num_labels, eos: fields of the model's config.
+        batch, sequence: rows, and tokens per row.
+        changes: fields of the head's config that differ from the small model's, for the sizes of images and sounds.
     """
 
     head: str
@@ -438,29 +417,30 @@ class RandomBatches:
 
 
 def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The head's own loss, or its losses added up; of a model without a loss, how far all that it gives is from a wave.
+    """Return the loss of a head, the sum of its losses, or the mean squared distance of its outputs from a cosine.
 
-    The wave is the same in every row, so the loss of a batch is the mean of those of its parts; and it is no constant,
-    whose distance from what a norm gives would be one too, without a gradient.
+    The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
+    constant, because the distance of a normalized output from a constant has no gradient.
 
-    Raises ConfigError where a model gives neither a loss nor tensors by name.
+    Raises:
+        ConfigError: the model returns neither a loss nor named tensors.
     """
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
-    given = _float_outputs(output) if isinstance(output, Mapping) else iter(())
-    distances = losses or [_distance(x) for x in _unique_tensors(given)]
+    outputs = _float_outputs(output) if isinstance(output, Mapping) else iter(())
+    distances = losses or [_distance(x) for x in _unique_tensors(outputs)]
     if not distances:
         raise ConfigError(
-            f"{type(model).__name__} gave no loss: its output, a {type(output).__name__}, has none",
-            remedy="Give loss_fn=, a function (model, batch) -> loss",
+            f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no such field",
+            remedy="Pass loss_fn=, a function (model, batch) -> loss",
         )
     return torch.stack([x.double() for x in distances]).sum()
 
 
 def weights_loss_by_sample(head: str) -> bool:
-    """Whether what ``sample_loss`` gives of a head is no mean that torch's own losses compute.
+    """Whether ``sample_loss`` of a head averages over samples instead of labels.
 
-    Over micro-batches such a loss is weighed by their numbers of samples: ``num_samples``.
+    The losses of micro-batches must then be weighted by ``num_samples``.
     """
     if head.endswith(("LMHeadModel", "DoubleHeadsModel")) or head in ("BeitForMaskedImageModeling", "Blip2Model"):
         return False
@@ -468,12 +448,12 @@ def weights_loss_by_sample(head: str) -> bool:
 
 
 def num_samples(batch: Mapping[str, Any]) -> float:
-    """How many samples a batch, or a micro-batch, has."""
+    """Return the number of samples in a batch or micro-batch."""
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
 def _float_outputs(output: Any) -> Iterator[Tensor]:
-    """All tensors that float; a cache of keys and values is no such container, and is left out."""
+    """Yield all floating-point tensors of an output. Caches of keys and values are ignored."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -486,7 +466,7 @@ def _float_outputs(output: Any) -> Iterator[Tensor]:
 
 
 def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Without what is given twice, such as logits and their transpose."""
+    """Remove duplicates, such as logits and their transpose."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
         place = tensor.data_ptr() if has_data(tensor) else memory_of(tensor)
@@ -500,29 +480,21 @@ def _distance(x: Tensor) -> Tensor:
     return (x.double() - wave).square().mean()
 
 
-_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
-"""Where it is not ``num_hidden_layers``."""
-_PARTS = ("vision_config", "qformer_config", "text_config")
+_DEPTH_FIELD = {"gpt2": "n_layer", "bloom": "n_layer", "gptj": "n_layer"}
+"""The field with the number of layers, if it is not ``num_hidden_layers``."""
+_SUBMODEL_CONFIGS = ("vision_config", "qformer_config", "text_config")
+_TWO_STACKS = (
+    "T5Model", "T5ForConditionalGeneration", "T5ForSequenceClassification", "T5ForQuestionAnswering", "WhisperModel",
+    "WhisperForConditionalGeneration", "Blip2ForImageTextRetrieval", "Blip2VisionModelWithProjection",
+)  # fmt: skip
 STACKS: Mapping[str, int] = MappingProxyType(
-    {
-        "T5Model": 2,
-        "T5ForConditionalGeneration": 2,
-        "T5ForSequenceClassification": 2,
-        "T5ForQuestionAnswering": 2,
-        "WhisperModel": 2,
-        "WhisperForConditionalGeneration": 2,
-        "Blip2Model": 3,
-        "Blip2ForConditionalGeneration": 3,
-        "Blip2ForImageTextRetrieval": 2,
-        "Blip2VisionModelWithProjection": 2,
-    }
+    {**dict.fromkeys(_TWO_STACKS, 2), "Blip2Model": 3, "Blip2ForConditionalGeneration": 3}
 )
-"""How many stacks of layers a head runs through, where that is not one."""
+"""Number of layer stacks in a head, if it is not one."""
 
 
 def depth_of(family: str, head: str, layers: int) -> int:
-    """``layers``, or a few more: where each of its stacks gets as many, or its layers come in pairs; never fewer than
-    the small model has."""
+    """Return the depth of a small model with at least ``layers`` layers, rounded up to what the family supports."""
     stacks = STACKS.get(head, 1)
     least = {"swin": 3, "swinv2": 3}.get(family, 4 if head == "BeitForSemanticSegmentation" else 2)
     each = max(least, -(-layers // stacks))
@@ -530,11 +502,11 @@ def depth_of(family: str, head: str, layers: int) -> int:
 
 
 def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
-    """The fields of the family's config with which a head has ``depth_of(family, head, layers)`` layers in all."""
+    """Return the fields of the family's config for ``depth_of(family, head, layers)`` layers in total."""
     each = depth_of(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
-        return {part: {**settings[part], "num_hidden_layers": each} for part in _PARTS if part in settings}
+        return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
     if family == "t5":
         return {"num_layers": each, "num_decoder_layers": each}
     if family == "whisper":
@@ -543,33 +515,34 @@ def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
         return {"num_layers": each, "attention_types": [[["global", "local"], each // 2]]}
     if family in ("swin", "swinv2"):
         return {"depths": [2, each - 2]}
-    return {_FIELD.get(family, "num_hidden_layers"): each}
+    return {_DEPTH_FIELD.get(family, "num_hidden_layers"): each}
 
 
 LIBRARIES: dict[str, str] = {}
-"""Family -> the module that defines its classes and its ``config(changes)``, of families that transformers lacks."""
+"""Family -> the module with its classes and ``config(changes)``, for families that transformers does not have."""
 
 
 def register_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
-    """Adds a small model of a family that transformers lacks. Importing ``module`` must call this.
+    """Register a small model of a family that transformers does not have. Importing ``module`` must call this.
 
     Args:
         family: the ``model_type`` of its config.
-        module: defines ``config(changes)`` and the classes named in ``heads``, of which the first is the main one.
+        module: the module that defines ``config(changes)`` and the classes in ``heads``.
+        heads: the head classes, the main one first.
         num_layers: the field of the config with the number of layers.
     """
     SMALL_CONFIGS[family], HEAD_CLASSES[family], DEFAULT_HEAD[family], LIBRARIES[family] = {}, heads, heads[0], module
-    _FIELD[family] = num_layers
+    _DEPTH_FIELD[family] = num_layers
     FAMILY_OF.update(dict.fromkeys(heads, family))
 
 
 @dataclass(frozen=True)
 class SmallModel:
-    """A small model of a family: call it to build the model. Picklable.
+    """Small random model of a family. Call it to build the model. Picklable.
 
     Args:
         family: one of ``SMALL_CONFIGS``.
-        head: a class of transformers; by default the family's main one.
+        head: a class of transformers. Empty: the main head of the family.
         changes: fields of the family's config that differ from ``SMALL_CONFIGS``.
     """
 
@@ -587,16 +560,14 @@ class SmallModel:
         return self.head or DEFAULT_HEAD[self.family]
 
     def deeper(self, layers: int) -> SmallModel:
-        """The same with ``layers`` layers in all, for that many stages of a pipeline; with a few more where a family's
-        layers come in pairs or in several stacks, or where the small model has more."""
+        """Return the same model with at least ``layers`` layers, rounded up to what the family supports."""
         return replace(self, changes={**self.changes, **with_layers(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
-        """The config that the head takes: of its part of the family's where it is a part."""
+        """Return the config of the head. A head that is a submodel has the submodel's config."""
         if self.library != "transformers":
             return import_module(self.library).config(self.changes)
         transformers = load_transformers()
-
         head = self.head_class
         num_labels = 2 if head.endswith("ForQuestionAnswering") else 3
         settings = {**SMALL_CONFIGS[self.family], "num_labels": num_labels, **HEAD_CONFIG.get(head, {}), **self.changes}
@@ -604,20 +575,19 @@ class SmallModel:
         return getattr(config, SUBMODEL_FIELDS[head]) if head in SUBMODEL_FIELDS else config
 
     def __call__(self) -> nn.Module:
-        with _LOADS:
+        with _IMPORT_LOCK:
             config, kind = self.config(), getattr(import_module(self.library), self.head_class)
         model: nn.Module = kind(config)
-        _fill_tables(model)
+        _randomize_zeros(model)
         return model
 
 
-_LOADS = threading.Lock()
-"""Ranks that are threads: transformers loads itself and its classes where they are first used."""
+_IMPORT_LOCK = threading.Lock()  # serializes the lazy imports of transformers when ranks are threads
 
 
 @torch.no_grad()
-def _fill_tables(model: nn.Module) -> None:
-    """Random numbers for tables and tokens that start at zero, such as relative positions: a zero shows no mistake."""
+def _randomize_zeros(model: nn.Module) -> None:
+    """Replace tables that are initialized to zero, such as relative positions, because zeros hide errors."""
     for param in model.parameters():
         if param.dim() > 1 and has_data(param) and not param.any():
             param.normal_(std=0.02)

@@ -1,4 +1,4 @@
-"""Trains the plain model on the first worker and the sharded one on all, in fp64 where the model allows it."""
+"""Trains the unsharded model on the first worker and the sharded model on all workers, in fp64 where possible."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial, wraps
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,18 +48,17 @@ WIDE: dict[Any, Any] = {
     **dict.fromkeys((torch.complex64, torch.complex32), torch.complex128),
     **dict.fromkeys((Tensor.float, Tensor.half, Tensor.bfloat16), Tensor.double),
 }
-"""dtype, or cast to it -> what an fp64 model gets in its place."""
+"""Maps dtypes, and the methods that cast to them, to their fp64 counterparts."""
 
 LIKE_FUNCTIONS = (Tensor.to, Tensor.type, Tensor.type_as)
-"""Casts whose dtype may be that of another tensor, or a name."""
+"""Casts that may take their dtype from another tensor, or by name."""
 BACKWARD_FUNCTIONS = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
 
-UNITS = 4
-"""By how many units in the last place an operation's result is off, at most."""
+UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64(TorchFunctionMode):
-    """Whoever asks for fewer bits than fp64 has gets fp64: LLaMA's norm, the upcast of logits, a softmax in fp32."""
+    """Function mode that replaces casts to lower precision by fp64 (LLaMA's norm, upcast logits, fp32 softmax)."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -73,46 +72,44 @@ class ForceFp64(TorchFunctionMode):
         return out
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What a backward computes again, under checkpointing, is without casts too: its nodes run in this mode."""
-        before, _NOW.mode = _NOW.mode, self
+        """Run a backward in this mode, because activation checkpointing recomputes the forward's casts in it."""
+        before, _CURRENT.mode = _CURRENT.mode, self
         try:
-            with temporarily(BACKWARD_PATCH, _lead_backwards):
+            with temporarily(BACKWARD_PATCH, _patch_backward):
                 return func(*args, **kwargs)
         finally:
-            _NOW.mode = before
+            _CURRENT.mode = before
 
 
-class _Now(threading.local):
-    """The mode in which this thread starts a backward."""
-
-    mode: ForceFp64 | None = None
+class _CurrentMode(threading.local):
+    mode: ForceFp64 | None = None  # of the backward that this thread runs
 
 
-_NOW = _Now()
+_CURRENT = _CurrentMode()
 ENGINE = "_engine_run_backward"
 BACKWARD_PATCH = Patch(
     f"torch.autograd.{ENGINE}",
     "shardformer.verify.train_both",
-    "while verify runs a backward in fp64: activation checkpointing recomputes in fp64 as well",
+    "while verify runs a backward in fp64, so that activation checkpointing recomputes in fp64",
 )
 
 
-def _lead_backwards() -> Undo:
-    """A backward runs in the mode of the thread that starts it; in other threads it stays torch's."""
+def _patch_backward() -> Undo:
+    """Patch autograd to run a backward in the mode of the thread that starts it."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
     def run(*tensors: Any, **options: Any) -> Any:
-        with nullcontext() if _NOW.mode is None else _NOW.mode:
+        with nullcontext() if _CURRENT.mode is None else _CURRENT.mode:
             return original(*tensors, **options)
 
     return replace_attribute(torch.autograd, ENGINE, run)
 
 
 class RandomRounding(TorchDispatchMode):
-    """The result of each operation is off by a little, at random: what comes out differs as rounding lets it differ.
+    """Dispatch mode that adds random rounding errors to every result, to estimate the noise of a computation.
 
-    A sum whose terms cancel is so off by what the terms are rounded by (Monte Carlo arithmetic, Parker 1997).
+    A sum whose terms cancel then varies by the rounding of its terms (Monte Carlo arithmetic, Parker 1997).
     """
 
     def __init__(self, seed: int) -> None:
@@ -135,32 +132,10 @@ class RandomRounding(TorchDispatchMode):
             t.addcmul_(t, off, value=UNITS * torch.finfo(t.dtype).eps)
 
 
-class _Micro(Protocol):
-    @property
-    def num_parts(self) -> int: ...
+def check_batch(job: VerifyJob) -> None:
+    """Raise ConfigError if data ranks and micro-batches cannot split the first batch.
 
-
-class BatchSharing(Protocol):
-    """What of a ``VerifyJob`` says how batches are made and shared out."""
-
-    @property
-    def batch_fn(self) -> Callable[[int], Mapping[str, Any]]: ...
-    @property
-    def data(self) -> int: ...
-    @property
-    def num_parts(self) -> int: ...
-    @property
-    def pipeline(self) -> _Micro | None: ...
-    @property
-    def ids(self) -> Mapping[str, int]: ...
-    @property
-    def computes_in(self) -> torch.dtype: ...
-
-
-def check_batch(job: BatchSharing) -> None:
-    """Raises ConfigError for a first batch that data ranks and micro-batches cannot share.
-
-    One that fails is left to the workers.
+    Errors of ``batch_fn`` itself are left to the workers.
     """
     try:
         batch = job.batch_fn(0)
@@ -169,43 +144,48 @@ def check_batch(job: BatchSharing) -> None:
     _micro_batches(job, data_rank_batch(job, batch, 0, job.data))
 
 
-def data_rank_batch(job: BatchSharing, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
-    """What one of so many data ranks gets of a batch, in the precision of the models."""
-    size = _batch_size(batch)
+def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
+    """Return the shard of a batch for one of ``parts`` data ranks, in the dtype of the models."""
+    if not any(x.dim() for _, x in named_tensors_in(batch)):
+        raise ConfigError(
+            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
+            remedy="Return the arguments of the model's forward from batch_fn",
+        )
+    size = batch_size_of(batch)
     if size % parts:
         raise ConfigError(
-            f"A batch of {size} samples over data={parts}", remedy=f"Let batch_fn give a multiple of {parts}"
+            f"data={parts} does not divide the batch of {size} samples",
+            remedy=f"Return a multiple of {parts} samples from batch_fn",
         )
     part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
 
 
-def check_independent_samples(job: BatchSharing, model: nn.Module) -> None:
-    """Raises ConfigError for a model that compares the samples of a batch, which is then cut, with each other."""
+def check_independent_samples(job: VerifyJob, model: nn.Module) -> None:
+    """Raise ConfigError for a model that compares the samples of a batch with each other, if batches are split."""
     whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
-        (whole, part, "Compare with the parts (--average-loss-over ranks), or use one data rank"),
+        (whole, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
-            for name in _tables(model, larger, smaller):
+            for name in _per_sample_matrices(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other: {name} of "
-                    f"{batch_size_of(larger)} samples is a table of as many rows and columns, and smaller of fewer",
-                    rule="The loss of a batch that is cut is put together of the losses of its parts, each of which is "
-                    "computed without the other samples",
+                    f"{type(model).__name__} compares the samples of a batch with each other: the size of {name} is "
+                    f"the square of the batch size ({batch_size_of(larger)})",
+                    rule="If a batch is split, the loss of each shard is computed without the other samples",
                     remedy=remedy,
                 )
 
 
-def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
-    """What a model gives that has a row and a column for each sample."""
+def _per_sample_matrices(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
+    """Yield the names of outputs with one row and one column per sample."""
     try:
         with torch.no_grad():
             both = [model(**batch) for batch in (larger, smaller)]
-    except Exception:  # called in another way, by a loss_fn
+    except Exception:  # a loss_fn calls the model in another way
         return
     if all(isinstance(output, Mapping) for output in both):
         for name in both[0].keys() & both[1].keys():
@@ -214,23 +194,14 @@ def _tables(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, A
                 yield name
 
 
-def _micro_batches(job: BatchSharing, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
     return split_batch(part, micro_batch_sizes(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
 
 
-def _batch_size(batch: Mapping[str, Any]) -> int:
-    if not any(x.dim() for _, x in named_tensors_in(batch)):
-        raise ConfigError(
-            f"The batch holds {', '.join(batch) or 'nothing'} and no tensor",
-            remedy="Let batch_fn return what the model's forward takes",
-        )
-    return batch_size_of(batch)
-
-
 class PrecomputedForward(nn.Module):
-    """The model for a loss function that calls it, when it has been called already: gives what it gave."""
+    """Stands in for the model in ``loss_fn`` after a pipeline has run it: its forward returns the stored output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -242,8 +213,8 @@ class PrecomputedForward(nn.Module):
             if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
                 raise ConfigError(
                     f"loss_fn calls the model with {name}, a tensor that is not in the batch",
-                    rule="A pipeline has run the model on the batch already when the loss is computed",
-                    remedy="Let batch_fn give what the model is called with, and loss_fn call model(**batch)",
+                    rule="A pipeline computes the loss after it has run the model on the batch",
+                    remedy="Return all inputs of the model from batch_fn, and call model(**batch) in loss_fn",
                 )
         return self.__dict__["replayed"][1]
 
@@ -256,19 +227,18 @@ BatchFn = Callable[[int], Mapping[str, Any]]
 LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
 
 MAX_NORM = 1.0
-DRAWS = 3
-"""Backwards with random rounding, over all steps or more: one alone may find a sum that is off by nothing."""
+DRAWS = 3  # Minimum number of backwards with random rounding over all steps. A single one may miss the noise of a sum
 
 
 @dataclass(frozen=True)
 class VerifyPipeline:
-    """A pipeline to compare with the plain model.
+    """A pipeline to compare with the unsharded model.
 
     Args:
-        pipe: stages.
-        micro_batches: into how many parts a batch is cut, by default as many as there are stages.
-        stages: what else ``PipelineStageManager`` takes, such as ``{"schedule": "gpipe"}``.
-        loss_weight: micro-batch -> how much counts in it, as ``Pipeline`` takes it.
+        pipe: the number of stages.
+        micro_batches: the number of micro-batches per batch. None: the number of stages.
+        stages: other options of ``PipelineStageManager``, such as ``{"schedule": "gpipe"}``.
+        loss_weight: micro-batch -> its weight in the loss, as for ``Pipeline``.
     """
 
     pipe: int = 2
@@ -278,12 +248,12 @@ class VerifyPipeline:
 
     @property
     def num_parts(self) -> int:
-        """Into how many micro-batches a batch is cut."""
+        """The number of micro-batches per batch."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
     def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
-        """The stages; without processes if there is no context. Raises ConfigError for unsupported options."""
-        rule = "VerifyPipeline(stages=) has the options of PipelineStageManager"
+        """Return the stage manager, without process groups if ``context`` is None. Raises ConfigError."""
+        rule = "VerifyPipeline(stages=) takes the options of PipelineStageManager"
         check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
         make_schedule(
             self.stages.get("schedule", "1f1b"), self.pipe, self.num_parts, self.stages.get("num_model_chunks")
@@ -291,14 +261,14 @@ class VerifyPipeline:
         return PipelineStageManager(context or ParallelContext.of({"pipe": self.pipe}), **self.stages)
 
     def __str__(self) -> str:
-        said = {"schedule": "{}", "num_model_chunks": "{} chunks"}
-        options = [said.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
+        formats = {"schedule": "{}", "num_model_chunks": "{} chunks"}
+        options = [formats.get(name, f"{name}={{}}").format(value) for name, value in self.stages.items()]
         parts = "1 micro-batch" if self.num_parts == 1 else f"{self.num_parts} micro-batches"
         return ", ".join([*options, parts])
 
 
-StepOf = Callable[[Mapping[str, Any], int, int], Tensor]
-"""(a rank's part of a batch, the number of the backward, the data rank) -> the loss, behind its backward."""
+StepFn = Callable[[Mapping[str, Any], int, int], Tensor]
+"""(shard of a batch, index of the backward, data rank) -> the loss, after its backward."""
 
 
 @dataclass(frozen=True)
@@ -316,17 +286,19 @@ class VerifyJob:
     training: VerifyTraining = field(default_factory=VerifyTraining)
     sequence: int | tuple[int, int] = 1
     grid: int | tuple[int, ...] = 1
-    ids: Mapping[str, int] = field(default_factory=dict)  # field of the config -> a token that stands for images
-    device: str = "cpu"  # of both models
+    ids: Mapping[str, int] = field(default_factory=dict)  # config field -> token id of an image or sound placeholder
+    device: str = "cpu"
 
     def __post_init__(self) -> None:
-        self.training.check_pipeline(self.pipe)
+        if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
+            what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
+            raise ConfigError(what, remedy="Use micro_batches= (--micro-batches) instead")
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
     @property
     def computes_in(self) -> torch.dtype:
-        """Of the parameters of both models, and of what flows through them."""
+        """The dtype of the parameters and activations of both models."""
         return self.training.dtype or self.dtype
 
     @property
@@ -339,13 +311,13 @@ class VerifyJob:
 
     @property
     def num_parts(self) -> int:
-        """Into how many parts the plain model is given a batch."""
+        """The number of shards in which the unsharded model receives a batch."""
         return 1 if self.training.average_loss_over == "tokens" else self.data
 
 
 @dataclass
 class TrainingTrace:
-    """What one run leaves: per step the loss, the gradients and their norm; the weights before and after."""
+    """Record of one training run: loss, gradients and gradient norm of each step, weights before and after."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -357,7 +329,7 @@ class TrainingTrace:
 
 
 def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
-    """Called on every worker: the plain trace (on the first only), the sharded one, the model's name, the layout."""
+    """Train both models on a worker. Return the traces (the unsharded one on rank 0 only), model name and layout."""
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
@@ -367,7 +339,7 @@ def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, s
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
     layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
-    layout += ["each batch plain in one"] if job.num_parts < job.data else []
+    layout += ["reference loss over the full batch"] if job.num_parts < job.data else []
     layout += [str(job.training)] if job.training.zero_stage is not None else []
     return plain, sharded, name, ", ".join(layout)
 
@@ -380,7 +352,7 @@ def build(job: VerifyJob) -> nn.Module:
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
     if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
-        config._experts_implementation = "eager"  # transformers' others do not compute in fp64
+        config._experts_implementation = "eager"  # the other implementations do not compute in fp64
     return model
 
 
@@ -390,31 +362,25 @@ def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     output = model(**batch)
     loss = loss_in(output)
     if loss is None:
-        raise _no_loss(model, output)
+        needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
+        field = "" if needs_labels else f": its output, a {type(output).__name__}, has no such field"
+        remedy = (
+            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (model, batch) -> loss"
+        )
+        raise ConfigError(f"{type(model).__name__} returned no loss{field}", remedy=remedy)
     return loss
 
 
 def _loss_of_step(
     job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
-    """The loss with random numbers of this step and part: what is drawn between blocks is the same in both layouts."""
+    """Compute the loss with a seed of this step and data rank, so that both models draw the same random numbers."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
     return _loss(job, model, part)
 
 
 def _arithmetic(job: VerifyJob) -> AbstractContextManager[Any]:
     return ForceFp64() if job.computes_in == torch.float64 else nullcontext()
-
-
-def _no_loss(model: nn.Module, output: Any) -> ConfigError:
-    labels = hasattr(output, "loss")  # such an output has a loss where the batch has labels
-    return ConfigError(
-        f"{type(model).__name__} gave no loss"
-        + ("" if labels else f": its output, a {type(output).__name__}, has none"),
-        remedy="Add labels to the batch, or give loss_fn="
-        if labels
-        else "Give loss_fn=, a function (model, batch) -> loss",
-    )
 
 
 def _run_plain(job: VerifyJob) -> TrainingTrace:
@@ -432,7 +398,7 @@ def _run_plain(job: VerifyJob) -> TrainingTrace:
 
 
 def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Notes a step's loss and gradients, which stay in ``.grad``, and how far rounding moves each gradient."""
+    """Record a step's loss, its gradients (which stay in ``.grad``), and the rounding noise of each gradient."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
@@ -453,40 +419,34 @@ def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace)
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
 
-def _part_of(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> Mapping[str, Any]:
-    """On the device of the models."""
-    part: Mapping[str, Any] = on_device(data_rank_batch(job, batch, rank, parts), torch.device(job.device))
-    return part
-
-
 def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     losses = []
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = _part_of(job, batch, rank, job.num_parts)
+            part = on_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
             losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
 
 def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
-    """Raises ConfigError for a model that draws what the sharded one cannot draw alike."""
+    """Raise ConfigError if the loss depends on random numbers that the sharded model cannot draw identically."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
     with torch.no_grad(), _arithmetic(job):
         first, second = (float(_plain_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
-            f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is computed again",
-            rule="Each micro-batch of a pipeline, and each data rank's part of a whole batch, draws its own numbers"
+            f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is recomputed",
+            rule="Micro-batches, and data ranks with a reference over the full batch, draw different random numbers"
             if draws_anew
-            else "The same random numbers of torch, numpy and Python give the same loss",
-            remedy="Switch off what is random in the model",
+            else "With the same seeds of torch, NumPy and Python the loss must be the same",
+            remedy="Disable the randomness in the model",
         )
 
 
 def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
     model, trace = build(job), TrainingTrace()
-    options = {"check_consistency": False, **job.config}  # differences are reported by the comparison
+    options = {"check_consistency": False, **job.config}  # the comparison itself reports divergence
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
@@ -500,11 +460,13 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
     for step in range(job.steps):
         with CollectiveRecorder(context) as recorder, _arithmetic(job):
-            loss = _accumulated_backward(job, model, optimizer, step_of, step)
+            loss = _run_backwards(job, model, optimizer, step_of, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
-            _gathered(model, context, {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()})
+            _gather_full_tensors(
+                model, context, {n: _full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
+            )
         )
         trace.norms.append(float(clip_grad_norm_(model, MAX_NORM)))
         optimizer.step()
@@ -513,27 +475,27 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
         whole = full_state_dict(model)
         trace.after = {n: whole[n] for n in trace.grads[-1]}
     else:
-        after = _gathered(model, context, {n: p.detach() for n, p in model.named_parameters()})
+        after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
         trace.after = {n: p for n, p in after.items() if p is not None}
     trace.collectives = {f"{op} over {axis} ({why})": v for (op, axis, why), v in recorder.table().items()}
     return trace, name
 
 
-def _accumulated_backward(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepOf, step: int) -> Tensor:
-    """All of one step. Returns the mean of their losses."""
+def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepFn, step: int) -> Tensor:
+    """Run all forwards and backwards of a step. Return the mean of their losses."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = metadata_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
-        part = _part_of(job, job.batch_fn(backward), rank, job.data)
+        part = on_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(step_of(part, backward, rank).detach())
     return torch.stack(losses).mean()
 
 
-def _gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
-    """As the next step will use it, in the shape of the parameter."""
+def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
+    """Return the gradient that the next step uses, in the full shape of the parameter."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
     return param.grad
@@ -548,7 +510,7 @@ def _plain_step(
     return loss
 
 
-def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepOf:
+def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepFn:
     loss_fn = job.loss_fn
     given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
     average = job.training.average_loss_over
@@ -563,8 +525,10 @@ def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> 
     return step_of
 
 
-def _gathered(model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]) -> dict[str, Tensor | None]:
-    """The full tensors of all stages by the plain model's names. A tensor that stages do not hold alike is NaN."""
+def _gather_full_tensors(
+    model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]
+) -> dict[str, Tensor | None]:
+    """Gather the tensors of all stages, by the unsharded model's names. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
     known = [(name, t) for name, t in own.items() if t is not None]
     whole = gather_full_tensors([t for _, t in known], [specs[name] for name, _ in known], state.axis)

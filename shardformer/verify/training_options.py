@@ -1,4 +1,4 @@
-"""``VerifyTraining``: how ``verify`` trains the sharded model and the plain one."""
+"""``VerifyTraining``: how ``verify`` trains the sharded and the unsharded model."""
 
 from __future__ import annotations
 
@@ -22,14 +22,12 @@ from shardformer.zero.optimizers import LAMB, LARS
 
 LEARNING_RATE = 0.05
 ADAPTIVE_BOUND = 1e-4
-"""Optimizers that divide by the size of a gradient make its rounding as large as itself, where it is small."""
+"""Tolerance for optimizers that divide by the gradient's magnitude, which amplifies rounding of small gradients."""
 
-
-SCALE = 2.0**14
-"""Of the loss in fp16: small enough that no gradient of a small model overflows, since no step may be skipped here."""
+SCALE = 2.0**14  # Loss scale in fp16. No step may be skipped, so it is small enough for the gradients of a small model
 
 SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
-"""Of torch.optim: the base of all, one that computes the loss itself, and one for sparse gradients."""
+"""Unsupported classes of torch.optim: the base class, one that needs a closure, one for sparse gradients."""
 RENAMED_ARGUMENTS = {
     "zero": "zero_stage",
     "micro_steps": "gradient_accumulation_steps",
@@ -41,23 +39,22 @@ RENAMED_ARGUMENTS = {
 @renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS)
 @dataclass(frozen=True)
 class VerifyTraining:
-    """How both models are trained.
+    """How ``verify`` trains both models.
 
     Args:
         zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
-        optimizer: with a stage, the name of one of torch.optim, or LAMB or LARS; Muon gets the matrices, and AdamW the
-            rest. Those that divide by the size of a gradient are compared with a tolerance of 1e-4.
-        average_loss_over: the plain loss, with data ranks. "ranks": the mean of the losses of the ranks' parts of the
-            batch, as ``shard_model`` and DDP train it. "tokens": the loss of the whole batch. The two differ if parts
-            have different numbers of labels, and for a loss that is no mean over samples, such as one that balances
-            the load of experts.
-        precision: with a stage, "bf16" or "fp16": the parameters of both models have 16 bits, with master weights in
-            fp32, and the tolerances are those of 16 bits.
-        offload: with a stage, "cpu" or "nvme:DIR": where the sharded model keeps master weights and optimizer state.
-        gradient_accumulation_steps: backwards of a step, each of a batch of its own; all but the last under
-            ``no_sync``.
+        optimizer: with a ZeRO stage, the name of an optimizer of torch.optim, or LAMB or LARS. Muon updates the
+            matrices, and AdamW the other parameters. Adaptive optimizers are compared with a tolerance of 1e-4.
+        average_loss_over: the reference loss with data parallelism. "ranks": the mean of the losses of the ranks'
+            shards of the batch, as ``shard_model`` and DDP compute it. "tokens": the loss of the full batch. They
+            differ if shards have different numbers of labels, or if the loss is not a mean over samples (for example
+            a loss that balances experts).
+        precision: with a ZeRO stage, "bf16" or "fp16": 16-bit parameters in both models, fp32 master weights, and the
+            tolerances of 16 bits.
+        offload: with a ZeRO stage, "cpu" or "nvme:DIR" for master weights and optimizer state of the sharded model.
+        gradient_accumulation_steps: backwards per step, each of its own batch. All but the last run in ``no_sync``.
         activation_checkpointing: whether the sharded model recomputes its layers in the backward.
-        frozen_pattern: a regular expression; parameters whose whole name matches do not train.
+        frozen_pattern: a regular expression. Parameters whose full name matches are frozen.
     """
 
     zero_stage: int | None = None
@@ -77,35 +74,26 @@ class VerifyTraining:
             re.compile(self.frozen_pattern)
         except re.error as error:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r}: {error}",
-                rule="It is a regular expression that matches whole names of parameters",
-                remedy="Write it as embeddings.*",
+                f"frozen={self.frozen_pattern!r} is not a regular expression: {error}",
+                remedy="Write an expression that matches full names of parameters, such as embeddings.*",
             ) from error
-        rule = "The optimizer is one of torch.optim that steps on dense gradients without a closure, LAMB or LARS"
-        check_choice("optimizer", self.optimizer, _known(), rule)
+        rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
+        check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
-                    f"{name}={value!r} without a ZeRO stage",
-                    rule="Without ZeRO, verify trains with SGD, whose weights are compared to the last digit",
+                    f"{name}={value!r} needs a ZeRO stage",
+                    rule="Without ZeRO, verify trains with SGD, whose weights can be compared exactly",
                     remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
-    def check_pipeline(self, pipe: int) -> None:
-        """Raises ConfigError for what is asked of a pipeline in another way."""
-        if pipe > 1 and self.gradient_accumulation_steps > 1:
-            raise ConfigError(
-                f"gradient_accumulation_steps={self.gradient_accumulation_steps} beside pipe={pipe}",
-                remedy="Use micro_batches= (--micro-batches)",
-            )
-
     def backwards(self, step: int) -> range:
-        """The numbers of the backwards of a step, over all steps."""
+        """Return the indices of the backwards of a step, counted over all steps."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
-        """Raises ConfigError where no parameter has such a name."""
+        """Freeze the parameters that match ``frozen_pattern``. Raises ConfigError if none matches."""
         names = [
             name
             for name, _ in model.named_parameters()
@@ -113,33 +101,36 @@ class VerifyTraining:
         ]
         if self.frozen_pattern and not names:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} of a {type(model).__name__}",
-                rule="A parameter is frozen whose whole name the regular expression fits",
+                f"frozen={self.frozen_pattern!r} matches no parameter of {type(model).__name__}",
+                rule="The regular expression must match the full name of a parameter",
                 remedy=did_you_mean(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
             )
         for name in names:
             model.get_parameter(name).requires_grad_(False)
 
     def checkpoint(self, model: Any) -> None:
-        """Raises ConfigError for a model that does not know how."""
+        """Enable activation checkpointing. Raises ConfigError if the model does not support it."""
         if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
-            raise ConfigError(f"activation_checkpointing=True of a {type(model).__name__}", remedy="Leave it out")
-        if self.activation_checkpointing:  # which transformers has by a new name
+            raise ConfigError(
+                f"{type(model).__name__} does not support activation checkpointing",
+                remedy="Remove activation_checkpointing=True (--activation-checkpointing)",
+            )
+        if self.activation_checkpointing:  # newer versions of transformers renamed the method
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)
             enable()
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Of the parameters, where they have 16 bits."""
+        """The dtype of 16-bit parameters, or None."""
         return MixedPrecision.of(self.precision).dtype
 
     @property
     def scale(self) -> float:
-        """Of the loss."""
+        """The loss scale."""
         return SCALE if self.precision == "fp16" else 1.0
 
     def of_zero(self) -> dict[str, Any]:
-        """What ``shard_optimizer`` is called with."""
+        """Return the arguments of ``shard_optimizer``."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
@@ -156,30 +147,30 @@ class VerifyTraining:
         return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 
-def _known() -> dict[str, Any]:
+def _optimizer_classes() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
     return {**{n: kind for n, kind in found.items() if n not in SUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
 
 class ReferenceOptimizers:
-    """The optimizers of the plain model. Where its parameters have 16 bits, they change masters in fp32."""
+    """Optimizers of the unsharded model. They update fp32 master weights if its parameters have 16 bits."""
 
-    def __init__(self, model: nn.Module, asked: VerifyTraining) -> None:
-        self._asked, self._model = asked, model
+    def __init__(self, model: nn.Module, training: VerifyTraining) -> None:
+        self._training = training
         trained = [p for p in model.parameters() if p.requires_grad]
-        masters = trained if asked.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
+        masters = trained if training.dtype is None else [nn.Parameter(p.detach().clone()) for p in trained]
         self._pairs = list(zip(trained, masters, strict=True))
-        self._optimizers = make_verify_optimizers(masters, asked)
-        if asked.dtype is not None:
+        self._optimizers = make_verify_optimizers(masters, training)
+        if training.dtype is not None:
             for p in (p for p in model.parameters() if p.is_floating_point()):
-                p.data = p.data.to(asked.dtype)
+                p.data = p.data.to(training.dtype)
             accept_wide_inputs(model)
 
     def step(self, max_norm: float) -> float:
-        """Clips, and updates. Returns the norm before."""
+        """Clip the gradients and update. Return the gradient norm before clipping."""
         for p, master in self._pairs:
             if master is not p:
-                master.grad = None if p.grad is None else p.grad.float() / self._asked.scale
+                master.grad = None if p.grad is None else p.grad.float() / self._training.scale
         norm = float(torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm))
         for optimizer in self._optimizers:
             optimizer.step()
@@ -190,15 +181,18 @@ class ReferenceOptimizers:
         return norm
 
 
-def make_verify_optimizers(params: Iterable[nn.Parameter], asked: VerifyTraining) -> list[Optimizer]:
-    """SGD with momentum; under ZeRO what was asked for, with a group of its own for what has one dim."""
+def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
+    """Return SGD with momentum, or the configured optimizers under ZeRO, with a group for 1-D parameters."""
     trainable = [p for p in params if p.requires_grad]
-    if asked.zero_stage is None or not trainable:  # a stage may have nothing that trains
+    if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]
-    kind, rate = _known()[asked.optimizer], LEARNING_RATE if not asked.is_adaptive else LEARNING_RATE / 50
-    settings = {"momentum": 0.9} if asked.optimizer in ("SGD", "LARS") else {}
+    kind, rate = (
+        _optimizer_classes()[training.optimizer],
+        LEARNING_RATE if not training.is_adaptive else LEARNING_RATE / 50,
+    )
+    settings = {"momentum": 0.9} if training.optimizer in ("SGD", "LARS") else {}
     matrices, rest = [p for p in trainable if p.dim() == 2], [p for p in trainable if p.dim() != 2]
-    if asked.optimizer == "Muon":
+    if training.optimizer == "Muon":
         made = [kind(matrices, lr=rate)] if matrices else []
         return [*made, torch.optim.AdamW(rest, lr=rate)] if rest else made
     groups = [{"params": matrices, "weight_decay": 0.01}, {"params": rest, "lr": rate / 2}]

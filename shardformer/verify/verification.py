@@ -1,4 +1,4 @@
-"""``verify``: compares loss, every gradient and every weight of a sharded model with the plain model."""
+"""``verify``: compare loss, every gradient and every weight of a sharded model with the unsharded model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from dataclasses import replace
 from multiprocessing import process
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from types import FrameType
+from traceback import walk_stack
 from typing import Any
 
 import torch
@@ -53,27 +53,32 @@ def check_layout(
     options: Mapping[str, Any] | None = None,
     stages: PipelineStageManager | None = None,
 ) -> Any:
-    """Makes the plan of the first of ``tensor`` ranks for a model that is built here once and thrown away.
+    """Build the model once in this process, and check the sharding plan of the first of ``tensor`` ranks.
 
-    And cuts it into ``stages``, where a pipeline is asked for. Returns the model's config, None without one.
+    Args:
+        stages: the pipeline stages into which the model is split.
 
-    Raises what sharding raises in every process, in the seconds that the model takes to build. A ``model_fn`` that
-    itself fails here is left to the processes: it may need one.
+    Returns:
+        The model's config, or None without one.
+
+    Raises:
+        ShardFormerError: the error that sharding would raise in every worker, before any worker starts. Errors of
+            ``model_fn`` itself are left to the workers, because it may depend on them.
     """
     with torch.random.fork_rng(devices=[]):
         try:
             model = model_fn()
         except ShardFormerError:
             raise
-        except Exception:  # told by the workers, with the rank that it happened on
+        except Exception:  # the workers report it, with the rank
             return None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model_fn gave a {type(model).__name__}", remedy="Return the model")
+        raise ConfigError(f"model_fn returned a {type(model).__name__}", remedy="Return an nn.Module")
     check_unsharded(model)
     ranks = num_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
-        return getattr(model, "config", None)  # nothing is sharded that a policy has to know, or a rank finds it
-    # a copy: the one that was given is sent to the workers, without this model in it
+        return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
+    # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
     chosen, _ = resolve_policy(model, own, tensor=ranks, copies=stages is not None)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
@@ -86,10 +91,9 @@ def check_layout(
 
 
 NO_DIFFERENCE = Difference(0.0, "", -1.0)
-"""Before anything was compared: what is then found equal to the bit is still said to be somewhere."""
+"""Initial value. Any compared tensor replaces it, even an identical one, so that ``where`` is set."""
 
-NOISE_FACTOR = 4.0
-"""How many times its own noise a difference may be, where the noise is wider than the bound."""
+NOISE_FACTOR = 4.0  # allowed multiple of the rounding noise, where the noise exceeds the tolerance
 
 
 def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: str, layout: str) -> Report:
@@ -100,21 +104,13 @@ def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: 
     norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
     gradient, missing = _worst_gradient(plain, sharded, bounds)
     weight, gone = _worst_weight(job, plain, sharded, bounds)
-    options = [k.removeprefix("enable_") for k, v in job.config.items() if v is True]
+    missing += [f"{name} (weight)" for name in gone]
+    layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
+    dtype, losses = str(job.computes_in).removeprefix("torch."), list(zip(plain.losses, sharded.losses, strict=True))
     return Report(
-        name,
-        ", ".join([layout, *options]),
-        job.steps,
-        str(job.computes_in).removeprefix("torch."),
-        bounds,
-        loss,
-        gradient,
-        weight,
-        norm,
-        sharded.collectives,
-        list(zip(plain.losses, sharded.losses, strict=True)),
-        missing=missing + [f"{name} (weight)" for name in gone],
-    )
+        name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
+        missing=missing,
+    )  # fmt: skip
 
 
 def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Difference:
@@ -136,14 +132,14 @@ def _worst_gradient(plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolera
                     missing.append(f"{name} (step {step})")
                 continue
             noise = NOISE_FACTOR * (plain.noise.get(name, 0.0) + bounds.eps * largest)
-            worst = _worse(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
+            worst = _larger_difference(worst, a, b, a, bounds.gradient, noise, f"{name}, step {step}")
     return worst, missing
 
 
 def _worst_weight(
     job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
-    """The differences against how far each weight has moved, not against the weight."""
+    """Compare each weight relative to its change since the start, not to its magnitude."""
     worst = NO_DIFFERENCE
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
@@ -154,19 +150,21 @@ def _worst_weight(
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
         scale = LEARNING_RATE * steps * steps * min(1.0, MAX_NORM / max(min(plain.norms), 1e-30))
         noise = NOISE_FACTOR * (rounding + scale * plain.noise.get(name, 0.0) + scale * bounds.eps)
-        worst = _worse(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
+        worst = _larger_difference(worst, after, sharded.after[name], moved, bounds.gradient, noise, name)
     return worst, gone
 
 
 def _is_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Whether a gradient is 0 but for rounding, as that of a bias of keys: an adaptive step makes it as long as any."""
+    """Whether a gradient is 0 except for rounding (key biases). An adaptive optimizer scales it to a full step."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
-def _worse(worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str) -> Difference:
+def _larger_difference(
+    worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str
+) -> Difference:
     if a.shape != b.shape:
-        return Difference(float("inf"), f"{where}: {tuple(b.shape)} for {tuple(a.shape)}", float("inf"))
+        return Difference(float("inf"), f"{where}: {tuple(b.shape)} instead of {tuple(a.shape)}", float("inf"))
     if not a.numel():
         return worst
     difference, magnitude = max_difference(a, b), float(size.abs().max())
@@ -181,20 +179,20 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """Ends a process that imports its parent's script just now; raises ConfigError where that parent is not ours."""
+    """End a worker that is importing its parent's script; raise ConfigError if the parent is not ``verify``."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
-    place = _place(sys._getframe())
+    place = _main_module_location()
     note = Path(os.environ.get(NOTE_VARIABLE, ""))
     if NOTE_VARIABLE in os.environ and note.parent.is_dir():
         note.write_text(place, encoding="utf-8")
         sys.exit(1)
-    raise _unguarded(place)
+    raise _main_guard_error(place)
 
 
 @contextmanager
 def report_main_guard() -> Iterator[None]:
-    """Raises ConfigError, in place of WorkerError, when a worker left the note."""
+    """Raise ConfigError instead of WorkerError if a worker found that the script has no main guard."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
         note = Path(folder, "unguarded")
@@ -203,7 +201,7 @@ def report_main_guard() -> Iterator[None]:
             yield
         except WorkerError:
             if note.exists():
-                raise _unguarded(note.read_text(encoding="utf-8")) from None
+                raise _main_guard_error(note.read_text(encoding="utf-8")) from None
             raise
         finally:
             os.environ.pop(NOTE_VARIABLE)
@@ -211,19 +209,18 @@ def report_main_guard() -> Iterator[None]:
                 os.environ[NOTE_VARIABLE] = before
 
 
-def _place(frame: FrameType | None) -> str:
-    while frame is not None:
+def _main_module_location() -> str:
+    for frame, line in walk_stack(sys._getframe()):
         if frame.f_globals.get("__name__") == "__mp_main__" and frame.f_code.co_name == "<module>":
-            return f"line {frame.f_lineno} of {frame.f_code.co_filename}"
-        frame = frame.f_back
+            return f"line {line} of {frame.f_code.co_filename}"
     return "the script"
 
 
-def _unguarded(place: str) -> ConfigError:
+def _main_guard_error(place: str) -> ConfigError:
     return ConfigError(
-        f"verify() is called without a guard, at {place}",
-        rule="verify starts processes, each of which imports the script, and would call verify again",
-        remedy='Put the call, and whatever else the script does, under if __name__ == "__main__":\n',
+        f'verify() is called outside of `if __name__ == "__main__":`, at {place}',
+        rule="verify starts processes that import the script, which would call verify again",
+        remedy='Put the call and the other top-level code of the script under if __name__ == "__main__":\n',
     )
 
 
@@ -242,87 +239,85 @@ def verify(
     training: VerifyTraining | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
-    """Trains the plain and the sharded model side by side and compares everything.
+    """Train the unsharded and the sharded model and compare losses, gradients and weights.
 
     Args:
-        model_fn: builds the plain model; called under one seed in every process. Picklable.
-        batch_fn: step -> the global batch of that step. Tensors whose first dim is the batch are cut along the data
-            axis, whose size divides it. Picklable.
-        tensor, data: sizes of axes; as many processes as all axes multiply to are started. In the place of the first a
-            dict of sizes: ``{"tensor": 2, "sequence": 4}``, ``{"sequence": (2, 2)}`` for a ring of groups, or
-            ``{"tensor": (2, 2)}`` for rows and columns with ``config={"tensor_parallel_mode": "2d"}``.
-        steps: optimizer steps (SGD with momentum on gradients clipped to norm 1).
-        dtype: of the model and of what floats in the batch.
-        loss_fn: (model, batch) -> loss; by default ``model(**batch).loss``.
-        policy: the user's own policy.
-        config: options of ``ShardConfig``, as one or as a dict.
-        pipeline: runs batches as micro-batches, over the stages that it says: ``VerifyPipeline(pipe=2,
-        micro_batches=4)``.
-        training: with which optimizer and stage of ZeRO, and beside which plain loss: ``VerifyTraining(zero_stage=3)``.
-        pool: workers to run in, as many as needed; by default started and ended here.
+        model_fn: builds the unsharded model. Every process calls it with the same seed. Picklable.
+        batch_fn: step -> the global batch of that step. Tensors whose first dimension is the batch are sharded along
+            the data axis, whose size must divide it. Picklable.
+        tensor: the size of the tensor axis, or sizes: ``{"tensor": 2, "sequence": 4}``, ``{"sequence": (2, 2)}`` for a
+            ring of groups, or ``{"tensor": (2, 2)}`` for a grid with ``config={"tensor_parallel_mode": "2d"}``.
+        data: the size of the data axis. The number of processes is the product of all axis sizes.
+        steps: the number of optimizer steps (SGD with momentum, gradients clipped to norm 1).
+        dtype: the dtype of the model and of floating-point tensors in the batch.
+        loss_fn: (model, batch) -> loss. None: ``model(**batch).loss``.
+        policy: your own policy. None: the policy of the model's family, or a derived one.
+        config: options of ``ShardConfig``.
+        pipeline: the pipeline stages and micro-batches: ``VerifyPipeline(pipe=2, micro_batches=4)``.
+        training: the optimizer, the ZeRO stage and the reference loss: ``VerifyTraining(zero_stage=3)``.
+        pool: the workers to run in. None: start and end a pool.
 
-    Returns the report. Raises ShardFormerError when the model cannot be sharded, or compared, as asked; where the plan
-    or the first batch shows it, before any process starts, from a model that is built here once for that.
+    Raises:
+        ShardFormerError: the model cannot be sharded or compared in this layout. Errors in the plan or in the first
+            batch are raised before any process starts.
     """
     check_main_guard()
     tolerances_for(dtype)
-    options = _options_of(config)
+    options = _changed_options(config)
     how = training or VerifyTraining()
-    grid, sequence = _sizes_of(tensor)
+    grid, sequence = _tensor_and_sequence_sizes(tensor)
     tensor = num_ranks(grid, "tensor")
     job = VerifyJob(
         model_fn, batch_fn, tensor, data, steps, dtype, loss_fn, policy, options, pipeline, how, sequence, grid
     )
     stages = None if pipeline is None else pipeline.stage_manager()
     start = time.perf_counter()
-    RemoteCall.of(report_here, (job,), {})  # refuses what cannot be sent
+    RemoteCall.of(report_here, (job,), {})  # raises if an argument cannot be pickled
     job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
     check_batch(job)
     if pool is not None:
-        report = _run_in(pool, job)
+        report = _run_in_pool(pool, job)
     else:
         with WorkerPool(tensor * job.pipe * data * num_ranks(sequence), timeout_s=3600.0) as own:
-            report = _run_in(own, job)
+            report = _run_in_pool(own, job)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _run_in(pool: WorkerPool, job: VerifyJob) -> Report:
+def _run_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
         with report_main_guard():
             report = pool.run(report_here, job)[0]
     except WorkerError:
         raise
     except ShardFormerError as error:
-        if wants_traceback():  # as on the command line
+        if wants_traceback():
             raise
-        raise error.with_traceback(None) from None  # what all ranks raised alike, without each rank's own words
+        raise error.with_traceback(None) from None  # all ranks raised the same error
     assert report is not None
     return report
 
 
-def _sizes_of(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
-    """Of the tensor axis and of the sequence axis."""
+def _tensor_and_sequence_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | tuple[int, ...], int | tuple[int, int]]:
     if not isinstance(tensor, Mapping):
         return tensor, 1
-    check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It is a size, or the sizes of these axes")
+    check_names(tensor, ("tensor", "sequence"), "tensor= has no axis", "It takes a size, or a dict of these axes")
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
-def _options_of(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
-    """The options that were given, checked."""
+def _changed_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     if not isinstance(config, ShardConfig):
         config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "verify was given a config with a process group",
-            remedy="Leave context and tensor_parallel_process_group out, and use tensor= and data=",
+            "The config of verify has a process group",
+            remedy="Remove context and tensor_parallel_process_group, and use tensor= and data=",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
 def report_here(job: VerifyJob) -> Report | None:
-    """Called on every worker: the report on the first, None on the others."""
+    """Run the job on a worker. Return the report on the first worker and None on the others."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

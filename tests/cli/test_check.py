@@ -1,4 +1,4 @@
-"""``shardformer check``: what it finds, and that a missing requirement is an exit status of 1."""
+"""``shardformer check``: its results, and exit status 1 for a failed requirement."""
 
 from __future__ import annotations
 
@@ -15,32 +15,32 @@ from shardformer.errors import WorkerError
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No processes are started: the all-reduce is taken as good."""
+    """Replace the all-reduce, so that no processes are started."""
     monkeypatch.setattr(cli_check, "measure_all_reduce", lambda: 0.5)
 
 
 @pytest.mark.slow
-def test_two_processes_add_up_their_numbers() -> None:
+def test_two_processes_run_an_all_reduce() -> None:
     assert 0 < measure_all_reduce() < 10_000
 
 
 @pytest.mark.slow
-def test_an_all_reduce_that_hangs_is_ended_and_named() -> None:
+def test_a_hanging_all_reduce_is_killed_and_reported() -> None:
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"did not finish an all-reduce in 0\.2 s"):
+    with pytest.raises(WorkerError, match=r"did not finish an all-reduce within 0\.2 s"):
         measure_all_reduce(timeout_s=0.2)
     assert time.monotonic() - start < 20
 
 
 @pytest.mark.slow
-def test_a_process_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
-    with pytest.raises(WorkerError, match=r"Rank \d of an all-reduce ended with exit code 1"):
+    with pytest.raises(WorkerError, match=r"Rank \d of an all-reduce exited with code 1"):
         measure_all_reduce()
 
 
 @pytest.mark.usefixtures("quick")
-def test_json_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_all_results(capsys: pytest.CaptureFixture[str]) -> None:
     check(as_json=True)
     report = json.loads(capsys.readouterr().out)
     assert report["ready"] is True
@@ -65,15 +65,17 @@ def test_json_tells_everything(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.usefixtures("quick")
-def test_the_table_says_that_the_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_table_reports_that_the_machine_is_ready(capsys: pytest.CaptureFixture[str]) -> None:
     check(as_json=False)
     out = capsys.readouterr().out
     assert "all-reduce" in out and "0.50 ms over gloo" in out
     assert out.strip().endswith("Ready to train.")
-    assert "not here" in out and "missing" not in out
+    assert "not found" in out and "missing" not in out
 
 
-def test_a_failed_requirement_is_status_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_failed_requirement_exits_with_status_1(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def hang() -> float:
         raise WorkerError("2 processes [x] did not finish", rule="They talk", remedy="Look at the firewall")
 
@@ -86,14 +88,14 @@ def test_a_failed_requirement_is_status_1(monkeypatch: pytest.MonkeyPatch, capsy
 
 
 @pytest.mark.usefixtures("quick")
-def test_a_version_that_is_too_old_fails_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_old_version_fails_with_the_command_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
     real = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda name: "2.10.1+cpu" if name == "torch" else real(name))
     torch = next(finding for finding in cli_check._versions() if finding.name == "torch")
     assert torch == CheckResult("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
 
 
-def test_a_missing_optional_part_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cli_check.shutil, "which", lambda name: None)
     findings = cli_check._optional_parts()
@@ -113,7 +115,7 @@ def with_version(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None
     ("name", "value", "tested"),
     [("python", "3.99.0", "3.11 to"), ("torch", "2.99.0a0+git", "2.11 to"), ("transformers", "6.0.0.dev0", "5.17 to")],
 )
-def test_a_version_that_is_newer_than_the_tested_ones_is_a_note(
+def test_a_version_newer_than_the_tested_ones_is_untested(
     name: str, value: str, tested: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_version(monkeypatch, name, value)
@@ -125,7 +127,7 @@ def test_a_version_that_is_newer_than_the_tested_ones_is_a_note(
 
 @pytest.mark.usefixtures("quick")
 @pytest.mark.parametrize(("name", "value"), [("torch", "2.10.1"), ("transformers", "4.57.0")])
-def test_a_version_that_is_not_supported_is_status_1(
+def test_an_unsupported_version_exits_with_status_1(
     name: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with_version(monkeypatch, name, value)

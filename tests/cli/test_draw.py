@@ -25,7 +25,7 @@ def run(*arguments: str) -> int:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--schedule", name, "--stages", "4", "--micro-batches", "8") == 0
     said = capsys.readouterr().out
     schedule = make_schedule(name, 4, 8)
@@ -34,19 +34,19 @@ def test_it_prints_the_picture_in_80_columns(name: str, capsys: pytest.CaptureFi
     assert said.count("rank 3 |") > 1
 
 
-def test_durations_and_the_time_on_the_way_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_durations_and_send_time_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
     schedule = make_schedule("1f1b", 2, 3)
     timeline = simulate(schedule, {ActionKind.BACKWARD: 3}, send=1)
     assert f"{timeline.bubble:.1%} of {timeline.makespan:g} units" in capsys.readouterr().out
 
 
-def test_chunks_are_taken(capsys: pytest.CaptureFixture[str]) -> None:
+def test_model_chunks_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--schedule", "interleaved", "--stages", "2", "--micro-batches", "2", "--num-model-chunks", "3") == 0
     assert "c virtual stages 4-5" in capsys.readouterr().out
 
 
-def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
+def test_a_terminal_shows_each_action_as_one_colored_block(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")
@@ -58,16 +58,16 @@ def test_a_terminal_gets_colours_in_which_an_action_is_one_block(
     cells = re.findall(r"\x1b\[([\d;]+)m( *[FB-][\d-])\x1b", said)
     of_kind = {kind: {style for style, cell in cells if cell.startswith(kind)} for kind in "FB"}
     assert len(of_kind["F"]) == len(of_kind["B"]) == 1 and of_kind["F"] != of_kind["B"]
-    # the second half of a backward, with the gap before it, and where a band begins with it
+    # the second half of a backward, with the gap before it, also at the start of a band
     assert {style for style, cell in cells if "--" in cell} == of_kind["B"]
     assert {cell for _, cell in cells if "--" in cell} == {" --", "--"}
 
 
 @pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="matplotlib is an extra")
-def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / ("a-long-name-that-a-user-may-copy-" * 3 + ".svg")
     assert run("--out", str(path)) == 0
-    assert f"The chart is in {path}\n" in capsys.readouterr().out
+    assert f"Chart saved to {path}\n" in capsys.readouterr().out
     assert path.read_text(encoding="utf-8").startswith("<?xml")
 
 
@@ -83,15 +83,15 @@ def test_a_chart_is_written_and_named(tmp_path: Path, capsys: pytest.CaptureFixt
         (("--send", "-1"), "send=-1"),
         (("--out", "chart.pdf"), "chart.svg"),
         (("--micro-batches", "100000"), "Use --micro-batches 4096 or fewer"),
-        (("--stages", "16384", "--micro-batches", "1"), "cells at the most"),
-        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells at the most"),
-        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells at the most"),
+        (("--stages", "16384", "--micro-batches", "1"), "cells: a row per stage"),
+        (("--schedule", "interleaved", "--num-model-chunks", "1000000"), "cells: a row per stage"),
+        (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells: a row per stage"),
         (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
         (("--durations", "F=1e-308"), "of similar size"),
         (("--send", "1e9"), "columns"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_drawn(
+def test_invalid_options_raise_before_drawing(
     arguments: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 2
@@ -111,7 +111,7 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
         (["--grid", "2x2x2", "--tensor-parallel-mode", "2.5d"], ["+ 0.25 W (copies)"]),
     ],
 )
-def test_what_the_ranks_of_a_grid_hold(
+def test_a_grid_lists_the_shards_of_each_rank(
     arguments: list[str], said: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(*arguments) == 0
@@ -124,14 +124,14 @@ def test_what_the_ranks_of_a_grid_hold(
     [
         (["--grid", "2x2", "--tensor-parallel-mode", "3d"], "Pass three sizes"),
         (["--grid", "ax2"], "--grid 4 or --grid 2x2"),
-        (["--grid", "200x200"], "1024 at the most"),
+        (["--grid", "200x200"], "at most 1024 rows"),
         (["--grid", "99999999999999999999x2"], "ranks per axis"),
-        (["--grid", "2x2", "--out", "grid.png"], "--out with --grid"),
-        (["--grid", "2x2", "--stages", "4"], "--stages with --grid"),
-        (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches with --grid"),
-        (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode without --grid"),
+        (["--grid", "2x2", "--out", "grid.png"], "--out has no effect with --grid"),
+        (["--grid", "2x2", "--stages", "4"], "--stages has no effect with --grid"),
+        (["--grid", "2x2", "--micro-batches", "2"], "--micro-batches has no effect with --grid"),
+        (["--tensor-parallel-mode", "2d"], "--tensor-parallel-mode has no effect without --grid"),
     ],
 )
-def test_a_grid_that_cannot_be(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_grid_raises(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""How long the launcher waits for its processes: those that save on a signal are not killed meanwhile."""
+"""How long the launcher waits for processes to end. Processes that save on a signal get more time."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
 
 @pytest.fixture
 def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """(seconds that torch's launcher waits, whether processes hear that one of them failed), of each close."""
+    """Return for each close: the timeout of torch's launcher, and whether processes see that one of them failed."""
     found: list[tuple[int, bool]] = []
     monkeypatch.delenv(SHUTDOWN_TIMEOUT_VARIABLE, raising=False)
     monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_ended())))
@@ -49,7 +49,7 @@ def close(by_signal: bool) -> None:
 
 
 @pytest.mark.parametrize("saves", [True, False])
-def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
+def test_a_saving_process_gets_time_after_a_signal_but_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
     with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
         if saves:
             with finishes_on_signals():
@@ -64,7 +64,7 @@ def test_what_saves_has_time_after_a_signal_and_not_after_a_failure(saves: bool,
     assert FOLDER not in os.environ
 
 
-def test_ctrl_c_is_not_printed_by_each_rank(
+def test_ctrl_c_prints_no_traceback_per_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
@@ -81,16 +81,16 @@ def test_ctrl_c_is_not_printed_by_each_rank(
     assert "test_ending.py" in message["extraInfo"]["at"]
 
 
-def test_the_time_that_is_asked_for_counts(waits: list[Any]) -> None:
+def test_shutdown_timeout_overrides_the_default(waits: list[Any]) -> None:
     with set_shutdown_timeout(Namespace(shutdown_timeout=77)), finishes_on_signals():
         close(by_signal=True)
     assert waits == [(77, False)]
 
 
-def test_a_process_that_is_killed_while_it_saves_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_killed_while_saving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import signal
 
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with finishes_on_signals():
         _process_states([os.getpid()], signal.SIGINT, 77)
-    assert "did not finish its step and save within 77 s of SIGINT" in STUCK_PROCESSES.pop(os.getpid())
+    assert "did not finish its step and save within 77 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())

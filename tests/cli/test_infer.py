@@ -14,7 +14,7 @@ from shardformer.policies.role_policy import RolePolicy
 
 
 @pytest.mark.slow
-def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_printed_policy_can_be_saved_and_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = shrink_config(transformers.AutoConfig.for_model("mistral", architectures=["MistralForCausalLM"]))
     config.save_pretrained(tmp_path)
     with pytest.raises(SystemExit) as ended:
@@ -30,14 +30,14 @@ def test_it_prints_a_policy_that_can_be_saved(tmp_path: Path, capsys: pytest.Cap
     assert issubclass(names["MistralPolicy"], RolePolicy) and names["MistralPolicy"].embeddings == ("embed_tokens",)
 
 
-def test_a_name_that_is_none_in_python(capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_class_name_raises(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a b", "class", ""):
         with pytest.raises(SystemExit):
             main(["infer", "bert", "--name", name])
         assert f"--name {name!r}" in capsys.readouterr().err
 
 
-def test_a_model_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["infer", str(tmp_path)])
-    assert "There is no config.json" in capsys.readouterr().err
+    assert "has no config.json" in capsys.readouterr().err

@@ -1,4 +1,4 @@
-"""``shardformer plot``: runs as a table and as a picture."""
+"""``shardformer plot``: tables and plots of training runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.plot import _names
+from shardformer.cli.plot import _run_names
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -53,16 +53,20 @@ def without_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @needs_matplotlib
 @pytest.mark.parametrize("path", ["first", "first/log", "first/log/records.jsonl"])
-def test_a_run_is_drawn_into_its_folder(path: str, runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_is_saved_in_the_folder_of_the_run(
+    path: str, runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     code, out, _ = said(capsys, path)
     assert code == 0
     picture = Path(path.removesuffix("/records.jsonl")) / "curves.png"
-    assert out.endswith(f"The picture is in {picture}\n")
+    assert out.endswith(f"Plot saved to {picture}\n")
     assert picture.stat().st_size > 10_000
 
 
 @needs_matplotlib
-def test_several_runs_are_drawn_where_one_stands(runs: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_plot_of_several_runs_is_saved_in_the_working_directory(
+    runs: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     assert said(capsys, *runs)[0] == 0
     assert Path("curves.png").stat().st_size > 10_000
     assert said(capsys, *runs, "--out", "both.svg", "--values", "loss")[0] == 0
@@ -70,7 +74,7 @@ def test_several_runs_are_drawn_where_one_stands(runs: list[str], capsys: pytest
 
 
 @pytest.mark.parametrize("width", [40, 60, 80, 120])
-def test_the_table_says_what_the_runs_reached_at_any_width(
+def test_the_table_fits_any_width(
     width: int, runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
@@ -82,7 +86,7 @@ def test_the_table_says_what_the_runs_reached_at_any_width(
     assert cells <= set(re.split(r"  +|\n", out)), out
 
 
-def test_a_terminal_of_ascii_gets_ascii(
+def test_an_ascii_terminal_gets_ascii(
     runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_matplotlib(monkeypatch)
@@ -99,14 +103,14 @@ def test_a_terminal_of_ascii_gets_ascii(
     terminal.close()
 
 
-def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
+def test_without_matplotlib_the_table_and_the_extra_are_printed(
     runs: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without_matplotlib(monkeypatch)
     code, out, err = said(capsys, runs[0])
     assert (code, err) == (0, "")
     assert "loss" in out and "pip install 'shardformer[plot]'" in out
-    code, out, err = said(capsys, runs[0], "--out", "asked.png")  # what was asked for cannot be: an error
+    code, out, err = said(capsys, runs[0], "--out", "asked.png")  # an explicit --out that cannot be saved is an error
     assert code == 2
     assert "loss" in out and "pip install 'shardformer[plot]'" in err
 
@@ -115,16 +119,16 @@ def test_without_matplotlib_the_table_is_printed_and_the_extra_is_named(
     ("arguments", "message"),
     [
         (("first", "--values", "los"), "Did you mean 'loss'?"),
-        (("first", "--values", "loss,"), "--values loss,: ''"),
+        (("first", "--values", "loss,"), "--values has no metric ''"),
         (("third",), "'third' does not exist"),
         (("first", "frist"), "'frist' does not exist"),
-        (("first", "first/log"), "is named twice"),
-        (("first", "./first/log/../log"), "is named twice"),
-        (("empty",), "There is no value in empty"),
+        (("first", "first/log"), "is passed twice"),
+        (("first", "./first/log/../log"), "is passed twice"),
+        (("empty",), "No metrics are recorded in empty"),
         ((".",), "contains 2 runs"),
     ],
 )
-def test_what_cannot_be_is_said_before_anything_is_drawn(
+def test_invalid_arguments_raise_before_drawing(
     arguments: tuple[str, ...], message: str, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     MetricsWriter("empty").close()
@@ -138,7 +142,7 @@ def test_what_cannot_be_is_said_before_anything_is_drawn(
 
 @needs_matplotlib
 @pytest.mark.parametrize("out", ["curves.pdf", "nowhere/curves.png"])
-def test_a_picture_that_cannot_be_is_said_before_anything_is_drawn(
+def test_an_invalid_output_path_raises_before_drawing(
     out: str, runs: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     code, printed, err = said(capsys, "first", "--out", out)
@@ -146,12 +150,12 @@ def test_a_picture_that_cannot_be_is_said_before_anything_is_drawn(
     assert out in err
 
 
-def test_names_are_as_long_as_they_must_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_names_are_as_short_as_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _names([Path("a/x"), Path("b/y")]) == ["x", "y"]
-    assert _names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
-    assert _names([Path()]) == [tmp_path.name]
+    assert _run_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert _run_names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
+    assert _run_names([Path()]) == [tmp_path.name]
     (tmp_path / "records.jsonl").write_text("")
     (tmp_path / "records.1.jsonl").write_text("")
-    assert _names([Path("records.jsonl")]) == [tmp_path.name]
-    assert _names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
+    assert _run_names([Path("records.jsonl")]) == [tmp_path.name]
+    assert _run_names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]

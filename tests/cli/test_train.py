@@ -1,4 +1,4 @@
-"""``shardformer train``: the command starts the processes that the layout is for, and can tell what they will hold."""
+"""``shardformer train``: starting the processes of a layout, and dry runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.train import _count
+from shardformer.cli.train import _num_processes
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import read_records
@@ -49,7 +49,7 @@ def started(*options: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.slow
-def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
+def test_a_run_of_two_processes_resumes_with_one(folder: Path) -> None:
     first = started("--set", "parallel.tensor=2")
     assert first.returncode == 0, first.stderr
     assert re.search(r"^step 4/4  loss \d", first.stdout, re.M)
@@ -60,7 +60,7 @@ def test_two_processes_train_and_one_goes_on(folder: Path) -> None:
     assert [record.step for record in read_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_dry_run_does_not_train(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = ["--set", "parallel.tensor=2", "--set", "parallel.pipe=2", "--set", "parallel.zero_stage=1"]
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", "run.toml", "--dry-run", *changes])
@@ -76,13 +76,13 @@ def test_a_dry_run_trains_nothing(folder: Path, capsys: pytest.CaptureFixture[st
 
 @pytest.mark.parametrize("option", [("--processes", "1"), ("--max-restarts", "1"), ("--shutdown-timeout", "9")])
 @pytest.mark.parametrize("how", ["dry", "launched", "alone"])
-def test_an_option_of_processes_is_refused_where_none_are_started(
+def test_process_options_raise_if_no_processes_are_started(
     option: tuple[str, str], how: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     if how == "launched":
         monkeypatch.setenv("RANK", "0")
     if how == "alone" and option[0] == "--processes":
-        return  # one process is what it starts
+        return  # --processes 1 starts one process
     with pytest.raises(SystemExit) as ended:
         main(["train", "-c", "run.toml", *option, *(["--dry-run"] if how == "dry" else [])])
     assert ended.value.code == 2
@@ -90,16 +90,16 @@ def test_an_option_of_processes_is_refused_where_none_are_started(
     assert not (folder / "run").exists()
 
 
-def test_the_number_of_processes_is_the_layout_s() -> None:
-    assert _count(ParallelConfig(tensor=2, pipe=2), None) == 4
-    assert _count(ParallelConfig(tensor=2), 4) == 4
+def test_the_number_of_processes_must_match_the_layout() -> None:
+    assert _num_processes(ParallelConfig(tensor=2, pipe=2), None) == 4
+    assert _num_processes(ParallelConfig(tensor=2), 4) == 4
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
-            _count(layout, processes)
+            _num_processes(layout, processes)
 
 
 @pytest.mark.slow
-def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(folder: Path) -> None:
+def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(folder: Path) -> None:
     (folder / "asks.py").write_text(
         "import pathlib, time, shardformer\n"
         "class Asks(shardformer.hooks.Hook):\n"

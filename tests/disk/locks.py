@@ -14,7 +14,7 @@ from shardformer.filesystem.lock import LOCK
 
 def parent() -> Process:
     """A running process other than this one."""
-    return Process(Process.this().machine, os.getppid(), atomic_write._started(os.getppid()) or 0)
+    return Process(Process.this().machine, os.getppid(), atomic_write._start_time(os.getppid()) or 0)
 
 
 def killed() -> Process:

@@ -142,7 +142,7 @@ def test_other_files_are_not_treated_as_locks(what: str, tmp_path: Path) -> None
         path.write_text("my notes" if what == "text" else "[1]")
     if what == "link":
         precious.write_text("precious")
-    with pytest.raises(ConfigError, match="is not a lock file that ShardFormer wrote"):
+    with pytest.raises(ConfigError, match="is not a lock file of ShardFormer"):
         hold(path.parent, Holder())
     assert precious.exists() == (what == "link") and (what != "link" or precious.read_text() == "precious")
     assert os.path.lexists(path)

@@ -50,7 +50,7 @@ def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
     (tmp_path / "loop").symlink_to("loop")
     make_folder(tmp_path / "a/b")
     make_folder(tmp_path / "a/b")
-    for other, kind in (("file", "a file"), ("link", "a link to no folder"), ("loop", "a link to no folder")):
+    for other, kind in (("file", "a file"), ("link", "a broken link"), ("loop", "a broken link")):
         for folder in (tmp_path / other, tmp_path / other / "x/y"):
             with pytest.raises(ConfigError, match=f"{tmp_path / other} is {kind}"):
                 make_folder(folder)

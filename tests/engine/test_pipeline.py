@@ -518,7 +518,7 @@ SAID = {
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
     "states of all layers": ("output_hidden_states=True", "a stage runs only its own layers"),
     "a cache": ("use_cache=True", "Leave use_cache off"),
-    "another grid": ("ConfigError", "more than one of context", "Pass one of them"),
+    "another grid": ("ConfigError", "more than one of context", "Pass only one of them"),
 }
 
 

@@ -1,4 +1,4 @@
-"""An example script, run on two ranks, and the losses that a training script prints."""
+"""Runs an example script on two ranks, and reads the losses that it prints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NUM_STEPS = 10
 
 def losses_in(output: str) -> list[float]:
     lines = re.findall(r"^step +(\d+)  loss (\S+)$", output, re.MULTILINE)
-    assert [int(step) for step, _ in lines] == list(range(1, NUM_STEPS + 1)), output  # each once: on rank 0 alone
+    assert [int(step) for step, _ in lines] == list(range(1, NUM_STEPS + 1)), output  # printed once, by rank 0
     return [float(loss) for _, loss in lines]
 
 

@@ -1,4 +1,4 @@
-"""examples/convergence.py fine-tunes a BERT under several layouts, whose losses lie on each other. Two of them here."""
+"""examples/convergence.py fine-tunes a BERT with the same losses under every layout. Tests two layouts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write_pairs(folder: Path) -> None:
     "layouts",
     [{"sequence 2": "2"}, pytest.param({"sequence 2": "2", "pipe 2, data 2, ZeRO 1": "4"}, marks=pytest.mark.full)],
 )
-def test_the_layouts_have_the_same_losses(tmp_path: Path, layouts: dict[str, str]) -> None:
+def test_all_layouts_have_the_same_losses(tmp_path: Path, layouts: dict[str, str]) -> None:
     save_model(tmp_path / "bert")
     write_pairs(tmp_path / "mrpc")
     options = f"--epochs 1 --out out --layouts {shlex.join(layouts)}"

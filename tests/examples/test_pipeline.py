@@ -1,4 +1,4 @@
-"""examples/pipeline.py trains over two stages as over one, dropout included, and saves the whole model."""
+"""examples/pipeline.py trains over two stages as over one, with dropout, and saves the full model."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "pipeline.py"
 
 
 def _run_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """The script on a single stage, in this process."""
+    """Run the script with a single stage in this process."""
 
     def launch(seed: int, **_: Any) -> ParallelContext:
         torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def _run_in_one(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     return losses_in(capsys.readouterr().out)
 
 
-def test_two_stages_train_and_save_what_one_does(
+def test_two_stages_train_and_save_the_same_model_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     whole, cut = tmp_path / "whole", tmp_path / "cut"

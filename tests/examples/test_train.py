@@ -1,4 +1,4 @@
-"""examples/train.py trains over two processes as the plain model does, and what it saves is a plain checkpoint."""
+"""examples/train.py trains over two processes as in one, and saves a regular checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SCRIPT = Path(__file__).resolve().parents[2] / "examples" / "train.py"
 
 
 def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> list[float]:
-    """The script without the line that shards, in this process."""
+    """Run the script without the line that shards the model, in this process."""
 
     def launch(seed: int) -> ParallelContext:
         torch.manual_seed(seed)
@@ -32,7 +32,7 @@ def _run_plain(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     return losses_in(capsys.readouterr().out)
 
 
-def test_two_processes_train_and_save_what_the_plain_model_does(
+def test_two_processes_train_and_save_the_same_model_as_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     plain, cut = tmp_path / "plain", tmp_path / "cut"

@@ -1,4 +1,4 @@
-"""The whole net: ``python -m tests.hostile --seed 7``."""
+"""Runs all hostile cases: ``python -m tests.hostile --seed 7``."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def main() -> int:
     asked = parser.parse_args()
     seed = random.SystemRandom().randrange(10**6) if asked.seed is None else asked.seed
     torch.set_num_threads(1)
-    # Ranks are threads that compute in turn. Where Python switches between them on its own, torch.compile may deadlock:
-    # one holds the lock of its captured tracebacks and waits for the GIL, the other one the opposite.
+    # Ranks are threads that compute in turn. If Python switches between them freely, torch.compile may deadlock:
+    # one thread holds the lock of its captured tracebacks and waits for the GIL, and another one does the opposite.
     sys.setswitchinterval(30)
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()

@@ -1,4 +1,4 @@
-"""Entry point x argument x value x ranks: refused on all ranks, or the plain model."""
+"""Cases of entry point x argument x value x ranks: all ranks raise, or training equals the plain model."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ Use = Callable[[ParallelContext, dict[str, Any]], Trace | None]
 
 @dataclass(frozen=True)
 class Entry:
-    """A function or class that users call.
+    """A public function or class.
 
     Args:
-        use: calls it with the arguments that are given, and trains with what it made.
-        takes: whose arguments are tried.
-        left_out: what is no setting: the model, or where another value is another thing that was asked.
+        use: calls it with the passed arguments, and trains with the result.
+        takes: the callable whose arguments are tried.
+        left_out: arguments that are not settings, such as the model, or whose values change the expected result.
     """
 
     name: str
@@ -59,7 +59,7 @@ class Entry:
 
 
 def loop_of(model: Any, context: ParallelContext, **how: Any) -> Trace:
-    """Trains what ``shard_model`` made: a pipeline where there are stages."""
+    """Train the result of ``shard_model``, as a pipeline if it has stages."""
     optimizer = sgd(model)
     if context.pipe.size == 1:
         return trained(model, optimizer=optimizer, **how)
@@ -140,7 +140,7 @@ def _clip(context: ParallelContext, given: dict[str, Any]) -> Trace:
 
 
 def _with_model(function: Any, context: ParallelContext, given: dict[str, Any]) -> None:
-    """Of what takes a model and gives something about it."""
+    """Build the use of a function that takes a model and returns information about it."""
     model = fresh() if function is shardformer.derive_policy else shardformer.shard_model(fresh(), context=context)
     names = list(inspect.signature(function).parameters)
     usual = {names[0]: model, **({"optimizer": sgd(model)} if "optimizer" in names else {})}

@@ -1,4 +1,4 @@
-"""One rank is asked, built, fed or stepped in another way, at first or in the middle: noticed, or no difference."""
+"""Cases in which one rank differs in its arguments, model, batch or step: an error, or no difference in the result."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.hostile.arguments import LAYOUTS
 from tests.hostile.net import FAMILIES, STEPS, Case, Trace, Unnoticed, batch, fresh, original, sgd, trained
 
 LATE = 2
-"""The step at which a running rank is changed."""
+"""The step in which a running rank is changed."""
 
 OTHER: dict[type, Callable[[Any], Any]] = {
     bool: lambda value: not value,
@@ -24,7 +24,7 @@ OTHER: dict[type, Callable[[Any], Any]] = {
     float: lambda value: value * 0.5 if value else 0.5,
     str: lambda value: {"silu": "gelu", "gelu": "relu", "gelu_new": "relu", "relu": "gelu_new"}.get(value),
 }
-"""By the type of a setting, another value of it; None where there is none to try."""
+"""Type of a setting -> another value of it, or None if there is none to try."""
 
 
 @cache
@@ -42,7 +42,7 @@ def cases() -> Iterator[Case]:
             if family != "llama" and "sequence" in sizes:
                 sizes = {"tensor": 2}
             say = f"{family}: {name} on rank {odd}"
-            seeded = odd == 0 and name == "another seed before sharding"  # whose weights all ranks take
+            seeded = odd == 0 and name == "another seed before sharding"  # all ranks take the weights of rank 0
             yield Case("divergence", say, sizes, partial(run, family, odd), partial(plain, family, seeded))
 
 
@@ -67,14 +67,14 @@ def _changes() -> Iterator[tuple[str, str, Callable[[str, int, ParallelContext],
 
 
 def _rebuilt(family: str, name: str, other: Any) -> Any:
-    """A model of another config, as far as that can be built, with the weights that fit."""
+    """Build a model with a changed config, with the weights that fit."""
     model = fresh(family)
     config = copy.deepcopy(model.config)
     try:
         setattr(config, name, other)
         made = type(model)(config).train()
     except Exception:
-        return None  # transformers refuses it
+        return None  # transformers rejects the config
     found = made.state_dict()
     made.load_state_dict(
         {n: x for n, x in model.state_dict().items() if n in found and found[n].shape == x.shape}, False
@@ -152,7 +152,7 @@ FOLDERS: dict[str, tuple[Callable[[Any, str], None], Callable[[Any, str], None] 
     "a folder in another dtype": (partial(_save, change=lambda model: model.double()), None),
     "a folder that is written to between loading and sharding": (_save, partial(_save, change=_nudge)),
 }
-"""What one rank's folder holds when it is loaded, and what is done to it then."""
+"""The files of one rank's folder when it is loaded, and how they are changed."""
 
 
 def _other_folder(
@@ -174,7 +174,7 @@ def _other_folder(
 
 
 class Running:
-    """A rank that trains, and what is changed of it."""
+    """A rank in training, and the changes applied to it."""
 
     def __init__(self, model: Any, family: str) -> None:
         self.model, self.family = model, family
@@ -192,7 +192,7 @@ def _set(name: str, value: Any) -> Callable[[Running], None]:
 
 
 def _scale_gradients(run: Running) -> None:
-    """As a clipping that a script does by itself."""
+    """Scale the gradients, like a local clipping."""
 
     def scale(optimizer: Any, args: Any, kwargs: Any) -> None:
         for p in run.model.parameters():
@@ -225,7 +225,9 @@ _ALLOWED = {
     "data": (RUNNING["a seed"], RUNNING["another batch"]),
     "pipe": (RUNNING["a seed"], RUNNING["other weights"], RUNNING["gradients scaled"]),
 }
-"""What ranks may differ in: data ranks have batches of their own, stages weights; without dropout no seed matters."""
+"""Valid differences between ranks: data ranks have different batches, stages different weights, and without dropout the
+seed does not matter.
+"""
 
 
 def _wide_axis(context: ParallelContext) -> str:

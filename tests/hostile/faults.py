@@ -1,4 +1,4 @@
-"""Launched processes, one of which dies, stops, raises or swallows an error: all end in time, and it is named.
+"""Launched processes of which one dies, stops, raises or swallows an error. All end in time, and the rank is reported.
 
 python tests/hostile/faults.py --every 4
 """
@@ -31,7 +31,7 @@ OUTCOMES = {
     "nobody is named": RAW,
     "hang": HANGS,
 }
-"""What ``ended`` says -> what it is to the net."""
+"""Result of ``ended`` -> outcome of the case."""
 ODD = 1
 TIMEOUT_S = 10
 LIMIT_S = 60
@@ -49,7 +49,7 @@ class Fault:
 
 
 def script(folder: Path, fault: Fault) -> Path:
-    """Trains a small model; rank 1 has the fault once, at the second step where there are steps."""
+    """Write a script that trains a small model. Rank 1 has the fault once, in the second step if there are steps."""
     file = folder / "train.py"
     file.write_text(f"""
 import os, signal, sys
@@ -104,7 +104,7 @@ print("DONE", flush=True)
 
 
 def ended(fault: Fault) -> tuple[str, float]:
-    """What came of it: "ended and named", "went on", or what is wrong; and after how many seconds."""
+    """Return "ended and named", "went on" or an error, and the time in seconds."""
     with tempfile.TemporaryDirectory() as folder:
         launcher = [*SHARDFORMER, "run", "--nproc_per_node", "2"]
         command = [*launcher, str(script(Path(folder), fault))]
@@ -116,7 +116,7 @@ def ended(fault: Fault) -> tuple[str, float]:
         try:
             said, _ = child.communicate(timeout=LIMIT_S)
         except subprocess.TimeoutExpired:
-            for pid in [child.pid, *_below(child.pid)]:  # those that it started have sessions of their own
+            for pid in [child.pid, *_below(child.pid)]:  # processes that it started are in other sessions
                 os.kill(pid, signal.SIGKILL)
             said = child.communicate()[0]
             return f"hang:\n{said[-1500:]}", time.monotonic() - start
@@ -131,16 +131,16 @@ def ended(fault: Fault) -> tuple[str, float]:
 
 
 def _below(pid: int) -> list[int]:
-    """The processes that one has started, and they in turn."""
+    """Return the descendants of a process."""
     try:
         of = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    except (FileNotFoundError, ProcessLookupError):  # it has ended meanwhile
+    except (FileNotFoundError, ProcessLookupError):  # the process has ended
         return []
     return [below for child in map(int, of) for below in (child, *_below(child))]
 
 
 def cases() -> Iterator[Case]:
-    """As cases of the net: what each of them does is in a process of its own."""
+    """Return the faults as cases. Each one runs in separate processes."""
     for how, when, axis in product(HOW, WHEN, LAYOUTS):
         found = partial(outcome_of, Fault(how, when, axis))
         yield Case("fault", f"{how} in {when}", {axis: 2}, lambda context: None, how=found)

@@ -1,4 +1,4 @@
-"""Two hosts, which network namespaces of this machine stand for, and a link between them that is cut.
+"""Two hosts, simulated by network namespaces of this machine, and a link between them that is interrupted.
 
 sudo python -m tests.hostile.links          # Linux, with ip and unshare
 """
@@ -52,7 +52,7 @@ def ip(*arguments: str) -> None:
 
 @contextmanager
 def two_hosts() -> Iterator[None]:
-    """Each with an address in 10.77.0.0/24, and a name that stands for 127.0.0.1."""
+    """Create the hosts, each with an address in 10.77.0.0/24 and a name that resolves to 127.0.0.1."""
     for host in HOSTS:
         ip("netns", "add", host)
     try:
@@ -68,7 +68,7 @@ def two_hosts() -> Iterator[None]:
 
 
 def start(host: str, axis: str, folder: Path, first: str = "10.77.0.1") -> subprocess.Popen[str]:
-    """One host's launcher; what it says goes to a file of its name."""
+    """Start the launcher of one host. Its output goes to a file with its name."""
     (folder / "train.py").write_text(TRAIN)
     (folder / f"hosts-{host}").write_text(f"127.0.0.1 localhost {host}\n")
     node = HOSTS.index(host)
@@ -82,7 +82,7 @@ def start(host: str, axis: str, folder: Path, first: str = "10.77.0.1") -> subpr
 
 
 def cut(axis: str, seconds: float | None) -> str:
-    """Empty where all is well; else what went wrong. Cuts the link for ``seconds``, or for good."""
+    """Interrupt the link for ``seconds`` or permanently. Return an empty string, or a description of the error."""
     with two_hosts(), tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         launchers = [start(host, axis, folder) for host in HOSTS]
@@ -114,7 +114,7 @@ def _judged(launchers: list[subprocess.Popen[str]], folder: Path, axis: str, end
 
 
 def absent(host: str, first: str, words: str) -> str:
-    """One host alone, or one that is given a wrong address: what it waits for is said within 30 s."""
+    """Start one host alone or with a wrong address. It must report what it waits for within 30 s."""
     with two_hosts(), tempfile.TemporaryDirectory() as name:
         launcher, began = start(host, "data", Path(name), first), time.monotonic()
         said = ""

@@ -1,4 +1,4 @@
-"""Models that users changed, before sharding or behind it: they train as the plain model does, or are refused."""
+"""Models that users change before or after sharding. They train like the plain model, or raise."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYOUTS = ({"tensor": 2}, {"data": 2}, {"tensor": 3}, {"pipe": 2})
 
 
 class Draw(random.Random):
-    """Draws modules and parameters by the names that they have in the plain model."""
+    """Draws modules and parameters by their names in the plain model."""
 
     def __init__(self, plain: Any, seed: int) -> None:
         super().__init__(seed)
@@ -41,7 +41,7 @@ class Draw(random.Random):
 
 
 Change = Callable[[Any, Draw, list[Any]], None]
-"""(model, what is drawn, what hooks note) -> nothing."""
+"""(model, drawn objects, notes of hooks) -> None."""
 
 
 def owner(model: Any, name: str) -> tuple[Any, str]:
@@ -50,7 +50,7 @@ def owner(model: Any, name: str) -> tuple[Any, str]:
 
 
 def _noted(value: Any) -> Any:
-    """Of what a hook is given: shapes, and values as far as they are alike."""
+    """Return what a hook received: shapes, and values if they are the same on all ranks."""
     first = value[0] if isinstance(value, tuple) and value else value
     return (tuple(first.shape), round(float(first.float().norm()), 3)) if isinstance(first, Tensor) else None
 
@@ -94,7 +94,7 @@ def patched(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def wrapped(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """As accelerate wraps a forward, to move what goes in."""
+    """Wrap a forward to move its inputs, as accelerate does."""
     module = draw.module(model)
     if "forward" not in dir(module) or isinstance(module, nn.ModuleList):
         return
@@ -114,7 +114,7 @@ def subclassed(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def subclassed_block(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """A layer's part whose features are normalised behind it."""
+    """Replace a module by a subclass that normalizes its output."""
     names = [n for n, m in draw.modules if list(m.children()) and not isinstance(m, nn.ModuleList)]
     module = model.get_submodule(draw.choice(names))
     kind = type(module)
@@ -127,7 +127,7 @@ def subclassed_block(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def shared(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """Two modules of the same shapes become one."""
+    """Replace one of two modules of the same shapes by the other."""
     shapes: dict[Any, list[str]] = {}
     for name, module in draw.modules:
         if list(module.parameters()):
@@ -139,7 +139,7 @@ def shared(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def tied(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """Two parameters of one shape become one."""
+    """Tie two parameters of the same shape."""
     shapes: dict[Any, list[str]] = {}
     for name, p in draw.parameters:
         shapes.setdefault(tuple(p.shape), []).append(name)
@@ -195,7 +195,7 @@ def pruned(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 class Adapted(nn.Module):
-    """As adapters do: a linear, and two small ones beside it."""
+    """A linear with two small ones added to it, as in adapters."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -233,11 +233,11 @@ def another_dtype(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def an_attribute(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """A number that a layer keeps of itself."""
+    """Change a numeric attribute of a layer."""
     found = [(path, n) for path, m in draw.modules for n, v in vars(m).items() if type(v) is float and v]
     path, name = draw.choice(found)
     module = model.get_submodule(path)
-    if name in vars(module):  # a layer that is cut may have no use for it
+    if name in vars(module):  # a sharded layer may not use it
         setattr(module, name, getattr(module, name) * 1.5)
 
 
@@ -252,7 +252,7 @@ def checkpointed(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def compiled(model: Any, draw: Draw, seen: list[Any]) -> None:
-    torch.compiler.reset()  # what was compiled of other models counts towards torch's limit of compiling anew
+    torch.compiler.reset()  # code compiled for other models counts towards torch's recompile limit
     model.compile(backend="eager")
 
 
@@ -297,7 +297,7 @@ def cases(rounds: int = 2) -> Iterator[Case]:
                     number += 1
                     sizes = LAYOUTS[(number // 2 + round_) % len(LAYOUTS)]
                     if when == "behind" and "pipe" in sizes:
-                        sizes = {"tensor": 2}  # a stage has some of the modules
+                        sizes = {"tensor": 2}  # a stage has only some of the modules
                     seed = number * 31 + round_
                     say = f"{family}: {name} {when} sharding (drawn {seed})"
                     run = partial(_mutated, family, change, when, seed)
@@ -310,7 +310,7 @@ def _plain(family: str, change: Change, seed: int) -> Trace | None:
         change(model, Draw(fresh(family), seed), seen)
         trace = trained(model, family)
     except Exception:
-        return None  # nor can the plain model be trained
+        return None  # the plain model cannot be trained either
     trace.seen = seen
     return trace
 
@@ -327,5 +327,5 @@ def _mutated(family: str, change: Change, when: str, seed: int, context: Paralle
         change(model, Draw(fresh(family), seed), seen)
     trace = loop(model, family, context)
     plain = _plain(family, change, seed)
-    trace.seen = seen if context.pipe.size == 1 or plain is None else plain.seen  # a stage sees its layers
+    trace.seen = seen if context.pipe.size == 1 or plain is None else plain.seen  # a stage runs only its own layers
     return trace

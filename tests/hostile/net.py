@@ -1,7 +1,7 @@
-"""What a hostile user tries: a case each, what comes of it, and which of these outcomes are findings.
+"""Cases of hostile use, their outcomes, and which outcomes are findings.
 
-A case is done on ranks that are threads. It ends well where every rank raises an error of ours, with its four parts, or
-where the model trains as the plain one does and the ranks hold the same bits of what they hold alike.
+Ranks are threads. A case passes if every rank raises a ShardFormerError with all of its parts, or if the model trains
+like the plain one and replicated values are bitwise identical on all ranks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ FINDINGS = (WRONG, RAW, HANGS)
 
 @dataclass
 class Trace:
-    """What a run leaves: the losses of its steps, the plain model's weights, and what users' hooks saw."""
+    """Record of a run: losses of its steps, weights under the plain model's names, and observations of users' hooks."""
 
     losses: list[float] = field(default_factory=list)
     weights: dict[str, Tensor] = field(default_factory=dict)
@@ -48,14 +48,14 @@ class Trace:
 
 @dataclass(frozen=True)
 class Case:
-    """Something to try.
+    """A case.
 
     Args:
-        kind: which of the generators made it.
-        name: what is tried, in words that repeat it.
-        run: what each rank does; it gives its trace, or None where there is nothing to compare.
-        plain: the trace of one device.
-        how: what gives the outcome, where that is not by threads.
+        kind: the generator that made it.
+        name: a description that identifies it.
+        run: the function that each rank calls. Returns a trace, or None if there is nothing to compare.
+        plain: the trace on one device.
+        how: returns the outcome of a case that does not run on threads.
     """
 
     kind: str
@@ -67,7 +67,7 @@ class Case:
 
 
 class Unnoticed(AssertionError):
-    """A run went on, and should not have."""
+    """A run continued although it should have raised."""
 
 
 @dataclass(frozen=True)
@@ -84,12 +84,9 @@ class Outcome:
         )
 
 
-# ----------------------------------------------------------------------------------------------------------- training
-
-
 @cache
 def original(family: str) -> nn.Module:
-    """With weights that are not those of their initialisation, so that no bias is 0."""
+    """Build the model with weights that differ from their initialization, so that no bias is 0."""
     generator = torch.Generator().manual_seed(7)
     model = SmallModel(family)().train()
     with torch.no_grad():
@@ -119,13 +116,13 @@ def trained(
     before: Callable[[int], None] = lambda step: None,
     between: Callable[[], None] = lambda: None,
 ) -> Trace:
-    """Trains for some steps.
+    """Train for some steps.
 
     Args:
-        optimizer: by default SGD.
-        step: gives the loss of a batch, behind its step; by default the usual loop.
-        before: is done before each step.
-        between: is done between a backward and its step.
+        optimizer: SGD by default.
+        step: runs a step and returns the loss of a batch. By default the usual loop.
+        before: called before each step.
+        between: called between the backward and the optimizer step.
     """
     trace = Trace()
     optimizer = optimizer or sgd(model)
@@ -145,7 +142,7 @@ def trained(
 
 
 def closed(trace: Trace, model: nn.Module) -> Trace:
-    """With the weights that the model has now."""
+    """Return the trace with the current weights of the model."""
     try:
         state = metadata_of(model)
     except ShardFormerError:
@@ -155,9 +152,6 @@ def closed(trace: Trace, model: nn.Module) -> Trace:
     if state.parameter_owner is None:
         trace.replicas = {e.name: e.param.detach().clone() for e in state.entries if not e.spec.axes}
     return trace
-
-
-# ----------------------------------------------------------------------------------------------------------- outcomes
 
 
 def outcome(case: Case) -> Outcome:
@@ -182,7 +176,7 @@ def outcome(case: Case) -> Outcome:
 
 
 def compared(traces: Sequence[Trace | None], plain: Trace | None) -> tuple[str, str]:
-    """Whether all ranks have what one device has, and what differs."""
+    """Compare the ranks with one device. Return the outcome and the differences."""
     for rank, trace in enumerate(traces):
         if trace is None or plain is None:
             continue
@@ -227,7 +221,7 @@ def _where(error: BaseException) -> str:
 
 
 def drawn(cases: Iterable[Case], count: int | None, seed: int) -> list[Case]:
-    """So many of the cases, drawn at random; all of them, in a random order, without a number."""
+    """Return ``count`` random cases, or all of them in random order."""
     every = list(cases)
     random.Random(seed).shuffle(every)
     return every[:count]

@@ -1,4 +1,4 @@
-"""A fixed part of the net; ``make hostile`` tries all of it."""
+"""A fixed subset of the hostile cases. ``make hostile`` runs all of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SOME = {"argument": (arguments.cases, 12), "divergence": (divergence.cases, 8), 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
-def test_nothing_goes_wrong_in_silence(kind: str) -> None:
+def test_every_case_gives_the_right_result_or_an_error(kind: str) -> None:
     make, count = SOME[kind]
     found = [outcome(case) for case in drawn((c for c in make() if "compile" not in c.name), count, seed=0)]
     assert [str(each) for each in found if each.what in FINDINGS] == []
@@ -38,13 +38,13 @@ def _raises(context: object) -> None:
         (_hangs, lambda: None, HANGS),
     ],
 )
-def test_the_net_tells_outcomes_apart(run: object, plain: object, what: str) -> None:
+def test_outcomes_are_distinguished(run: object, plain: object, what: str) -> None:
     assert outcome(Case("argument", "", {"tensor": 2}, run, plain)).what == what  # type: ignore[arg-type]
 
 
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("fault", [Fault("exit 0", "forward", "tensor"), Fault("swallow", "step", "data")], ids=str)
-def test_a_rank_that_leaves_others_waiting_is_named(fault: Fault) -> None:
+def test_a_rank_that_exits_while_others_wait_is_reported(fault: Fault) -> None:
     what, seconds = ended(fault)
     assert what == "ended and named" and seconds < 60, what

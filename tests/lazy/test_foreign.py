@@ -97,7 +97,7 @@ def test_remote_code_is_not_run_without_consent_and_without_a_prompt(
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)
     with pytest.raises(ConfigError, match="custom code"):
         find_model(str(folder), dropout=False)
-    with pytest.raises(ConfigError, match="It is True or False"):
+    with pytest.raises(ConfigError, match="is not True or False"):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder, trust_remote_code="yes")
 
 

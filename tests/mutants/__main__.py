@@ -29,13 +29,13 @@ from tests.mutants.trees import (
 
 @dataclass(frozen=True)
 class Options:
-    """How mutants are tried.
+    """How mutants are tested.
 
     Args:
-        tier: of tests; the related ones are selected by it too.
-        related_only: whether the rest of the tier is left out.
-        limit_s: for each call of pytest.
-        jobs: tests that run at once in the rest of the tier.
+        tier: the tier of tests, from which related tests are selected as well.
+        related_only: whether to skip the other tests of the tier.
+        limit_s: time limit of each call of pytest.
+        jobs: number of parallel processes for the other tests of the tier.
     """
 
     tier: str
@@ -46,7 +46,7 @@ class Options:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # the copies, and what runs in them, are cleared away
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # removes the copies and ends their processes
     every = all_mutants()
     by_name = {mutant.name: mutant for mutant in every}
     if unknown := set(options.names) - set(by_name):
@@ -110,7 +110,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def tried(mutant: Mutant, base: Path, options: Options) -> Result:
-    """Runs the tests on a copy with the mutant."""
+    """Run the tests on a copy with the mutant."""
     seconds = 0.0
     for scope, arguments in _scopes(mutant, base, options):
         with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
@@ -128,8 +128,8 @@ def tried(mutant: Mutant, base: Path, options: Options) -> Result:
 
 
 def _scopes(mutant: Mutant, base: Path, options: Options) -> list[tuple[str, list[str]]]:
-    """What runs, one after the other: the related tests, then the rest of the tier."""
-    # the test of this kit notices any edit of a mutated file
+    """Yield the sets of tests that run in sequence: the related tests, then the others of the tier."""
+    # excluded, because it fails for any edit of a mutated file
     common = [*tier_arguments(base, options.tier), f"--ignore={OWN_TESTS}"]
     related = present(base, mutant.first if options.related_only else related_tests(mutant))
     scopes = [("related tests", [*common, *related])] if related else []
@@ -141,14 +141,14 @@ def _scopes(mutant: Mutant, base: Path, options: Options) -> list[tuple[str, lis
 
 
 def _copied(base: Path, folder: Path) -> Path:
-    """Its compiled files go along: they are those of files that were not edited."""
+    """Copy a tree with its compiled files, which belong to the unedited source."""
     tree = folder / "repository"
     shutil.copytree(base, tree, ignore=shutil.ignore_patterns(".mutants-*"))
     return tree
 
 
 def failing_without(finders: Sequence[str], base: Path, limit_s: float) -> set[str]:
-    """Those of some tests that fail without any mutant too."""
+    """Return which of some tests also fail without a mutant."""
     failing: set[str] = set()
     while left := [test for test in dict.fromkeys(finders) if test not in failing]:
         with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
@@ -162,7 +162,7 @@ def failing_without(finders: Sequence[str], base: Path, limit_s: float) -> set[s
 
 
 def recheck(known: Sequence[tuple[Mutant, Result]], base: Path, options: argparse.Namespace) -> int:
-    """Runs the recorded finder of each mutant. Returns 1 if one of them finds its mutant no longer."""
+    """Run the recorded finder of each mutant. Return 1 if one of them no longer fails."""
     lost = []
     for mutant, result in known:
         if result.found_by is not None and (outcome := found_before(mutant, base, result, options.limit)) != FOUND:
@@ -173,7 +173,7 @@ def recheck(known: Sequence[tuple[Mutant, Result]], base: Path, options: argpars
 
 
 def found_before(mutant: Mutant, base: Path, result: Result, limit_s: float) -> str:
-    """Whether the test that finds a mutant now found it in another commit."""
+    """Whether the finding test also finds the mutant in another commit."""
     assert result.found_by is not None
     with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
         tree = _copied(base, Path(folder))

@@ -1,4 +1,4 @@
-"""One mutant: an edit of one file, and what a user would see of it."""
+"""A mutant: an edit of one file, and its effect for users."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ class Mutant:
 
     Args:
         file: path in the repository.
-        old, new: the text that is replaced, which occurs once in the file, and what replaces it.
-        effect: what a user would see.
+        old, new: the replaced text, which occurs once in the file, and its replacement.
+        effect: the effect for users.
         first: the tests that run first: files, folders or node ids.
     """
 
@@ -32,13 +32,13 @@ class Mutant:
     first: tuple[str, ...] = ()
 
     def mutated(self, source: str) -> str:
-        """The source with the fault. Raises DoesNotApplyError."""
+        """Return the source with the fault. Raises DoesNotApplyError."""
         if (count := source.count(self.old)) != 1:
             raise DoesNotApplyError(f"{self.name}: the old text occurs {count} times in {self.file}")
         return source.replace(self.old, self.new)
 
     def apply(self, tree: Path) -> None:
-        """Writes the fault into a copy of the repository. Raises DoesNotApplyError."""
+        """Write the fault into a copy of the repository. Raises DoesNotApplyError."""
         path = tree / self.file
         if not path.is_file():
             raise DoesNotApplyError(f"{self.name}: there is no {self.file}")

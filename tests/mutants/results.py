@@ -1,4 +1,4 @@
-"""The results of mutants: kept as JSON, and shown as the table in README.md."""
+"""Results of mutants, stored as JSON and shown as a table in README.md."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ RESULTS, PAGE = Path(__file__).with_name("results.json"), Path(__file__).with_na
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one mutant.
+    """The result of a mutant.
 
     Args:
-        outcome: a test failed; all passed; pytest ran past its limit; or the test fails without the mutant too.
-        scope: which tests ran: those that are related to the file, or a whole tier.
-        found_by: node id of the test that failed.
-        before: by commit, whether this test found the mutant there.
+        outcome: a test failed, all passed, pytest timed out, or the test also fails without the mutant.
+        scope: the tests that ran: those related to the file, or a full tier.
+        found_by: node id of the failed test.
+        before: commit -> whether this test found the mutant there.
     """
 
     name: str
@@ -41,7 +41,7 @@ def read_results(path: Path) -> dict[str, Result]:
 
 
 def write_results(path: Path, results: Mapping[str, Result], mutants: Sequence[Mutant]) -> None:
-    """Writes what is known of the mutants that there are, and beside the kept results the page."""
+    """Write the results of existing mutants, and the page."""
     known = [asdict(results[mutant.name]) for mutant in mutants if mutant.name in results]
     path.write_text(json.dumps(known, indent=1) + "\n", encoding="utf-8")
     if path.resolve() == RESULTS:
@@ -49,7 +49,7 @@ def write_results(path: Path, results: Mapping[str, Result], mutants: Sequence[M
 
 
 def page_of(results: Mapping[str, Result], mutants: Sequence[Mutant]) -> str:
-    """README.md."""
+    """Render README.md."""
     ran = [results[mutant.name] for mutant in mutants if mutant.name in results]
     found = sum(result.outcome == FOUND for result in ran)
     commits = list(dict.fromkeys(commit for result in ran for commit in result.before))

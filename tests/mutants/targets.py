@@ -1,4 +1,4 @@
-"""Which tests are the likeliest to find a fault in a file: those run before the rest of a tier."""
+"""The tests that most likely detect a fault in a file. They run before the other tests of a tier."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ OF_FOLDER = {
     "shardformer/policies": ("tests/policies", "tests/verify/test_families.py"),
     "shardformer/sharding": ("tests/sharding", "tests/policies"),
 }
-"""The longest folder that a file is in counts."""
+"""The longest matching folder is used."""
 
 
 def related_tests(mutant: Mutant) -> list[str]:
-    """The mutant's own tests, then those of its folder."""
+    """Return the mutant's own tests, followed by those of its folder."""
     folders = [folder for folder in OF_FOLDER if mutant.file.startswith(f"{folder}/")]
     of_folder = OF_FOLDER[max(folders, key=len)] if folders else ()
     return list(dict.fromkeys((*mutant.first, *of_folder)))

@@ -1,4 +1,4 @@
-"""Each mutant is an edit of the package as it is now."""
+"""Every mutant applies to the current source of the package."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ MUTANTS = all_mutants()
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
-def test_a_mutant_applies_once_and_is_python(mutant: Mutant) -> None:
+def test_a_mutant_applies_once_and_is_valid_python(mutant: Mutant) -> None:
     source = (ROOT / mutant.file).read_text(encoding="utf-8")
     mutated = mutant.mutated(source)
     assert ast.dump(ast.parse(mutated)) != ast.dump(ast.parse(source))
@@ -35,8 +35,8 @@ def test_names_are_unique_and_every_area_has_mutants() -> None:
     assert tuple(counts) == AREAS and min(counts.values()) >= 8 and len(MUTANTS) >= 72
 
 
-def test_a_test_that_only_takes_long_finds_nothing(tmp_path: Path) -> None:
-    """On a machine that does other work, any test may take longer than its budget."""
+def test_a_timeout_does_not_count_as_a_failed_test(tmp_path: Path) -> None:
+    """On a machine with other load, any test may exceed its time limit."""
     assert tier_arguments(ROOT, "test") == ["--tier", "test", "--no-budget"]
     (tmp_path / "conftest.py").write_text('addoption("--tier")')  # an earlier commit, without the second option
     assert tier_arguments(tmp_path, "all") == ["--tier", "all"]
@@ -47,12 +47,12 @@ def test_folders_with_related_tests_exist() -> None:
 
 
 @pytest.mark.parametrize("source", ["", "x = 1\nx = 1\n"])
-def test_text_that_does_not_occur_once_is_refused(source: str) -> None:
+def test_source_text_that_does_not_occur_exactly_once_raises(source: str) -> None:
     with pytest.raises(DoesNotApplyError, match=f"{source.count('x = 1')} times in a.py"):
         Mutant("tensor", "m", "a.py", "x = 1", "x = 2", "").mutated(source)
 
 
-def test_the_page_names_the_finder_and_what_no_test_finds() -> None:
+def test_the_page_lists_the_finding_test_and_survivors() -> None:
     mutants = [Mutant("tensor", name, "a.py", "a", "b", f"Effect of {name}.") for name in ("one", "two", "three")]
     results = {
         "one": Result("one", "tensor", FOUND, "related tests", "tests/test_a.py::test_b[c|d]", 3.2, {}),

@@ -1,4 +1,4 @@
-"""Copies of the repository in which tests run, and the processes that run in them."""
+"""Copies of the repository in which tests run, and the processes of these tests."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 OWN_TESTS = "tests/mutants"
 FAILED, NO_SUCH_TEST = 1, (4, 5)
-"""Exit statuses of pytest: a test failed; no test was found, or its path does not exist."""
+"""Exit codes of pytest: a test failed; no tests were collected, or a path does not exist."""
 
 
 def copy_of_working_tree(target: Path) -> None:
-    """Copies the tracked files as they are now, and compiles them."""
+    """Copy the tracked files in their current state, and compile them."""
     names = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, capture_output=True).stdout
     for name in filter(None, names.decode().split("\0")):
         source, copy = ROOT / name, target / name
@@ -34,7 +34,7 @@ def copy_of_working_tree(target: Path) -> None:
 
 
 def copy_of_commit(commit: str, target: Path) -> None:
-    """Writes the files of a commit, and compiles them."""
+    """Write the files of a commit, and compile them."""
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     with tarfile.open(fileobj=io.BytesIO(archive)) as files:
         files.extractall(target, filter="data")
@@ -42,14 +42,14 @@ def copy_of_commit(commit: str, target: Path) -> None:
 
 
 def tier_arguments(tree: Path, tier: str) -> list[str]:
-    """What selects a tier of tests, without their budgets of time; nothing where the tree has no such options."""
+    """Return the options that select a tier without time limits. Empty if the tree has no such options."""
     sources = [tree / "conftest.py", *sorted((tree / "tests").glob("*.py"))]
     text = "".join(path.read_text(encoding="utf-8") for path in sources if path.is_file())
     return ["--tier", tier] * ('"--tier"' in text) + ["--no-budget"] * ('"--no-budget"' in text)
 
 
 def present(tree: Path, tests: Sequence[str]) -> list[str]:
-    """The tests that exist in the tree: files, folders, and functions by their names."""
+    """Return the tests that exist in the tree: files, folders, and functions by their names."""
     return [test for test in tests if _exists(tree, *test.partition("::")[::2])]
 
 
@@ -60,11 +60,11 @@ def _exists(tree: Path, file: str, function: str) -> bool:
 
 @dataclass(frozen=True)
 class Run:
-    """What came of one call of pytest.
+    """The result of one call of pytest.
 
     Args:
-        status: pytest's exit status; None where it ran past the limit.
-        failed: node id of the first test that failed.
+        status: the exit code, or None after a timeout.
+        failed: node id of the first failed test.
     """
 
     status: int | None
@@ -73,14 +73,18 @@ class Run:
 
 
 def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
-    """Runs pytest in a tree up to its first failure, then ends all processes that it left.
+    """Run pytest in a tree up to the first failure, then end all processes it left.
 
-    The tests import the tree's own package, also in the processes that they start.
+    The tests import the package of this tree, also in processes that they start.
     """
     report = tree / ".mutants-report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]  # the other family refuses record_property
+    command += [
+        "-o",
+        "junit_family=xunit1",
+        f"--junitxml={report}",
+    ]  # the default family does not support record_property
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",
@@ -109,7 +113,7 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
 
 
 def _end_all(process: subprocess.Popen[bytes], tree: Path) -> None:
-    """Ends the process group, and what has left it: processes whose environment names this tree."""
+    """End the process group, and processes outside of it whose environment names this tree."""
     for _ in range(5):
         left = [process.pid] if process.poll() is None else []
         left += [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _belongs_to(entry, tree)]
@@ -133,7 +137,7 @@ def _belongs_to(entry: Path, tree: Path) -> bool:
 
 
 def _first_failure(report: Path) -> str | None:
-    """The node id of the first failed test in a JUnit report."""
+    """Return the node id of the first failed test in a JUnit report."""
     try:
         cases = ElementTree.parse(report).iter("testcase")
     except (OSError, ElementTree.ParseError):

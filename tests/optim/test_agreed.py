@@ -104,8 +104,8 @@ def in_a_hook(model: nn.Module, optimizer: Any, rank: int) -> None:
 
 
 OWN = {
-    "autograd": (of_autograd, "a gradient of 0.weight of which each rank has its own"),
-    "one rank": (on_one_rank, "a gradient of 0.weight that only some ranks have"),
+    "autograd": (of_autograd, "cannot update 0.weight: ranks have different gradients"),
+    "one rank": (on_one_rank, "cannot update 0.weight: only some ranks have a gradient"),
     "hook": (in_a_hook, "was called during a backward"),
 }
 

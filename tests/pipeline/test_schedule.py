@@ -218,7 +218,7 @@ def test_zbv_keeps_no_more_than_1f1b_and_idles_only_at_the_ends() -> None:
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (("1f2b", 4, 8), "schedule='1f2b'.*It is one of 'gpipe', .*Did you mean '1f1b'"),
+        (("1f2b", 4, 8), "schedule='1f2b' is not one of 'gpipe', .*Did you mean '1f1b'"),
         (("1f1b", 0, 8), "stages=0"),
         (("1f1b", 4, 0), "micro_batches=0.*Use 1 or more"),
         (("interleaved", 4, 0), "micro_batches=0.*Use 4 or more"),

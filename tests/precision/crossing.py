@@ -28,7 +28,7 @@ from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import num_samples, sample_loss, weights_loss_by_sample
-from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _gathered, _gradient
+from shardformer.verify.train_both import ForceFp64, PrecomputedForward, _full_gradient, _gather_full_tensors
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -221,8 +221,8 @@ class _Rank:
         mean = loss.detach().double().clone()
         if not is_mean:
             mean = all_reduce(mean, self.context.data) / self.context.data.size
-        own = {n: _gradient(optimizer, n, p) for n, p in model.named_parameters()}
-        whole = _gathered(model, self.context, own)
+        own = {n: _full_gradient(optimizer, n, p) for n, p in model.named_parameters()}
+        whole = _gather_full_tensors(model, self.context, own)
         return Found(float(mean), {n: g.detach().double() / scale for n, g in whole.items() if g is not None})
 
 

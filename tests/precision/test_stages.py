@@ -18,7 +18,7 @@ from shardformer.pipeline.pipeline import Pipeline
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
-from shardformer.verify.train_both import _gathered
+from shardformer.verify.train_both import _gather_full_tensors
 from tests.precision.crossing import floats_in
 from tests.verify.deep import deep
 from tests.verify.variants import VARIANTS
@@ -97,7 +97,7 @@ def test_conversion_after_sharding_is_bitwise_exact(family: str, conversion: str
         with autocast(dtype):
             found = Pipeline(ours, 1).step(batch)
         assert found == loss.detach().float()
-        grads = _gathered(ours, context, {n: p.grad for n, p in ours.named_parameters()})
+        grads = _gather_full_tensors(ours, context, {n: p.grad for n, p in ours.named_parameters()})
         assert grads.keys() == want.keys()
         wrong = [n for n, g in want.items() if not _same(grads[n], g)]
         assert family in SUMS_OVER_LAYERS or not wrong

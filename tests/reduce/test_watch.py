@@ -79,8 +79,8 @@ CHANGES: dict[str, tuple[Change, str]] = {
     "batch": (other_batch, "different batches"),
     "mode": (eval_mode, "different modes"),
     "rate": (other_rate, "different learning rates"),
-    "skipped": (skipped, "numbers of steps"),
-    "weight": (other_weight, "different weights"),
+    "skipped": (skipped, "numbers of optimizer steps"),
+    "weight": (other_weight, "different replicated weights"),
 }
 
 
@@ -111,7 +111,7 @@ def test_tensor_ranks_detect_divergence(name: str, sizes: dict[str, int]) -> Non
     assert all(said in text for text in found), found
     assert len(set(found)) == 1, "all say the same"
     if 3 in sizes.values():
-        assert "rank 1 " in found[0], "the one that differs is named"
+        assert "rank 1: " in found[0], "the one that differs is named"
 
 
 # A ZeRO step is collective, and each weight is updated on one rank. Under stage 3, a rank in another mode would read
@@ -133,7 +133,7 @@ def test_data_ranks_detect_divergence(name: str, how: dict[str, Any]) -> None:
     change, said = CHANGES[name]
     found = came_apart(change, 1, {"data": 3}, **how)
     assert all(said in text for text in found), found
-    assert all("rank 1 " in text for text in found)
+    assert all("rank 1: " in text for text in found)
 
 
 @pytest.mark.parametrize("name", ["batch", "mode", "skipped", "rate"])
@@ -150,7 +150,7 @@ def test_stages_detect_divergence(name: str) -> None:
 def test_stages_detect_different_options_from_the_first_step(name: str) -> None:
     option = {"weight_decay": "weight_decay", "rate": "lr"}[name]
     found = came_apart(lambda run: run.optimizer.param_groups[0].update({option: 0.5}), 1, {"pipe": 2}, at=0)
-    assert all("learning rates, or other options" in text for text in found), found
+    assert all("learning rates or other optimizer options" in text for text in found), found
 
 
 def test_stages_may_use_different_optimizer_classes() -> None:
@@ -196,7 +196,7 @@ def rounded(run: Run) -> None:
 def test_rounding_errors_are_no_divergence() -> None:
     """Each rank computes its gradients itself, with kernels that may use another order of summation."""
     assert came_apart(rounded, 1, {"tensor": 2}) == ["", ""]
-    assert all("different weights" in said for said in came_apart(rounded, 1, {"data": 2}))
+    assert all("different replicated weights" in said for said in came_apart(rounded, 1, {"data": 2}))
 
 
 def test_evaluation_on_all_ranks_is_no_divergence() -> None:
@@ -312,7 +312,7 @@ def test_all_weights_are_compared_within_a_number_of_steps(at: int, monkeypatch:
             try:
                 model(torch.ones(2, 40)).sum().backward()
             except InputError as error:
-                assert "different weights" in str(error)
+                assert "different replicated weights" in str(error)
                 return step
         return -1
 

@@ -155,7 +155,7 @@ def test_skipped_step_of_one_stage_is_detected() -> None:
             return str(error)
         return ""
 
-    assert all("different numbers of steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
+    assert all("different numbers of optimizer steps" in said for said in run_as_threads(do, pipe=2, in_turn=True))
 
 
 def test_evaluation_between_two_steps_is_not_counted() -> None:

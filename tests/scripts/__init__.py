@@ -1,9 +1,9 @@
-"""A Python for tests that run scripts: it starts in milliseconds, as torch and transformers are imported already.
+"""A Python interpreter for tests of scripts that starts in milliseconds, with torch and transformers already imported.
 
-``PYTHON`` takes the place of ``sys.executable`` in a command: it runs a script, ``-m module`` or ``-c code`` in a
-process that is forked from a server that has made the imports. Torch's launcher starts its ranks with it, too. Input
-and output, the environment, the folder, signals and the exit status are those of a process of its own. ``make test``
-uses it, except in tests that name ``sys.executable``; without ``--tier test`` it is ``sys.executable``.
+``PYTHON`` replaces ``sys.executable`` in a command. It runs a script, ``-m module`` or ``-c code`` in a process forked
+from a server that has done the imports. Torch's launcher starts its ranks with it as well. Input, output, environment,
+working directory, signals and exit code are those of a separate process. ``make test`` uses it, except in tests that
+name ``sys.executable``. Without ``--tier test``, ``PYTHON`` is ``sys.executable``.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from tests.scripts.client import SOCKET
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = os.environ.get("PYTHON_EXEC", sys.executable)
 SHARDFORMER = [PYTHON, "-m", "shardformer"]
-"""The command line, as ``shardformer`` starts it."""
+"""The ``shardformer`` command."""
 FOLDER = Path(PYTHON).parent
-"""Where ``python`` and ``shardformer`` are, for the PATH of a shell."""
+"""Folder with ``python`` and ``shardformer``, for the PATH of a shell."""
 
 
 def run_line(line: str, folder: Path, **environment: str) -> str:
-    """What a line of a shell prints, run in a folder. Fails if its status is not 0."""
+    """Run a shell command in a folder, and return its output. Fails if the exit code is not 0."""
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
     env |= {"PATH": f"{FOLDER}{os.pathsep}{env['PATH']}", "PYTHONPATH": str(ROOT), **environment}
     done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
@@ -35,10 +35,7 @@ def run_line(line: str, folder: Path, **environment: str) -> str:
 
 
 def set_up() -> None:
-    """Called in the process that starts the others, before a test is collected: all of them find one server.
-
-    It starts in the background, in time for the first script.
-    """
+    """Start the server in the background before tests are collected, so that all processes use the same server."""
     folder = Path(tempfile.mkdtemp(prefix="python-"))
     client, command = folder / "python", folder / "shardformer"
     client.write_text(f"#!{sys.executable} -IS\n{Path(__file__).with_name('client.py').read_text(encoding='utf-8')}")
@@ -50,7 +47,7 @@ def set_up() -> None:
 
 
 def tear_down() -> None:
-    """Ends the server, which looks whether its socket still has a name."""
+    """Remove the socket, which ends the server."""
     socket = os.environ.pop(SOCKET, None)
     if socket is not None:
         del os.environ["PYTHON_EXEC"], os.environ[f"{SOCKET}_ROOT"]

@@ -1,8 +1,7 @@
-"""Runs a script in a process that the server forks, as ``python`` would; see tests/scripts/__init__.py.
+"""Runs a script in a process that the server forks, like ``python``. See tests/scripts/__init__.py.
 
-It is copied behind a ``#!`` line and started without any import of the site's packages. The first client starts the
-server. Where the server cannot do what is asked (another option of Python than -u, -c and -m), the client becomes the
-real Python.
+The file is copied after a ``#!`` line and started without site-packages. The first client starts the server. If the
+server does not support the command (other options of Python than -u, -c and -m), the client executes the real Python.
 """
 
 import fcntl
@@ -20,7 +19,7 @@ FORWARDED = ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1", "SIGUSR2", "SIGQUIT", "SI
 
 
 def parsed(arguments):
-    """What to run, ("module", "code" or "script", its name or text, what follows); None with other options."""
+    """Return ("module", "code" or "script", its name or text, its arguments), or None with other options."""
     rest = list(arguments)
     while rest and rest[0] == "-u":
         rest.pop(0)
@@ -65,7 +64,7 @@ def main():
 
 
 def start(path):
-    """Starts the server, unless another client does."""
+    """Start the server, unless another client is starting it."""
     with open(f"{path}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if os.path.exists(path):

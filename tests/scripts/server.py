@@ -1,8 +1,8 @@
-"""The process that has made the imports, and forks one that runs a script for each client.
+"""The process that has done the imports, and forks a process for the script of each client.
 
     python -m tests.scripts.server SOCKET
 
-It ends when SOCKET is deleted. A script is killed when its client ends before it.
+It ends when SOCKET is deleted. A script is killed when its client ends first.
 """
 
 from __future__ import annotations
@@ -47,18 +47,18 @@ Request = Mapping[str, Any]
 
 
 class Server:
-    """Reads what clients ask for, forks, and sends back the exit status of what it forked."""
+    """Accepts requests of clients, forks, and returns the exit codes of the forked processes."""
 
     def __init__(self, path: str) -> None:
         self.path = path
-        self.clients: dict[int, socket.socket] = {}  # process id of a script -> its client
+        self.clients: dict[int, socket.socket] = {}  # PID of a script -> its client
         self.listener = socket.socket(socket.AF_UNIX)
         self.listener.bind(f"{path}.new")
         self.listener.listen(64)
         os.rename(f"{path}.new", path)
 
     def serve(self) -> Request | None:
-        """Returns in a forked process, with what it has to run; and in the server at its end, with None."""
+        """Serve clients. Returns the request in a forked process, and None when the server ends."""
         wakeup, wake = os.pipe()
         os.set_blocking(wake, False)
         os.set_blocking(wakeup, False)
@@ -113,7 +113,7 @@ class Server:
         return None
 
     def _lost(self, selector: selectors.BaseSelector, pid: int) -> None:
-        """A client has ended, or was killed, before its script."""
+        """Kill the script of a client that has ended."""
         selector.unregister(self.clients[pid])
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
@@ -135,7 +135,7 @@ class Server:
 
 
 def run(request: Request) -> NoReturn:
-    """What ``python script`` or ``python -m module`` does, in this process."""
+    """Run a script or module in this process, like ``python script`` or ``python -m module``."""
     import numpy
 
     for number in (signal.SIGCHLD, signal.SIGTERM):
@@ -180,7 +180,7 @@ def run(request: Request) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):
             stream.flush()
-    os._exit(status)  # taking all modules apart would take longer than many a script
+    os._exit(status)  # freeing all modules would take longer than many scripts
 
 
 def _status(code: object) -> int:
@@ -202,7 +202,7 @@ def main() -> None:
     BASE_PATH[:] = [p for p in sys.path[1:] if p not in (root, os.getcwd(), "")]
     for name in IMPORTS:
         importlib.import_module(name)
-    # The launcher's looks into the file of every module for each of its events: a second per run, of so many modules.
+    # torch's launcher looks up the file of every module for each event, which takes a second here
     dynamic_rendezvous.get_method_name = _name_of_caller
     gc.collect()
     gc.freeze()

@@ -461,7 +461,7 @@ def test_method_that_does_not_fit_the_axis_is_refused() -> None:
 def test_different_batches_on_sequence_ranks_are_refused() -> None:
     def compute(context: ParallelContext) -> str:
         model = shardformer.shard_model(copy.deepcopy(plain_of("llama")), context=context)
-        with pytest.raises(shardformer.ShardFormerError, match="were fed different batches"):
+        with pytest.raises(shardformer.ShardFormerError, match="received different batches"):
             model(input_ids=IDS + context.sequence.rank)
         return "said"
 

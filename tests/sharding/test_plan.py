@@ -76,7 +76,7 @@ def cut(*suffixes: str, target: Any = Linear1D_Col, **kwargs: Any) -> ModulePoli
 @pytest.mark.parametrize(
     ("key", "hint"),
     [
-        (nn.GRU, "There is"),
+        (nn.GRU, "Known names: "),
         ("SelfAttentoin", "'SelfAttention'"),
         ("layer.*.attn", "'layers.0.attn'"),
         ("layers.7", "'layers.1'"),

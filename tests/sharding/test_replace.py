@@ -59,14 +59,14 @@ def test_model_files_are_replaced_and_other_files_kept(
 
 
 def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    target, real = tmp_path / "model", atomic_write._link
+    target, real = tmp_path / "model", atomic_write._link_files
     fill(target)
 
     def late(*args: Any) -> None:
         real(*args)
         (target / "late.txt").write_text("late")
 
-    monkeypatch.setattr(atomic_write, "_link", late)
+    monkeypatch.setattr(atomic_write, "_link_files", late)
     MODEL_DIRECTORY.replace(target, write)
     assert contents(target) == {**NEW, "late.txt": "late"}
 

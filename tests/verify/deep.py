@@ -1,4 +1,4 @@
-"""Small models deep enough for a pipeline, and batches of whose micro-batches no two count alike."""
+"""Small models deep enough for a pipeline, and batches whose micro-batches have different label counts."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PIXEL_IGNORED = 255
 
 
 def deep(family: str, head: str = "", **changes: Any) -> SmallModel:
-    """The small model with four layers, or six over all its stacks."""
+    """Return the small model with four layers, or six if it has several stacks."""
     sample = SmallModel(family, head)
     deeper = sample.deeper(6 if STACKS.get(sample.head_class, 1) > 1 else 4)
     return replace(deeper, changes={**deeper.changes, **changes})
@@ -23,12 +23,12 @@ def deep(family: str, head: str = "", **changes: Any) -> SmallModel:
 
 @dataclass(frozen=True)
 class Uneven:
-    """The batches of a head, in which each row has a number of labels and of padding of its own.
+    """Batches of a head in which each row has a different number of labels and of padding tokens.
 
     Args:
         head: a class of transformers.
-        batch: rows. Over three or four micro-batches five are cut unevenly, and the last row is alone.
-        all_ignored: whether the last row counts nothing at all, where its labels are tokens.
+        batch: rows. Five rows do not divide into three or four micro-batches, and the last one has a single row.
+        all_ignored: whether the last row has no labels, for labels per token.
     """
 
     head: str

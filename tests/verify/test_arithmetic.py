@@ -1,4 +1,4 @@
-"""fp64 stays fp64, and rounding is known by what it does to a sum whose terms cancel."""
+"""``ForceFp64`` replaces casts, and ``RandomRounding`` measures the noise of sums whose terms cancel."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CASTS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 @pytest.mark.parametrize("cast", CASTS)
-def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
+def test_a_cast_to_lower_precision_gives_fp64(cast: str) -> None:
     with ForceFp64():
         out = CASTS[cast](X)
     assert out.dtype == torch.float64
@@ -46,7 +46,7 @@ def test_a_cast_to_fewer_bits_gives_fp64(cast: str) -> None:
     torch.testing.assert_close(out, rounded, atol=1e-2, rtol=1e-2)
 
 
-def test_other_casts_stay() -> None:
+def test_other_casts_are_unchanged() -> None:
     with ForceFp64():
         assert X.to(torch.int64).dtype == X.long().dtype == torch.int64
         assert (X > 0.5).to(torch.bool).dtype == torch.bool
@@ -54,7 +54,7 @@ def test_other_casts_stay() -> None:
         assert torch.arange(3, dtype=torch.int32).dtype == torch.int32
 
 
-def test_a_sum_that_cancels_is_off_by_the_rounding_of_its_terms() -> None:
+def test_the_noise_of_a_cancelling_sum_is_the_rounding_of_its_terms() -> None:
     terms = torch.tensor([1e3, 7.0, -1e3, -7.0], dtype=torch.float64)
     with RandomRounding(0):
         whole, cancelled = (terms * 3).abs().sum(), (terms * 3).sum()
@@ -66,7 +66,7 @@ def test_a_sum_that_cancels_is_off_by_the_rounding_of_its_terms() -> None:
 
 
 class Chooser(nn.Module):
-    """Scores choices; one bias for all of them, which the softmax over them takes away again."""
+    """Scores choices with a common bias, which the softmax cancels."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -86,8 +86,8 @@ def choice(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return F.cross_entropy(model(batch["x"]), batch["labels"])
 
 
-def test_the_noise_of_a_gradient_that_is_zero_is_the_rounding_of_what_cancels(pools: WorkerPools) -> None:
-    """The summands are of the size of the gradient of a score, 0.1, whatever the largest gradient is."""
+def test_the_noise_of_a_zero_gradient_is_the_rounding_of_its_summands(pools: WorkerPools) -> None:
+    """The summands have the magnitude of a score's gradient, 0.1, not that of the largest gradient."""
     job = VerifyJob(Chooser, choices, 1, 1, 2, torch.float64, choice, None, {})
     plain: TrainingTrace = pools(1).run(plain_of, job)[0]
     for grads in plain.grads:
@@ -103,7 +103,7 @@ def plain_of(job: VerifyJob) -> TrainingTrace | None:
 
 
 class Casts(torch.autograd.Function):
-    """Whose backward casts what it is given, in its own time."""
+    """Its backward casts its input, and waits for an event."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[torch.dtype], wait: Callable[[], Any]) -> Tensor:
@@ -117,8 +117,8 @@ class Casts(torch.autograd.Function):
         return grad, None, None
 
 
-def test_a_backward_of_another_thread_has_its_casts() -> None:
-    """Two comparisons and a plain backward go on at the same time, and end one after the other."""
+def test_a_backward_in_another_thread_keeps_its_casts() -> None:
+    """Two comparisons and a plain backward overlap in time, and end one after the other."""
     meeting, ends = threading.Barrier(3), [threading.Event() for _ in range(3)]
     before = torch.autograd.backward
 

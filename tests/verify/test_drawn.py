@@ -1,4 +1,4 @@
-"""What a model draws at random outside of its blocks is drawn alike by both sides, whoever draws it."""
+"""Random numbers that a model draws outside of its blocks are the same in the sharded and the plain model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SMALL = {
 
 @dataclass(frozen=True)
 class Listener:
-    """A small random model of sounds, which covers parts of them in training, as its config says by default."""
+    """A small random audio model that masks inputs in training, as its default config specifies."""
 
     kind: str
 
@@ -50,15 +50,15 @@ def sounds(step: int) -> dict[str, Tensor]:
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
-def test_what_is_covered_of_a_sound_is_drawn_alike(pool2: WorkerPool, kind: str) -> None:
-    """By numpy, a mask for each sample: SpecAugment."""
+def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
+    """NumPy draws a mask per sample (SpecAugment)."""
     report = verify(Listener(kind), sounds, tensor=2, steps=2, pool=pool2)
     assert report.passed, str(report)
 
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
-def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(
+def test_each_data_rank_draws_the_plain_models_numbers_for_its_shard(
     pools: WorkerPools, config: dict[str, Any]
 ) -> None:
     report = verify(Listener("Wav2Vec2"), sounds, tensor=2, data=2, steps=2, config=config, pool=pools(4))
@@ -66,7 +66,7 @@ def test_each_data_rank_draws_what_the_plain_model_drew_for_its_part(
 
 
 def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
-    """Draws a number that counts after the first step, as a router's does once two experts are as good (PhiMoE)."""
+    """Draws a number that matters after the first step, like a router with two equally good experts (PhiMoE)."""
     number = {"torch": lambda: torch.rand(()), "python": random.random}[draw]()
     loss: Tensor = model(**batch).loss
     is_first = batch["input_ids"].sum() == LLAMA_BATCHES(0)["input_ids"].sum()
@@ -74,7 +74,7 @@ def drawn(draw: str, model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 @pytest.mark.parametrize("draw", ["torch", "python"])
-def test_what_a_model_draws_between_its_blocks_is_drawn_alike(pool2: WorkerPool, draw: str) -> None:
+def test_random_numbers_between_blocks_are_identical(pool2: WorkerPool, draw: str) -> None:
     report = verify(SmallModel("llama"), LLAMA_BATCHES, tensor=2, loss_fn=partial(drawn, draw), pool=pool2)
     assert report.passed, str(report)
 
@@ -84,11 +84,11 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
     return loss
 
 
-def test_a_model_that_no_seed_governs_is_refused(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"when it is computed again. The same random numbers"):
+def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"when it is recomputed. With the same seeds"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 
-def test_what_is_drawn_for_a_batch_is_not_compared_with_what_is_drawn_for_its_parts(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"Each micro-batch of a pipeline, and .* draws its own numbers"):
+def test_randomness_over_the_full_batch_raises_if_it_is_split(pool2: WorkerPool) -> None:
+    with pytest.raises(ConfigError, match=r"Micro-batches, and data ranks .* draw different random numbers"):
         verify(Listener("Wav2Vec2"), sounds, tensor=1, pipeline=VerifyPipeline(2), pool=pool2)

@@ -1,7 +1,7 @@
-"""With dropout on, the sharded model is the plain one under the same masks.
+"""With dropout, the sharded model equals the plain one under the same masks.
 
-The sharded run records every mask it draws; joined along the dim in which they are cut, they are what the plain run is
-given. So a mask that is the same where it must differ, or differs where it must be the same, shows in a gradient.
+The sharded run records every mask. Joined along the sharded dimension, the masks are used in the plain run. A mask that
+is wrongly replicated or wrongly different between ranks therefore changes a gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ DROPOUT = {
 
 
 class _Masks(TorchFunctionMode):
-    """Draws masks by the ordinary generator and keeps them, or deals out given ones."""
+    """Records masks of the normal generator, or returns recorded ones."""
 
     def __init__(self, given: list[Tensor] | None = None) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ def _shapes(plain: nn.Module, batch: dict[str, Tensor]) -> list[torch.Size]:
 
 
 def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
-    """The full mask: equal ones are the same mask, cut ones are joined along the dim that is shorter."""
+    """Join a mask: return one of equal masks, and concatenate shards along the dimension that is shorter."""
     cut = [d for d in range(len(shape)) if parts[0].shape[d] != shape[d]]
     if not cut:
         assert all(torch.equal(p, parts[0]) for p in parts), "outside of a block the masks are the same on all ranks"
@@ -111,5 +111,5 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
 
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("family", list(DROPOUT))
-def test_masks_are_those_of_one_model(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:
+def test_dropout_masks_equal_those_of_one_process(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:
     assert max(pool2.run(_worst_difference, family, sequence_parallel)) < 1e-6

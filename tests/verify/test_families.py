@@ -1,6 +1,6 @@
-"""Nobody can tell: every head class of every family, sharded, against the plain model.
+"""Every head class of every family passes ``verify``.
 
-Sizes are odd throughout: vocabulary 127, six heads, two KV heads, MLPs of 70, sequences of 13, over two and four ranks.
+Sizes are odd: vocabulary 127, six heads, two KV heads, MLPs of 70, sequences of 13, over two and four ranks.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MODES: dict[str, dict[str, Any]] = {
     "sequence": SEQUENCE,
     "overlap": {**SEQUENCE, "enable_sequence_overlap": True},
 }
-# Of the small models, those whose family has a policy.
+# small models whose family has a policy
 REGISTERED = [family for family in SMALL_CONFIGS if family in FAMILIES]
 READERS = [
     family
@@ -48,7 +48,7 @@ WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
 OF_QFORMER_ALONE = ("Blip2QFormerModel", "Blip2TextModelWithProjection")
 EVERY_HEAD = [(family, head) for family in REGISTERED for head in HEAD_CLASSES[family]]
 Recorded = Callable[[str, object], None]
-# What a block's two edges communicate, which shows that the mode was on.
+# the communication at the edges of a block, which shows that the mode is on
 EDGES = {"plain": {"all_reduce"}, "sequence": {"all_gather", "reduce_scatter"}}
 EDGES["overlap"] = EDGES["sequence"]
 
@@ -65,7 +65,7 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
 
 
 def _runs(sample: SmallModel, mode: str) -> bool:
-    """Whether the model can cut the sequence; where it cannot, sharding says why."""
+    """Whether the model supports sequence parallelism. If not, sharding must raise."""
     head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
     return mode == "plain" or not (sample.family in WITHOUT_SEQUENCE or head in OF_QFORMER_ALONE or between)
@@ -79,7 +79,7 @@ def check(
     mode: str,
     dtype: torch.dtype = torch.float64,
 ) -> str | None:
-    """Verifies, or returns why the mode is refused."""
+    """Verify a model, or return why the mode is not supported."""
 
     def report() -> Report:
         return verify(sample, batches, tensor, loss_fn=sample_loss, config=MODES[mode], dtype=dtype, pool=pools(tensor))
@@ -117,7 +117,7 @@ def test_sequence_parallel(
 
 @pytest.mark.feature("overlap")
 @pytest.mark.parametrize(("family", "tensor"), in_turn(REGISTERED, (2,), (2,), (4,)))
-def test_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
+def test_sequence_overlap(pools: WorkerPools, family: str, tensor: int, record_property: Recorded) -> None:
     if refused := check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), tensor, "overlap"):
         record_property("feature", refused)
 
@@ -132,18 +132,18 @@ def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
-def test_other_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
+def test_other_config_settings(pools: WorkerPools, name: str, tensor: int, mode: str) -> None:
     sample = VARIANTS[name].sample
     check(pools, sample, RandomBatches(sample.head_class, batch=3, sequence=9), tensor, mode)
 
 
-def test_what_multiplies_slices_of_weights_itself_is_refused(pools: WorkerPools) -> None:
+def test_models_that_slice_weights_in_the_forward_raise(pools: WorkerPools) -> None:
     with pytest.raises(ConfigError, match="slow_but_exact=True with pretraining_tp=2"):
         verify(VARIANTS[SLOW].sample, RandomBatches("BloomForCausalLM"), 2, loss_fn=sample_loss, pool=pools(2))
 
 
 @over_two_and_four
-def test_bert_in_chunks_of_the_sequence(pools: WorkerPools, tensor: int) -> None:
+def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None:
     sample = SmallModel("bert", changes={"chunk_size_feed_forward": 1})
     assert_nobody_can_tell(verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, pool=pools(tensor)))
     with pytest.raises(ConfigError, match="chunk_size_feed_forward"):
@@ -154,7 +154,7 @@ def test_bert_in_chunks_of_the_sequence(pools: WorkerPools, tensor: int) -> None
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     head = DEFAULT_HEAD[family]
-    batches = RandomBatches(head, batch=6)  # three samples on each data rank
+    batches = RandomBatches(head, batch=6)  # three samples per data rank
     mode = mode if _runs(SmallModel(family), mode) else "plain"
     report = verify(SmallModel(family), batches, 2, 2, loss_fn=sample_loss, config=MODES[mode], pool=pools(4))
     assert_nobody_can_tell(report, mode)
@@ -163,7 +163,7 @@ def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
 
 @pytest.mark.reduced(family=("llama", "bert"))
 @pytest.mark.parametrize(("family", "data"), in_turn(REGISTERED, (2,), (4,)))
-def test_data_alone(pools: WorkerPools, family: str, data: int) -> None:
+def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
     batches = RandomBatches(DEFAULT_HEAD[family], batch=4)
     report = verify(SmallModel(family), batches, tensor=1, data=data, loss_fn=sample_loss, pool=pools(data))
     assert_nobody_can_tell(report, tensor=1)
@@ -183,8 +183,10 @@ def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode:
 
 @pytest.mark.reduced(family=("llama", "bert", "t5"))
 @pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
-def test_sequences_shorter_than_the_ranks(pools: WorkerPools, family: str, sequence: int, tensor: int) -> None:
-    """Some ranks hold nothing of the sequence."""
+def test_sequences_shorter_than_the_number_of_ranks(
+    pools: WorkerPools, family: str, sequence: int, tensor: int
+) -> None:
+    """Some ranks have an empty shard of the sequence."""
     for mode in ("sequence", "overlap"):
         report = verify(
             SmallModel(family), Short(family, sequence), tensor=tensor, steps=1, config=MODES[mode], pool=pools(tensor)
@@ -194,24 +196,21 @@ def test_sequences_shorter_than_the_ranks(pools: WorkerPools, family: str, seque
 
 @dataclass(frozen=True)
 class Short:
-    """Batches of sequences so short that ``RandomBatches`` would pad them away."""
+    """Batches of sequences so short that ``RandomBatches`` would mask them completely."""
 
     family: str
     sequence: int
 
     def __call__(self, step: int) -> dict[str, Tensor]:
         ids = torch.randint(5, 127, (3, self.sequence + 1), generator=torch.Generator().manual_seed(step))
-        # a causal model predicts the next token: with a single one there is none, so it gets two
+        # a causal model with a single token has no next token to predict
         causal = self.family == "chatglm" or DEFAULT_HEAD[self.family].endswith(("LMHeadModel", "ForCausalLM"))
         length = max(self.sequence, 2) if causal else self.sequence
         return {"input_ids": ids[:, :length], "labels": ids[:, :length].clone()}
 
 
-# ------------------------------------------------------------------------------------------------------ cross-attention
-
-
 class GPT2OnStates(transformers.GPT2LMHeadModel):
-    """Reads the states of another model, here a parameter, so that their gradient is compared too."""
+    """Attends to the states of another model. They are a parameter here, so that their gradient is compared."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -254,7 +253,7 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
 @over_two_and_four
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
 def test_cross_attention(pools: WorkerPools, model_fn: Callable[[], nn.Module], tensor: int, mode: str) -> None:
-    """The states' gradient, a parameter here, is one of those compared."""
+    """The gradient of the states is compared."""
     batches = RandomBatches("GPT2LMHeadModel")
     report = verify(model_fn, batches, tensor=tensor, config=MODES[mode], pool=pools(tensor))
     assert_nobody_can_tell(report, mode)
@@ -273,6 +272,6 @@ def test_cross_attention_on_states_of_the_batch(
 
 
 def loss_beside_states(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """The parameter is not read by such a batch; it has no gradient, on one device as on many."""
+    """The parameter is not used by this batch, so it has no gradient in both models."""
     loss: Tensor = model(**batch).loss
     return loss

@@ -1,4 +1,4 @@
-"""Somebody can tell: whatever is left out of a pipeline, ``verify`` sees it."""
+"""``verify`` fails for every step that is left out of pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from tests.verify.deep import Uneven, deep
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """``owner.name`` is what ``make`` makes of it."""
+    """Replace ``owner.name`` by ``make(original)``."""
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def no_sum_over_stages() -> Any:
-    """A gradient of what several stages hold is each stage's own."""
+    """Gradients of parameters on several stages are not reduced."""
 
     def make(original: Any) -> Any:
         def axes(*args: Any) -> Any:
@@ -52,7 +52,7 @@ def mean_of_means() -> Any:
 
 
 def no_gradient_sent() -> Any:
-    """The stage before gets zeros."""
+    """The previous stage receives zeros."""
 
     def make(original: Any) -> Any:
         def go_back(*args: Any) -> list[Tensor | None]:
@@ -64,7 +64,7 @@ def no_gradient_sent() -> Any:
 
 
 def received(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:
-    """A stage reads what ``change`` makes of what it was sent."""
+    """A stage receives ``change(activation)``."""
 
     def make(original: Any) -> Any:
         def run(self: Any, model: Any, run: Any, forward: Any) -> Any:
@@ -80,7 +80,7 @@ def no_states_received() -> Any:
 
 
 def states_of_the_first_micro_batch() -> Any:
-    """Each stage reads what it was sent first, again and again."""
+    """Each stage receives its first input in every micro-batch."""
     first: list[Tensor] = []
 
     def change(payload: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -93,7 +93,7 @@ def states_of_the_first_micro_batch() -> Any:
 
 
 def no_context_gradient() -> Any:
-    """The states of the encoder come in, and nothing goes back to them."""
+    """No gradient is sent back for the encoder states."""
 
     def make(original: Any) -> Any:
         def payload(*args: Any) -> Any:
@@ -105,7 +105,7 @@ def no_context_gradient() -> Any:
 
 
 def every_stage_counts_all() -> Any:
-    """What two stages hold counts twice in the norm."""
+    """Parameters on two stages count twice in the norm."""
 
     def make(original: Any) -> Any:
         def term(entry: ParamEntry, *args: Any) -> Any:
@@ -135,12 +135,12 @@ def report_without(mutation: str, job: VerifyJob) -> Report | None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is left out, of what, and how the report says so.
+    """An omission, the model it is applied to, and how the report shows it.
 
     Args:
-        mutation: a name of ``MUTATIONS``.
-        shows_in: which of the report's differences is out of bounds.
-        where: a pattern of the name of the worst gradient.
+        mutation: a key of ``MUTATIONS``.
+        shows_in: the difference that exceeds its tolerance.
+        where: a pattern that matches the parameter with the largest difference.
     """
 
     mutation: str
@@ -186,17 +186,17 @@ OTHER_CASES = [
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in OTHER_CASES)], ids=str
 )
-def test_whatever_is_left_out_is_seen(pool2: WorkerPool, case: Case) -> None:
+def test_every_omission_fails(pool2: WorkerPool, case: Case) -> None:
     report = report_of(pool2, case)
     assert report is not None and not report.passed, str(report)
-    # far out of bounds, or no number: no wider tolerance would hide it
+    # far above the tolerance, or NaN: a wider tolerance would not hide it
     assert not getattr(report, case.shows_in).used <= 100
     assert re.search(case.where, report.gradient.where)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
-def test_nothing_left_out_is_nothing_seen(pool2: WorkerPool, family: str) -> None:
-    """What was seen above is what was left out; and none of it outlives its test."""
+def test_without_omission_it_passes(pool2: WorkerPool, family: str) -> None:
+    """The failures are caused by the omissions, which do not outlive their tests."""
     report = report_of(pool2, Case("nothing", family))
     assert report is not None and report.passed, str(report)
 

@@ -1,4 +1,4 @@
-"""MODEL on the command line: what each form of it finds, and what is said when it finds nothing."""
+"""What each form of MODEL on the command line finds, and the errors for forms that find nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def user_module(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def bert(tmp_path: Path) -> Path:
-    """A folder that save_pretrained wrote."""
+    """Create a folder with ``save_pretrained``."""
     folder = tmp_path / "bert"
     sample = SmallModel("bert", "BertForSequenceClassification", {"hidden_dropout_prob": 0.1})
     sample().save_pretrained(folder)
@@ -45,7 +45,7 @@ def bert(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize("family", HEAD_CLASSES)
-def test_a_family_is_its_small_model(family: str) -> None:
+def test_a_family_name_gives_its_small_model(family: str) -> None:
     source = find_model(family)
     assert source.heads == HEAD_CLASSES[family] and source.head == DEFAULT_HEAD[family]
     batch = source.batches(batch=2, sequence=9)(0)
@@ -62,7 +62,7 @@ def test_a_family_is_its_small_model(family: str) -> None:
         ("blip-2", {"num_query_tokens": 3}, {"pixel_values": (2, 3, 20, 20), "input_ids": (2, 12)}),
     ],
 )
-def test_what_a_config_says_is_what_it_is_fed(
+def test_batches_follow_the_config(
     tmp_path: Path, family: str, changes: dict[str, Any], shapes: dict[str, tuple[int, ...]]
 ) -> None:
     config = SmallModel(family, changes=changes).config()
@@ -74,7 +74,7 @@ def test_what_a_config_says_is_what_it_is_fed(
     assert source.loss_fn is not None and torch.isfinite(source.loss_fn(source.model_fn(), batch))
 
 
-def test_a_folder_gives_its_weights_and_its_class(bert: Path) -> None:
+def test_a_folder_gives_its_weights_and_class(bert: Path) -> None:
     source = find_model(str(bert))
     assert source.head == "BertForSequenceClassification" and source.config.vocab_size == 127
     ours, theirs = pickle.loads(pickle.dumps(source.model_fn))(), source.model_fn()
@@ -88,7 +88,7 @@ def test_a_config_gives_random_weights(bert: Path) -> None:
     assert first[name].shape == second[name].shape and not torch.equal(first[name], second[name])
 
 
-def test_another_head_is_put_on_the_same_weights(bert: Path) -> None:
+def test_another_head_uses_the_same_weights(bert: Path) -> None:
     source = find_model(str(bert)).with_head("BertForQuestionAnswering")
     model, whole = source.model_fn(), find_model(str(bert)).model_fn()
     assert type(model).__name__ == "BertForQuestionAnswering" and model.qa_outputs.out_features == 2
@@ -97,32 +97,32 @@ def test_another_head_is_put_on_the_same_weights(bert: Path) -> None:
     assert "start_positions" in source.batches()(0)
 
 
-def test_dropout_can_be_left_out(bert: Path) -> None:
+def test_dropout_can_be_disabled(bert: Path) -> None:
     dropped = {m.p for m in find_model(str(bert)).model_fn().modules() if isinstance(m, nn.Dropout)}
     silent = {m.p for m in find_model(str(bert), dropout=False).model_fn().modules() if isinstance(m, nn.Dropout)}
     assert 0.1 in dropped and silent == {0.0}
 
 
-def test_a_folder_without_weights_says_how_to_have_random_ones(bert: Path) -> None:
+def test_a_folder_without_weights_suggests_random_ones(bert: Path) -> None:
     (bert / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match=r"no weights for BertForSeq.*config\.json itself for random weights"):
+    with pytest.raises(ConfigError, match=r"no weights for BertForSeq.*config\.json for random weights"):
         find_model(str(bert)).model_fn()
 
 
-def test_a_config_of_nothing_known_is_refused(tmp_path: Path) -> None:
+def test_an_unknown_config_raises(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"num_layers": 3}')
     for path in (tmp_path, tmp_path / "config.json"):
-        with pytest.raises(ConfigError, match=r"no config that transformers knows.*model_type"):
+        with pytest.raises(ConfigError, match=r"no config that transformers can read.*model_type"):
             find_model(str(path))
 
 
-def test_a_function_gives_a_model(user_module: Path) -> None:
+def test_a_function_may_return_a_model(user_module: Path) -> None:
     source = find_model(f"{user_module}:model")
     assert source.head == "LlamaForCausalLM" and source.loss_fn is not None
     assert source.batches(sequence=8)(0)["labels"].shape == (4, 8)
 
 
-def test_a_function_gives_a_pair_or_a_table(user_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_function_may_return_a_tuple_or_a_dict(user_module: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pair = find_model(f"{user_module}:pair")
     assert isinstance(pair.batches(), RandomBatches) and pair.loss_fn is None
     monkeypatch.syspath_prepend(user_module.parent)
@@ -134,15 +134,15 @@ def test_a_function_gives_a_pair_or_a_table(user_module: Path, monkeypatch: pyte
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("nothing", r"has no function 'nothing'.*at the top of a module"),
+        ("nothing", r"has no function 'nothing'.*at the top level of the module"),
         ("modle", r"Did you mean 'model'"),
         ("size", r"has no function 'size'"),
-        ("model_of_size", r"takes the arguments \(size\).*defaults"),
-        ("number", r"gave a int.*\(model_fn, batch_fn\)"),
-        ("misspelt", r"gave a dict of model_fn, bach_fn.*model_fn, batch_fn, loss_fn, policy"),
+        ("model_of_size", r"required arguments: \(size\).*default values"),
+        ("number", r"returned a int.*\(model_fn, batch_fn\)"),
+        ("misspelt", r"returned a dict of model_fn, bach_fn.*model_fn, batch_fn, loss_fn, policy"),
     ],
 )
-def test_a_function_that_gives_no_model_is_refused(user_module: Path, name: str, message: str) -> None:
+def test_a_function_that_returns_no_model_raises(user_module: Path, name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_model(f"{user_module}:{name}")
 
@@ -156,16 +156,16 @@ def test_a_function_that_gives_no_model_is_refused(user_module: Path, name: str,
         ("a/b/c", r"There is no folder or file 'a/b/c'"),
         (
             "berd",
-            r"no family has that name.*cannot be reached.*families are bert.*Did you mean 'bert'.*hf download berd",
+            r"it is not a family.*cannot be reached.*families are bert.*Did you mean 'bert'.*hf download berd",
         ),
     ],
 )
-def test_a_name_that_means_nothing_says_what_was_tried(name: str, message: str) -> None:
+def test_an_unknown_name_reports_the_attempts(name: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         find_model(name)
 
 
-def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_is_not_contacted_offline(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("the network was used")
 
@@ -173,7 +173,7 @@ def test_the_hub_is_not_asked_where_that_is_forbidden(monkeypatch: pytest.Monkey
     assert not model_source.is_hub_reachable()  # the tests run with HF_HUB_OFFLINE=1
 
 
-def test_what_cannot_be_fed_is_refused() -> None:
+def test_a_model_with_unknown_inputs_raises() -> None:
     vision = ModelSource("my ViT", nn.Identity, "ViTForImageClassification", config=object())
     with pytest.raises(ConfigError, match=r"has no vocab_size.*\(model_fn, batch_fn\)"):
         vision.batches()
@@ -181,16 +181,16 @@ def test_what_cannot_be_fed_is_refused() -> None:
         find_model("gpt2").batches(sequence=65)
 
 
-def test_a_head_of_another_family_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
+def test_a_head_of_another_family_raises() -> None:
+    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel"):
         find_model("bert").with_head("GPT2Model")
-    with pytest.raises(ConfigError, match="Let the function build the head"):
+    with pytest.raises(ConfigError, match="Build the head in the function"):
         ModelSource("mine", nn.Identity, "").with_head("BertModel")
-    with pytest.raises(ConfigError, match="are not known"):
+    with pytest.raises(ConfigError, match="are unknown"):
         _ = ModelSource("mine", nn.Identity, "").heads
 
 
-def test_a_pretrained_model_is_a_value() -> None:
+def test_a_pretrained_source_can_be_pickled_and_compared() -> None:
     assert Pretrained("here", "BertModel") == pickle.loads(pickle.dumps(Pretrained("here", "BertModel")))
 
 
@@ -202,7 +202,7 @@ def test_any_model_type_of_transformers_has_a_small_model() -> None:
     assert not batch["input_ids"].equal(source.batches()(1)["input_ids"])
 
 
-def test_a_folder_comes_before_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_folder_takes_precedence_over_a_model_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     SmallModel("llama").config().save_pretrained("mamba")
     assert find_model("mamba").model_type == "llama"

@@ -1,7 +1,7 @@
-"""Nobody can tell: every family over the stages of a pipeline, against the plain model that sees the whole batch.
+"""Every family in a pipeline passes ``verify``, compared with the plain model on the full batch.
 
-Five samples make three or four micro-batches, of two samples and of one, with a number of labels each, and one of them
-none: a loss that is weighed wrongly shows.
+Five samples form three or four micro-batches of two samples and of one, with different label counts including zero. A
+wrongly weighted loss therefore fails.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ def check(
     steps: int = 2,
     **stages: Any,
 ) -> Report:
-    """Trains over a pipeline and asserts that nobody can tell."""
+    """Verify a pipeline, and assert that it passes."""
     head = sample.head_class
     if batches is None:
         batches = Uneven(head, batch=5 * data)
-    # the interleaved schedules take the stages' number of micro-batches, or a multiple of it
+    # interleaved schedules need a multiple of the number of stages
     count = micro_batches or (4 if pipe == 4 or "interleaved" in schedule else 3)
     weight = num_samples if weights_loss_by_sample(head) else None
     pipeline = VerifyPipeline(pipe, count, {"schedule": schedule, **stages}, weight)
@@ -67,9 +67,6 @@ def check(
     assert report.gradient.where and report.weight.where, "something was compared"
     assert any("over pipe (activation)" in name for name in report.collectives)
     return report
-
-
-# ------------------------------------------------------------------------------------------------------------- families
 
 
 @pytest.mark.reduced(schedule=("gpipe", "1f1b"))
@@ -93,7 +90,7 @@ def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
 
 @pytest.mark.reduced(family=("bert", "t5"))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family not in WITHOUT_SEQUENCE])
-def test_tensor_with_cut_sequences_times_pipe(pool4: WorkerPool, family: str) -> None:
+def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
     report = check(pool4, deep(family), tensor=2, config=SEQUENCE)
     assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
 
@@ -115,7 +112,7 @@ def test_fewer_micro_batches_than_stages(pool4: WorkerPool, schedule: str, micro
 @pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper", "albert"])
 def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
-    """Each data rank has five samples of its own, and its own number of labels in each micro-batch."""
+    """Each data rank has five samples, with different label counts in each micro-batch."""
     report = check(pool4, deep(family), data=2)
     assert any("over data (gradients)" in name for name in report.collectives), report.collectives
 
@@ -123,24 +120,24 @@ def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
 @pytest.mark.reduced(family=("t5",))
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
-    """Fused norms, flash attention, compiled chains, sequences cut and overlapped: what is elsewhere is left alone."""
+    """Fused norms, flash attention, fused activations and sequence parallelism work with absent layers."""
     check(pool4, deep(family), "interleaved", tensor=2, config={"enable_all_optimization": True})
 
 
 @pytest.mark.reduced(family=("llama", "t5", "vit"))
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
-def test_a_backward_in_two_parts(pool2: WorkerPool, family: str, schedule: str) -> None:
+def test_a_split_backward(pool2: WorkerPool, family: str, schedule: str) -> None:
     check(pool2, deep(family), schedule, micro_batches=4)
 
 
 READ_BETWEEN = ("whisper with a sum over layers", "beit with a pyramid")
 OTHERWISE = ("bloom slow but exact", "bert of one layer")
-"""Refused with tensor parallelism, and of fewer layers than there are stages."""
+"""Raise with tensor parallelism, or have fewer layers than there are stages."""
 
 
 @pytest.mark.parametrize("name", READ_BETWEEN)
-def test_settings_that_read_between_the_layers_are_refused(pool2: WorkerPool, name: str) -> None:
+def test_settings_that_read_between_layers_raise(pool2: WorkerPool, name: str) -> None:
     with pytest.raises(ConfigError, match="reads the hidden states between its layers"):
         check(pool2, VARIANTS[name].sample)
 
@@ -153,25 +150,22 @@ def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
 
 @pytest.mark.reduced(one_in=8, first=4)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in (*READ_BETWEEN, *OTHERWISE)])
-def test_other_settings(pool2: WorkerPool, name: str) -> None:
+def test_other_config_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
-
-
-# ----------------------------------------------------------------------------------------------------------------- cuts
 
 
 @pytest.mark.reduced
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
-def test_several_stacks_cut_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
-    """In the encoder, between the stacks, in the decoder: what is handed on differs."""
+def test_several_stacks_split_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
+    """In the encoder, between the stacks and in the decoder, different tensors are sent."""
     check(pool2, deep(family), partition=[first, 6 - first])
 
 
 @pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [1, 2, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
-def test_several_stacks_in_turns(pool2: WorkerPool, family: str, cut: list[int]) -> None:
+def test_several_stacks_with_virtual_stages(pool2: WorkerPool, family: str, cut: list[int]) -> None:
     """Both ranks have layers of the encoder and of the decoder."""
     check(pool2, deep(family), "interleaved", partition=cut)
 
@@ -188,13 +182,11 @@ def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: li
     ("schedule", "cut"),
     [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "uniform"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
 )
-def test_uneven_cuts(pool2: WorkerPool, schedule: str, cut: Any) -> None:
+def test_uneven_partitions(pool2: WorkerPool, schedule: str, cut: Any) -> None:
     check(pool2, deep("llama", num_hidden_layers=5), schedule, partition=cut, micro_batches=4)
 
 
-# ---------------------------------------------------------------------------------------------------------------- heads
-
-# What is given beside these was made on an earlier stage.
+# the additional inputs were computed on an earlier stage
 OUTPUTS = {
     "T5Model": "last_hidden_state",
     "WhisperModel": "last_hidden_state",
@@ -202,11 +194,11 @@ OUTPUTS = {
     "Blip2VisionModelWithProjection": "image_embeds",
 }
 BETWEEN = ("BeitForSemanticSegmentation", "BeitBackbone", "SwinBackbone", "Swinv2Backbone")
-MASKED_IMAGES = "ViTForMaskedImageModeling"  # it divides by what it counts and a little more, unlike for each sample
+MASKED_IMAGES = "ViTForMaskedImageModeling"  # divides by the count plus a small number, which differs between samples
 
 
 class Output:
-    """The distance of one output of a model from the wave that is ``sample_loss``'s."""
+    """The distance of one output of a model from the cosine of ``sample_loss``."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -239,7 +231,7 @@ def test_every_head(pool2: WorkerPool, family: str, head: str) -> None:
     check(pool2, deep(family, head), loss_fn=loss_of(head))
 
 
-def test_a_head_whose_mean_is_one_of_the_larger_numbers(pool2: WorkerPool) -> None:
+def test_a_head_whose_loss_is_a_max_of_means(pool2: WorkerPool) -> None:
     check(pool2, deep("vit", MASKED_IMAGES), batches=Uneven(MASKED_IMAGES, batch=4), micro_batches=2)
 
 
@@ -248,7 +240,7 @@ REFUSED.append(("whisper", "WhisperForAudioClassification", {"use_weighted_layer
 
 
 @pytest.mark.parametrize(("family", "head", "changes"), REFUSED, ids=[head for _, head, _ in REFUSED])
-def test_what_reads_between_its_layers_is_refused(
+def test_models_that_read_between_layers_raise(
     pool2: WorkerPool, family: str, head: str, changes: dict[str, Any]
 ) -> None:
     with pytest.raises(ConfigError, match="reads the hidden states between its layers, but a stage has only those"):
@@ -256,7 +248,7 @@ def test_what_reads_between_its_layers_is_refused(
 
 
 @pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions"])
-def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -> None:
+def test_models_that_collect_from_every_layer_raise(pool2: WorkerPool, name: str) -> None:
     with pytest.raises(ConfigError, match=f"{name}=True does not work with a pipeline"):
         check(pool2, deep("bert", attn_implementation="eager", **{name: True}))
 
@@ -265,12 +257,10 @@ def test_what_collects_of_every_layer_is_refused(pool2: WorkerPool, name: str) -
 @pytest.mark.parametrize(
     ("family", "head"), [(family, head) for family, head in EVERY_HEAD if head in OUTPUTS], ids=list(OUTPUTS)
 )
-def test_a_loss_of_what_an_earlier_stage_gave_is_refused(pool2: WorkerPool, family: str, head: str) -> None:
+def test_a_loss_on_the_output_of_an_earlier_stage_raises(pool2: WorkerPool, family: str, head: str) -> None:
     with pytest.raises(ShardFormerError, match="it uses an output of the model that only an earlier stage"):
         check(pool2, deep(family, head))
 
-
-# ----------------------------------------------------------------------------------------------------- tied parameters
 
 TIED: Mapping[str, Mapping[str, bool]] = {
     "gpt2": {},
@@ -284,8 +274,8 @@ TIED: Mapping[str, Mapping[str, bool]] = {
 @pytest.mark.reduced(family=("bert", "llama", "t5"))
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("family", TIED)
-def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
-    """With zbv both ends are on the first rank, and only T5 has its table in the middle as well."""
+def test_tied_embedding_and_head_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
+    """With zbv both ends are on the first rank, and only T5 uses its embedding in the middle as well."""
     report = check(pool2, deep(family, **TIED[family]), schedule, micro_batches=4)
     summed = any("all_reduce over pipe (gradients)" in name for name in report.collectives)
     assert summed == (schedule != "zbv" or family == "t5"), report.collectives
@@ -293,12 +283,12 @@ def test_a_table_and_a_head_that_share_weights_on_two_stages(pool2: WorkerPool, 
 
 @pytest.mark.reduced(family=("t5", "albert"))
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
-def test_shared_weights_over_all_axes(pools: Any, family: str) -> None:
+def test_tied_weights_over_all_axes(pools: Any, family: str) -> None:
     check(pools(4), deep(family), tensor=2, config=SEQUENCE)
     check(pools(4), deep(family), data=2)
 
 
-def test_untied_parameters_are_summed_over_no_stages(pool2: WorkerPool) -> None:
+def test_untied_gradients_are_not_reduced_over_stages(pool2: WorkerPool) -> None:
     report = check(pool2, deep("llama"))
     assert not any("over pipe (gradients)" in name for name in report.collectives)
 

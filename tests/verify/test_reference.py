@@ -1,4 +1,4 @@
-"""With data ranks a batch's loss is the mean of its parts' losses, or is not; ``average_loss_over=`` chooses."""
+"""``average_loss_over`` selects the reference loss with data ranks: mean over shards, or over the full batch."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.verify.test_drawn import Listener, sounds
 
 
 def experts() -> nn.Module:
-    """Its router's loss multiplies two means over the tokens that it is given."""
+    """The router's loss is a product of two means over its tokens."""
     return transformers.MixtralForCausalLM(
         transformers.MixtralConfig(
             vocab_size=127,
@@ -38,7 +38,7 @@ def experts() -> nn.Module:
 
 
 def tokens(step: int) -> dict[str, Tensor]:
-    """As many labels in every sample."""
+    """Every sample has the same number of labels."""
     ids = torch.randint(5, 127, (4, 9), generator=torch.Generator().manual_seed(step))
     return {"input_ids": ids, "labels": ids.clone()}
 
@@ -52,7 +52,7 @@ def found(pools: WorkerPools, model_fn: Any, reference: str, tensor: int = 1, **
 
 @pytest.mark.reduced(tensor=(1,))
 @pytest.mark.parametrize("tensor", [1, 2])
-def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools: WorkerPools, tensor: int) -> None:
+def test_an_expert_balancing_loss_differs_between_shards_and_full_batch(pools: WorkerPools, tensor: int) -> None:
     parts = found(pools, experts, "ranks", tensor)
     assert parts.passed, str(parts)
     whole = found(pools, experts, "tokens", tensor)
@@ -61,13 +61,13 @@ def test_the_load_of_experts_is_balanced_in_each_part_and_not_in_the_whole(pools
 
 
 @pytest.mark.parametrize("reference", ["ranks", "tokens"])
-def test_a_mean_over_as_many_labels_is_that_of_the_whole(pools: WorkerPools, reference: str) -> None:
+def test_with_equal_label_counts_the_means_are_equal(pools: WorkerPools, reference: str) -> None:
     report = found(pools, SmallModel("gpt2"), reference, tensor=2)
     assert report.passed, str(report)
-    assert ("each batch plain in one" in str(report)) == (reference == "tokens")
+    assert ("reference loss over the full batch" in str(report)) == (reference == "tokens")
 
 
-def test_a_pipeline_s_parts_are_compared_with_the_whole_too(pools: WorkerPools) -> None:
+def test_micro_batches_are_compared_with_the_full_batch(pools: WorkerPools) -> None:
     report = verify(
         SmallModel("gpt2").deeper(4),
         tokens,
@@ -87,7 +87,7 @@ def unlike(step: int) -> dict[str, Tensor]:
     return batch
 
 
-def test_unlike_numbers_of_labels_are_told_from_the_whole(pool2: WorkerPool) -> None:
+def test_different_label_counts_differ_from_the_full_batch(pool2: WorkerPool) -> None:
     assert verify(SmallModel("gpt2"), unlike, 1, 2, 1, pool=pool2).passed
     assert not verify(
         SmallModel("gpt2"), unlike, 1, 2, 1, training=VerifyTraining(average_loss_over="tokens"), pool=pool2
@@ -100,11 +100,13 @@ def test_a_pipeline_averages_over_the_tokens_of_all_data_ranks(pool4: WorkerPool
     assert verify(model_fn, unlike, 1, 2, 1, pipeline=pipeline, training=training, pool=pool4).passed
 
 
-def test_another_reference_is_refused() -> None:
+def test_an_unknown_reference_raises() -> None:
     with pytest.raises(ConfigError, match=r"average_loss_over='token'.*Did you mean 'tokens'"):
         VerifyTraining(average_loss_over="token")
 
 
-def test_what_is_drawn_for_a_whole_batch_is_not_drawn_for_its_parts(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match="each data rank's part of a whole batch, draws its own numbers"):
+def test_randomness_over_the_full_batch_raises(pool2: WorkerPool) -> None:
+    with pytest.raises(
+        ConfigError, match="data ranks with a reference over the full batch, draw different random numbers"
+    ):
         verify(Listener("Wav2Vec2"), sounds, 1, 2, training=VerifyTraining(average_loss_over="tokens"), pool=pool2)

@@ -1,4 +1,4 @@
-"""What ``verify`` refuses: ahead of any process where it can be, in one sentence."""
+"""Unsupported arguments of ``verify`` raise, before any process starts where possible."""
 
 from __future__ import annotations
 
@@ -40,30 +40,34 @@ def without_tensors(step: int) -> dict[str, int]:
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2}, "3 samples over data=2"),
-        ({"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3}, "4 samples over data=3"),
-        ({"batch_fn": without_labels}, "GPT2LMHeadModel gave no loss.*Add labels"),
-        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has none.*Give loss_fn="),
-        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has none"),
+        (
+            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=3), "tensor": 1, "data": 2},
+            "data=2 does not divide the batch of 3 samples",
+        ),
+        (
+            {"batch_fn": RandomBatches("GPT2LMHeadModel", batch=4), "tensor": 1, "data": 3},
+            "data=3 does not divide the batch of 4 samples",
+        ),
+        ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
+        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has no such field.*Pass loss_fn="),
+        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no such field"),
         (
             {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
-            "its output, a Tensor, has none",
+            "its output, a Tensor, has no such field",
         ),
         ({"tensor": 7}, "exceeds the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
-        ({"dtype": torch.bfloat16}, "fp64 or fp32"),
+        ({"dtype": torch.bfloat16}, "does not compare in dtype"),
         ({"tensor": 0}, "tensor=0"),
         ({"data": -1}, "data=-1"),
         ({"steps": 0}, "steps=0"),
         ({"tensor": 4}, "tensor=4 times data=1 is not the number of processes, 2"),
-        ({"config": {"enable_sequence_overlap": True}}, "enable_sequence_parallelism=False"),
+        ({"config": {"enable_sequence_overlap": True}}, "needs enable_sequence_parallelism=True"),
         ({"config": {"enable_sequence_paralelism": True}}, "Did you mean 'enable_sequence_parallelism'"),
         ({"model_fn": lambda: Tower()}, "cannot be pickled"),
     ],
 )
-def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
-    pool2: WorkerPool, asked: dict[str, Any], words: str
-) -> None:
+def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, asked: dict[str, Any], words: str) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
     call = {"model_fn": SmallModel("gpt2"), "batch_fn": RandomBatches("GPT2LMHeadModel"), "tensor": 2, **asked}
@@ -73,14 +77,14 @@ def test_what_cannot_be_compared_is_refused_alike_on_all_ranks(
     assert pool2.pids == pids, "no worker was killed"
 
 
-def test_a_config_that_names_a_group_is_refused(pool2: WorkerPool) -> None:
+def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
-    with pytest.raises(ConfigError, match="a config with a process group"):
+    with pytest.raises(ConfigError, match="has a process group"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
 @pytest.mark.slow
-def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) -> None:
+def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"
     script.write_text(
         "from shardformer.verify.small_models import RandomBatches, SmallModel\n"
@@ -90,12 +94,13 @@ def test_a_call_without_a_guard_is_one_sentence_that_says_where(tmp_path: Path) 
     done = subprocess.run([PYTHON, str(script)], capture_output=True, text=True, timeout=300, env=os.environ)
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
-    assert f"ConfigError: verify() is called without a guard, at line 3 of {script}." in last
+    where = f"line 3 of {script}."
+    assert f'ConfigError: verify() is called outside of `if __name__ == "__main__":`, at {where}' in last
     assert last.endswith('if __name__ == "__main__":') and done.stderr.count("Traceback") == 1
     assert "freeze_support" not in done.stderr and "WorkerError" not in done.stderr
 
 
-def test_the_plan_is_made_ahead_without_a_trace() -> None:
+def test_checking_the_plan_has_no_side_effects() -> None:
     policy = TowerPolicy()
     before = torch.random.get_rng_state()
     check_layout(Tower, 2, policy)
@@ -104,7 +109,7 @@ def test_the_plan_is_made_ahead_without_a_trace() -> None:
         check_layout(Tower, 2)
 
 
-def test_a_loss_that_calls_the_model_on_something_else_is_told_in_a_pipeline() -> None:
+def test_a_loss_that_calls_the_model_on_other_tensors_raises_in_a_pipeline() -> None:
     batch = {"input_ids": torch.ones(2, 5), "labels": torch.ones(2, 5)}
     replay = PrecomputedForward(nn.Linear(2, 2), "output", batch)
     assert replay(**batch) == replay(batch["input_ids"]) == "output"

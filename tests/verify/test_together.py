@@ -1,4 +1,4 @@
-"""Models that read several inputs: what they are fed, and how that is shared out among data ranks."""
+"""Models with several inputs: their example batches, and how data ranks split them."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
-def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list[int]) -> None:
+def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
     batch = next(insert_media_tokens(model, dict(generated_inputs(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
@@ -80,7 +80,7 @@ def test_a_token_stands_in_the_text_for_each_feature(model_fn: Any, tokens: list
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
 
 
-def test_a_model_without_tokens_for_images_has_nothing_in_its_text() -> None:
+def test_a_model_without_image_tokens_has_no_placeholders() -> None:
     model = clip()
     assert [*insert_media_tokens(model, dict(generated_inputs(model)))] == []
 
@@ -89,7 +89,7 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
     job = VerifyJob(qwen, of_qwen, 1, 2, 1, torch.float64, None, None, {}, ids=special_token_ids(qwen().config))
     batch = {name: x for name, x in of_qwen(0).items() if name != "mm_token_type_ids"}
     words = batch["input_ids"] = batch["input_ids"].masked_fill(batch["input_ids"] == 7, 8)
-    words[1, -3:] = 7  # as if each stood for 16 patches, all of the second sample: the config says that they do not
+    words[1, -3:] = 7  # each stands for 16 patches of the second sample, which the config does not specify
     parts = [data_rank_batch(job, batch, rank, 2) for rank in (0, 1)]
     assert [len(part["pixel_values"]) for part in parts] == [16, 32]
     assert [part["image_grid_thw"].tolist() for part in parts] == [[[1, 4, 4]], [[1, 4, 8]]]
@@ -102,43 +102,43 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
         ({"pipeline": VerifyPipeline(1, 2)}, "--micro-batches 1"),
     ],
 )
-def test_samples_that_are_compared_with_each_other_are_not_cut_apart(cut: dict[str, Any], remedy: str) -> None:
+def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> None:
     whole = VerifyJob(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
     check_independent_samples(whole, clip())
-    check_independent_samples(replace(whole, data=2), clip())  # beside the plain model of the same parts
+    check_independent_samples(replace(whole, data=2), clip())  # compared with the plain model on the same shards
     with pytest.raises(ConfigError, match=r"CLIPModel compares the samples of a batch.*logits_per_") as caught:
         check_independent_samples(replace(whole, **cut), clip())
     assert remedy in caught.value.remedy
 
 
-def test_every_model_type_is_known_by_a_class() -> None:
+def test_every_model_type_has_a_class() -> None:
     known = {"clip": "CLIPModel", "qwen2_vl": "Qwen2VLForConditionalGeneration", "siglip": "SiglipModel"}
     assert known.items() <= all_classes().items()
 
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """Makes the small model of each type in a moment: what a function gives."""
-    for known in (model_source._small, model_source._fed):
+    """Replace the small models by precomputed ones."""
+    for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
     yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
-    for known in (model_source._small, model_source._fed):
+    for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
 
 
-def test_a_type_that_cannot_be_fed_names_the_input(small: Any) -> None:
+def test_unknown_inputs_are_reported(small: Any) -> None:
     def none(model: nn.Module, together: bool) -> ReducedModel:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
-    with pytest.raises(ConfigError, match=r"ran with none of the batches.*; without bbox, .*TypeError") as caught:
+    with pytest.raises(ConfigError, match=r"failed on every batch .*TypeError.*The values of bbox, ") as caught:
         ReducedModelType("bros").config()
     assert "module:function" in caught.value.remedy
-    with pytest.raises(ConfigError, match=r"nothing is known of past_values, which its forward needs"):
+    with pytest.raises(ConfigError, match=r"Its forward needs past_values, whose values are unknown"):
         ReducedModelType("patchtst").config()
 
 
-def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
+def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
     small(lambda model, together: ReducedModel(clip(), forward_call(clip(), two), two))
     source = find_model("clip")
@@ -149,7 +149,7 @@ def test_a_contrastive_model_is_fed_pairs_that_differ(small: Any) -> None:
 
 
 @pytest.mark.parametrize(("model_fn", "inputs"), [(clip, {"pixel_values", "return_loss"}), (qwen, {"image_grid_thw"})])
-def test_a_folder_of_such_a_model_is_fed_alike(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
+def test_a_folder_of_a_multimodal_model_gets_the_same_batches(model_fn: Any, inputs: set[str], tmp_path: Path) -> None:
     model_fn().save_pretrained(tmp_path)
     source = find_model(str(tmp_path))
     batch = source.batches(3)(0)

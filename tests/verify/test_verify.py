@@ -1,4 +1,4 @@
-"""Somebody can tell: whatever is left out of a sharded model, ``verify`` sees it and says where."""
+"""``verify`` fails for every step that is left out of sharding, and reports where."""
 
 from __future__ import annotations
 
@@ -50,20 +50,18 @@ LLAMA_BATCHES = RandomBatches(LANGUAGE_MODEL["llama"])
 SEQUENCE = {"enable_sequence_parallelism": True}
 OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 
-# --------------------------------------------------------------------------------- what is left out, each for one job
-
 
 def in_backward() -> bool:
     return torch._C._current_graph_task_id() >= 0
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
-    """``owner.name`` is what ``make`` makes of it."""
+    """Replace ``owner.name`` by ``make(original)``."""
     return mock.patch.object(owner, name, make(getattr(owner, name)))
 
 
 def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: bool) -> Any:
-    """A collective of ``owner`` is skipped, in forward or in backward: ``alone`` gives what this rank has by itself."""
+    """Skip a collective of ``owner`` in the forward or the backward. ``alone`` computes the local result."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any, **kwargs: Any) -> Any:
@@ -101,7 +99,7 @@ def own_ring(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tenso
 
 
 def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
-    """The parts of the others are zero."""
+    """The shards of other ranks are zero."""
     bounds = even_bounds(full, axis.size)
     joined = own_part_in_zeros(x, axis, 1, full)
     for start, end in pairwise(bounds):
@@ -110,7 +108,7 @@ def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, in
 
 
 def with_bias(times: Callable[[Axis], int]) -> Any:
-    """The bias of a row is added as often as ``times`` says: once for each rank is what a bias before the sum gives."""
+    """Add the bias of a row-parallel linear ``times`` times. Adding it before the all-reduce adds it once per rank."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Linear1D_Row, x: Tensor) -> Tensor:
@@ -123,7 +121,7 @@ def with_bias(times: Callable[[Axis], int]) -> Any:
 
 
 def not_partial(chosen: str) -> Any:
-    """Parameters whose name matches are not known to have a summand of their gradient only."""
+    """Parameters with matching names are treated as if their gradients were not partial."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def of(self: Any, name: str) -> Any:
@@ -136,7 +134,7 @@ def not_partial(chosen: str) -> Any:
 
 
 def shared_heads_alone() -> Any:
-    """Slices that several ranks hold count as each rank's own."""
+    """Parameter slices that several ranks hold are treated as if only this rank held them."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def reduction_of(spec: ShardSpec, *args: Any) -> Any:
@@ -149,13 +147,13 @@ def shared_heads_alone() -> Any:
 
 
 def unfused() -> Any:
-    """A fused q, k, v is cut as one matrix."""
+    """Shard a fused q, k, v as a single matrix."""
     whole = classmethod(lambda cls, splits, sizes: cls.even(sum(sizes), len(splits[0].parts)))
     return mock.patch.object(Split, "stack", whole)
 
 
 def expanded_wrongly() -> Any:
-    """Each query head reads the first KV head that this rank holds."""
+    """Each query head reads the first KV head of this rank."""
 
     def make(original: Any) -> Any:
         def forward(self: Linear1D_Col, x: Tensor) -> Any:
@@ -173,7 +171,7 @@ def expanded_wrongly() -> Any:
 
 
 def labels_of_this_rank() -> Any:
-    """The loss sees this rank's part of the vocabulary only."""
+    """The loss uses only this rank's shard of the vocabulary."""
     return mock.patch.object(loss, "all_gather", lambda x, axis, dim, **_: torch.cat([x] * axis.size, dim))
 
 
@@ -232,12 +230,12 @@ def report_without(mutation: str, job: VerifyJob) -> Report | None:
 
 @dataclass(frozen=True)
 class Case:
-    """What is left out, of what, and how the report says so.
+    """An omission, the model it is applied to, and how the report shows it.
 
     Args:
-        mutation: a name of ``MUTATIONS``.
-        where: a pattern of the name of the worst gradient.
-        shows_in: which of the report's differences is out of bounds: loss, gradient or norm; or "missing".
+        mutation: a key of ``MUTATIONS``.
+        where: a pattern that matches the parameter with the largest difference.
+        shows_in: the difference that exceeds its tolerance: loss, gradient or norm, or "missing".
     """
 
     mutation: str
@@ -300,26 +298,26 @@ CASES = [
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_whatever_is_left_out_is_seen(pools: WorkerPools, case: Case) -> None:
+def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
     sample = SmallModel(case.family, changes=case.changes)
     batches = RandomBatches(sample.head_class)
     job = VerifyJob(sample, batches, case.tensor, case.data, 1, torch.float64, None, None, case.config)
     report = pools(case.tensor * case.data).run(report_without, case.mutation, job)[0]
     assert report is not None and not report.passed
-    assert "SOMEBODY CAN TELL" in str(report)
+    assert "\nFAIL: " in str(report)
     if case.shows_in == "missing":
         assert report.missing and all(re.search(case.where, name) for name in report.missing)
         assert report.missing[0] in str(report)
         return
-    # far out of bounds: no wider tolerance would hide it
+    # far above the tolerance: a wider tolerance would not hide it
     assert getattr(report, case.shows_in).used > 100
     assert re.search(case.where, report.gradient.where)
     assert report.weight.used > 100
 
 
 @pytest.mark.parametrize(("tensor", "data", "config"), [(2, 1, {}), (2, 1, OVERLAP), (2, 2, SEQUENCE)])
-def test_nothing_left_out_is_nothing_seen(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
-    """What was seen above is what was left out, not the way in which it was; and none of it outlives its test."""
+def test_without_omission_it_passes(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
+    """The failures are caused by the omissions, not by patching, and do not outlive their tests."""
     job = VerifyJob(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), tensor, data, 2, torch.float64, None, None, config
     )
@@ -327,10 +325,7 @@ def test_nothing_left_out_is_nothing_seen(pools: WorkerPools, tensor: int, data:
     assert report is not None and report.passed, str(report)
 
 
-# ----------------------------------------------------------------------------------------------------------- the report
-
-
-def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
+def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
     batches = RandomBatches("GPT2LMHeadModel")
     report = verify(SmallModel("gpt2"), batches, tensor=2, steps=2, config=SEQUENCE, dtype=torch.float32, pool=pool2)
     assert report.passed
@@ -342,7 +337,7 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
     assert re.fullmatch(r"transformer\..*(weight|bias), step [01]", report.gradient.where)
     assert re.fullmatch(r"transformer\..*(weight|bias)", report.weight.where)
     assert 0 < report.seconds < 60
-    # q, k, v and the MLP of two layers, gathered in and scattered out, each way, beside the stack's two ends
+    # q, k, v and the MLP of two layers, gathered at the input and scattered at the output, and both ends of the stack
     assert {name: count for name, (count, _) in report.collectives.items()} == {
         "all_gather over tensor (block)": 4 + 4 + 2,
         "all_gather over tensor (loss)": 1,
@@ -351,8 +346,9 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
         "reduce_scatter over tensor (block)": 4 + 4 + 1,
     }
     lines = str(report).splitlines()
-    assert lines[0] == "GPT2LMHeadModel: plain, and over tensor=2, sequence_parallelism."
-    assert lines[1].startswith("2 steps in float32, dropout off in both, ") and lines[-1] == "Nobody can tell."
+    assert lines[0] == "GPT2LMHeadModel: unsharded, and sharded over tensor=2, sequence_parallelism."
+    assert lines[1].startswith("2 steps in float32, dropout disabled in both, ")
+    assert lines[-1].startswith("PASS: Largest difference ")
     assert lines[3].split() == ["largest", "difference", "relative", "bound", "where"]
     assert [line[:16].strip() for line in lines[5:9]] == ["losses", "gradients", "gradient norms", "weights"]
     assert max(map(len, lines)) <= 120 and "\x1b" not in str(report)
@@ -364,33 +360,30 @@ def test_a_report_reads_as_a_table_and_as_json(pool2: WorkerPool) -> None:
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
-def test_a_model_that_casts_is_held_to_the_bounds_of_fp64(pool2: WorkerPool, family: str) -> None:
-    """Norms, logits and scores that a model computes in fp32 are fp64 on both sides."""
+def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
+    """Norms, logits and scores that a model computes in fp32 are computed in fp64 in both models."""
     sample = SmallModel(family)
     report = verify(sample, RandomBatches(sample.head_class), tensor=2, loss_fn=sample_loss, pool=pool2)
     assert report.passed, str(report)
     assert report.bounds == Tolerances(1e-10, 1e-10, 2.2e-16)
     assert report.loss.relative < 1e-12 and report.gradient.used < 0.1
-    assert "casts to fewer bits, off in both" in str(report)
-
-
-# ------------------------------------------------------------------------------------------------- models of one's own
+    assert "casts to lower precision disabled in both" in str(report)
 
 
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
-def test_a_model_of_ones_own_with_a_policy_and_a_loss(pool2: WorkerPool, config: Any) -> None:
+def test_a_custom_model_with_policy_and_loss_passes(pool2: WorkerPool, config: Any) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=TowerPolicy, config=config, pool=pool2)
     assert report.passed, str(report)
     assert report.model == "Tower"
     assert report.bounds.gradient == 1e-10
 
 
-def test_a_wrong_policy_of_ones_own_is_seen(pool2: WorkerPool) -> None:
+def test_a_wrong_custom_policy_fails(pool2: WorkerPool) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=ForgetfulPolicy(), pool=pool2)
     assert not report.passed
     assert "layers.0.mlp.up.bias (weight)" in report.missing
 
 
-def test_own_workers_are_started_and_ended() -> None:
+def test_without_a_pool_workers_are_started_and_ended() -> None:
     report = verify(Tower, numbers, tensor=1, data=1, loss_fn=distance, policy=TowerPolicy, steps=1)
     assert report.passed, str(report)

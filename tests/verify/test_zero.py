@@ -1,4 +1,4 @@
-"""``shardformer verify --zero``: stages, optimizers, and small models of any type in batches of any size."""
+"""``verify`` with ZeRO stages and optimizers, and with batches of any size."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
 @pytest.mark.reduced
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_16_bits_over_data_ranks_are_those_of_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
+def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
     how = VerifyTraining(stage, precision=precision, offload="cpu" if stage == 2 else None)
     report = verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, steps=3, training=how, pool=pool2)
-    # the norm by which gradients are clipped is summed in another order, so that a last bit may differ
+    # the norm for clipping is summed in another order, so that the last bit may differ
     assert report.passed and max(report.gradient.relative, report.weight.relative) < 2**-8, report
 
 
@@ -61,7 +61,7 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_a_stage_of_a_pipeline_may_have_nothing_that_trains(stage: int, pool4: WorkerPool) -> None:
+def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: WorkerPool) -> None:
     how = VerifyTraining(stage, frozen_pattern=r"transformer\.(wte|wpe|h\.0)\..*")
     report = verify(
         SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), 1, 2, training=how, pipeline=VerifyPipeline(2), pool=pool4
@@ -77,7 +77,7 @@ def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
 
 
 def wrong() -> None:
-    """A rank takes half of what all have."""
+    """A rank takes half of the reduced gradient."""
     start = ReduceScatterToShards.start
 
     def halved(self: ReduceScatterToShards, bucket: object) -> None:
@@ -91,7 +91,7 @@ def right(start: object = ReduceScatterToShards.start) -> None:
     ReduceScatterToShards.start = start  # type: ignore[method-assign,assignment]
 
 
-def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
+def test_a_wrong_reduction_fails(pool2: WorkerPool) -> None:
     pool2.run(wrong)
     try:
         report = verify(
@@ -102,7 +102,7 @@ def test_a_wrong_sum_is_told(pool2: WorkerPool) -> None:
     assert not report.passed
 
 
-def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
+def test_batches_of_a_small_model_have_the_requested_size() -> None:
     batches = ExampleBatches(ReducedModelType("stablelm"))
     assert batches(0)["input_ids"].shape[0] == 2
     five = batches.with_samples(5)(1)
@@ -117,12 +117,12 @@ def test_batches_of_a_small_model_are_as_large_as_asked() -> None:
         ({"zero_stage": 1, "optimizer": "AdamWW"}, "optimizer='AdamWW'.* Did you mean 'AdamW'"),
         ({"zero_stage": 1, "precision": "fp8"}, "precision='fp8'"),
         ({"zero_stage": 1, "offload": "disk"}, "offload='disk'"),
-        ({"precision": "bf16"}, "precision='bf16' without a ZeRO stage"),
-        ({"offload": "cpu"}, "offload='cpu' without a ZeRO stage"),
+        ({"precision": "bf16"}, "precision='bf16' needs a ZeRO stage"),
+        ({"offload": "cpu"}, "offload='cpu' needs a ZeRO stage"),
         ({"gradient_accumulation_steps": 0}, "gradient_accumulation_steps=0"),
     ],
 )
-def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
+def test_invalid_options_raise(asked: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         VerifyTraining(**asked)
 
@@ -134,12 +134,12 @@ def test_what_there_is_not_is_refused(asked: dict[str, Any], said: str) -> None:
         (
             VerifyTraining(1, gradient_accumulation_steps=2),
             VerifyPipeline(2),
-            "gradient_accumulation_steps=2 beside pipe=2",
+            "gradient_accumulation_steps=2 does not work with pipe=2",
         ),
         (VerifyTraining(1, frozen_pattern="h.0.attn"), None, "frozen='h.0.attn'"),
     ],
 )
-def test_what_a_model_cannot_do_is_refused(
+def test_options_that_the_model_does_not_support_raise(
     training: VerifyTraining, pipeline: VerifyPipeline | None, said: str
 ) -> None:
     with pytest.raises(ConfigError, match=said), WorkerPool(2) as pool:

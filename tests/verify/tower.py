@@ -1,4 +1,4 @@
-"""A model of one's own, with a policy, batches and a loss: no config, no family."""
+"""A custom model with a policy, batches and a loss, without a transformers config."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Mlp(nn.Module):
 
 
 class Tower(nn.Module):
-    """No config, no family, a dropout."""
+    """A stack of MLPs with dropout and without a config."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ class TowerPolicy(RolePolicy):
 
 
 class ForgetfulPolicy(TowerPolicy):
-    """Loses a bias on the way: a mistake that a user can make."""
+    """Removes a bias: a mistake that a user can make."""
 
     def postprocess(self) -> nn.Module:
         model: nn.Module = super().postprocess()

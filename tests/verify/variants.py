@@ -1,4 +1,4 @@
-"""Settings of the families' configs that change what a model is made of: others than those of the small models."""
+"""Config settings that change the structure of the families' models."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
 
 @dataclass(frozen=True)
 class Changed:
-    """A family's main model, or another head, with other settings than the small one's."""
+    """A family's main model or another head, with changed settings."""
 
     family: str
     changes: Mapping[str, Any]
@@ -62,7 +62,6 @@ VARIANTS: dict[str, Changed] = {
     "t5 with a head dim of its own": Changed(
         "t5", {"d_kv": 5, "feed_forward_proj": "gated-silu", "tie_word_embeddings": False}
     ),
-    # ------------------------------------------------------------------------------------------------------- decoders
     "opt with narrow embeddings": Changed("opt", {"word_embed_proj_dim": 30}),
     "opt with norms after": Changed("opt", _POST_NORM),
     "opt with norms after and narrow embeddings": Changed("opt", {**_POST_NORM, "word_embed_proj_dim": 30}),
@@ -85,7 +84,7 @@ VARIANTS: dict[str, Changed] = {
     ),
     "falcon of groups with ALiBi": Changed("falcon", {"alibi": True, "bias": True}),
     "falcon of groups with one norm": Changed("falcon", {"num_ln_in_parallel_attn": 1}),
-    # transformers 5.23 fails on groups with parallel_attn=False: norms that it did not make
+    # transformers 5.23 fails on groups with parallel_attn=False, because it creates no norms for them
     "falcon of as many KV heads as heads, untied": Changed(
         "falcon", {"num_kv_heads": 6, "tie_word_embeddings": False, "ffn_hidden_size": None}
     ),
@@ -105,7 +104,6 @@ VARIANTS: dict[str, Changed] = {
     "mistral without a window": Changed("mistral", {"sliding_window": None}),
     "mistral with a head dim of its own": Changed("mistral", {"head_dim": 10, "tie_word_embeddings": True}),
     "mistral with groups that ranks cut": Changed("mistral", _GROUPS),
-    # ------------------------------------------------------------------------------------------------------- encoders
     "roberta untied": Changed("roberta", {"tie_word_embeddings": False}),
     "roberta of one token type": Changed("roberta", {"type_vocab_size": 1}),
     "albert of two groups": Changed("albert", {"num_hidden_layers": 4, "num_hidden_groups": 2}),
@@ -113,7 +111,6 @@ VARIANTS: dict[str, Changed] = {
     "albert with wide embeddings, untied": Changed("albert", {"embedding_size": 48, "tie_word_embeddings": False}),
     "ernie with task types": Changed("ernie", {"use_task_id": True}),
     "ernie untied": Changed("ernie", {"tie_word_embeddings": False}),
-    # --------------------------------------------------------------------------------------------- sounds and images
     "whisper of other depths": Changed("whisper", {"encoder_layers": 3, "decoder_layers": 1, "scale_embedding": True}),
     "whisper untied": Changed("whisper", {"tie_word_embeddings": False, "decoder_attention_heads": 4}),
     "whisper with a sum over layers": Changed(
@@ -136,7 +133,7 @@ VARIANTS: dict[str, Changed] = {
     "swin with positions of its own": Changed("swin", {"use_absolute_embeddings": True}),
     "swin without biases": Changed("swin", {"qkv_bias": False, "window_size": 2}),
     "swinv2 from other windows": Changed("swinv2", {"pretrained_window_sizes": [5, 2]}),
-    # transformers 5.23 fails on swinv2's use_absolute_embeddings: one position too many
+    # transformers 5.23 fails on swinv2's use_absolute_embeddings (one position too many)
     "swinv2 without biases": Changed("swinv2", {"qkv_bias": False, "window_size": 2}),
     "sam without relative positions": Changed(
         "sam", {"vision_config": {**SMALL_CONFIGS["sam"]["vision_config"], "use_rel_pos": False, "qkv_bias": False}}

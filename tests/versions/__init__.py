@@ -1,1 +1,1 @@
-"""The versions that users have: what is tested with which Python, torch and transformers, see ``__main__``."""
+"""Tests with different versions of Python, torch and transformers. See ``__main__``."""

@@ -1,11 +1,11 @@
 """Tests with the versions that users have: ``python -m tests.versions`` (``make test-versions``).
 
-Makes a virtual environment for each row of ``rows.py``, runs each step of ``steps.py`` in it, prints a table and writes
-docs/versions.md. An environment that exists is used again, with the versions that it has; delete its folder to install
-newer ones. Each takes about 6 GB where pip finds a CUDA build of torch.
+Creates a virtual environment for each row of ``rows.py``, runs each step of ``steps.py`` in it, prints a table and
+writes docs/versions.md. An existing environment is reused with its versions; delete its folder to install newer ones.
+An environment takes about 6 GB if pip finds a CUDA build of torch.
 
-The outcomes are kept next to the environments: a run of some rows or steps replaces theirs, and writes the page when
-no step of a row is missing.
+The outcomes are stored next to the environments. A run of some rows or steps replaces their outcomes, and writes the
+page if no step of a row is missing.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.versions.steps import STEPS, Outcome, Step, prepare
 
 def main() -> int:
     asked = _arguments()
-    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)  # whole rows in a log
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)  # full rows in a log
     possible = [
         row for row in ROWS if Environment(row, asked.envs / row.name).is_complete or interpreter_of(row.python)
     ]
@@ -60,7 +60,7 @@ def _arguments() -> argparse.Namespace:
 
 
 def read_found(row: Row, envs: Path) -> Found:
-    """A row with the outcomes of earlier runs; without any if the versions in its environment are others now."""
+    """Return a row with the outcomes of earlier runs, unless the versions in its environment have changed."""
     environment = Environment(row, envs / row.name)
     versions = environment.versions() if environment.is_complete else ("", "", "")
     kept = environment.work / "outcomes.json"
@@ -79,7 +79,7 @@ def keep_found(found: Found) -> None:
 
 
 def run_rows(results: Sequence[Found], rows: Sequence[Row], steps: Sequence[Step], jobs: int, console: Console) -> None:
-    """Step by step, so that each row has saved its checkpoint before another one reads it."""
+    """Run step by step, so that each row has saved its checkpoint before another row loads it."""
     before = dict(zip((each.name for each in results), [*results[-1:], *results[:-1]]))
     chosen = [each for each in results if each.environment.row in rows]
     for each in chosen:

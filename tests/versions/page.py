@@ -14,11 +14,11 @@ NOT_RUN = "–"
 
 @dataclass(frozen=True)
 class Found:
-    """What a row gave.
+    """The results of a row.
 
     Args:
         versions: of Python, torch and transformers.
-        outcomes: name of a step -> what came of it.
+        outcomes: name of a step -> its outcome.
     """
 
     environment: Environment
@@ -31,12 +31,12 @@ class Found:
 
 
 def page(results: Sequence[Found]) -> str:
-    """The page, of all rows."""
+    """Render the page with all rows."""
     return page_of([(each.versions, {name: o.word for name, o in each.outcomes.items()}) for each in results])
 
 
 def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> str:
-    """The page of (versions, name of a step -> its word)."""
+    """Render the page from (versions, name of a step -> its word)."""
     names = [step.name for step in STEPS]
     heads = ["Python", "torch", "transformers", *names]
     lines = [

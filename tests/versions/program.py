@@ -1,6 +1,6 @@
-"""The training runs that each row makes, one for each entry point: ``python -m tests.versions.program engine DIR``.
+"""The training runs of each row, one per entry point: ``python -m tests.versions.program engine DIR``.
 
-Each trains a small GPT-2 for a few steps, and fails if the loss does not fall.
+Each one trains a small GPT-2 for a few steps, and fails if the loss does not decrease.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ import transformers
 import shardformer
 
 BOUND = 1e-4
-"""Of the difference of two losses in fp32: kernels round differently from version to version."""
+"""Tolerance for a difference of fp32 losses. Kernels of different versions round differently."""
 
 
 def model() -> Any:
-    """A GPT-2 without dropout."""
+    """Build a GPT-2 without dropout."""
     torch.manual_seed(0)
     config = transformers.GPT2Config(
         vocab_size=64, n_embd=32, n_layer=2, n_head=4, n_positions=32, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -63,7 +63,7 @@ def own_loop(folder: Path) -> None:
 
 
 def engine_steps(folder: Path) -> None:
-    """Saves after 2 steps, and writes next to the checkpoint the loss of the step after it."""
+    """Save after 2 steps, and write the loss of the third step next to the checkpoint."""
     made = engine()
     batch = {"input_ids": ids(8), "labels": ids(8)}
     losses = [made.train_step(batch).item() for _ in range(2)]
@@ -75,7 +75,7 @@ def engine_steps(folder: Path) -> None:
 
 
 def checkpoint(folder: Path) -> None:
-    """Loads the checkpoint of another row and makes the step that follows."""
+    """Load the checkpoint of another row, and run the next step."""
     made = engine()
     made.load(folder)
     batch = {"input_ids": ids(8), "labels": ids(8)}

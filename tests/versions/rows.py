@@ -1,4 +1,4 @@
-"""The rows of docs/versions.md, and the environment of each."""
+"""The rows of docs/versions.md, and their environments."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Row:
 
     Args:
         python: the version of Python, as ``3.12``.
-        torch, transformers: ``oldest``, the lower bound of pyproject.toml, or ``newest``, what pip finds.
+        torch, transformers: ``oldest``, the lower bound of pyproject.toml, or ``newest``, the version that pip finds.
     """
 
     python: str
@@ -41,12 +41,12 @@ ROWS = (
     Row("3.13", NEWEST, NEWEST),
     Row("3.14", NEWEST, NEWEST),
 )
-"""Each pair of a Python, an end of torch and an end of transformers is in one of them, for the Pythons up to 3.13."""
+"""They cover each pair of a Python up to 3.13, an oldest or newest torch, and an oldest or newest transformers."""
 
 
 @dataclass(frozen=True)
 class Environment:
-    """A row with the folder of its virtual environment and the versions that are in it."""
+    """A row with the folder of its virtual environment and the installed versions."""
 
     row: Row
     folder: Path
@@ -57,7 +57,7 @@ class Environment:
 
     @property
     def work(self) -> Path:
-        """Where its steps run and leave their logs, checkpoints and outcomes."""
+        """The working directory of its steps, with logs, checkpoints and outcomes."""
         return self.folder.with_name(f"{self.folder.name}-steps")
 
     @property
@@ -65,16 +65,16 @@ class Environment:
         return (self.folder / ".complete").is_file()
 
     def versions(self) -> tuple[str, str, str]:
-        """Of Python, torch and transformers, without the build of torch."""
+        """The versions of Python, torch and transformers, without the build of torch."""
         code = "import platform, importlib.metadata as m; print(platform.python_version(), m.version('torch'), "
         code += "m.version('transformers'))"
         python, torch, transformers = subprocess.check_output([self.python, "-c", code], text=True).split()
         return python, torch.partition("+")[0], transformers
 
     def make(self) -> None:
-        """Makes the virtual environment and installs into it; one that is complete is left as it is.
+        """Create the virtual environment and install the packages. A complete environment is not changed.
 
-        Raises RuntimeError when the Python of the row is not found, CalledProcessError when pip fails.
+        Raises RuntimeError if the Python of the row is not found, CalledProcessError if pip fails.
         """
         if self.is_complete:
             return
@@ -90,7 +90,7 @@ class Environment:
 
 
 def requirement(name: str, end: str) -> str:
-    """What pip is asked for: the lowest minor version that pyproject.toml allows, or any from there on."""
+    """Return the requirement for pip: the lowest minor version that pyproject.toml allows, or any newer one."""
     least = lower_bound(name)
     return f"{name}=={least}.*" if end == OLDEST else f"{name}>={least}"
 
@@ -103,7 +103,7 @@ def lower_bound(name: str) -> str:
 
 @cache
 def interpreter_of(version: str) -> str | None:
-    """A Python of this version, from PATH or pyenv."""
+    """Find a Python of this version in PATH or pyenv."""
     pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     candidates = [shutil.which(f"python{version}"), *map(str, sorted(pyenv.glob(f"versions/{version}*/bin/python")))]
     for candidate in filter(None, candidates):

@@ -1,4 +1,4 @@
-"""What is run in each row: the columns of docs/versions.md."""
+"""The steps that run in each row: the columns of docs/versions.md."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from typing import IO
 from tests.versions.rows import ROOT, Environment
 
 FAST = ("--tier", "fast")
-"""What pytest is called with for the fast tests."""
+"""Arguments of pytest for the fast tests."""
 POLICIES = ("tests/policies",)
 TORCHRUN = ("-m", "torch.distributed.run")
 LIMIT_S = 3600.0
-"""Of one step."""
+"""Time limit of a step."""
 TRAIN = """
 [model]
 name = "gpt2"
@@ -39,11 +39,11 @@ VERIFY = ("gpt2", "--tensor", "2")
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a step in a row.
+    """The outcome of a step in a row.
 
     Args:
-        problem: the last line that a failed step printed; empty if it passed.
-        seconds: that it took.
+        problem: the last line that a failed step printed. Empty if it passed.
+        seconds: its duration.
     """
 
     problem: str
@@ -61,8 +61,8 @@ class Step:
     Args:
         name: of the column.
         about: what it runs, for the page.
-        arguments: of Python; ``{folder}`` is the folder of the row, ``{before}`` that of the row before it,
-            ``{root}`` the checkout.
+        arguments: of Python. ``{folder}`` is the folder of the row, ``{before}`` that of the previous row, ``{root}``
+            the checkout.
     """
 
     name: str
@@ -73,7 +73,7 @@ class Step:
         return environment.work / f"{self.name.replace(' ', '-')}.log"
 
     def run(self, environment: Environment, before: Path) -> Outcome:
-        """Runs it in the environment of a row; what it printed is in ``log``, ``before`` is ``work`` of another row."""
+        """Run the step in the environment of a row, with output to ``log``. ``before`` is ``work`` of another row."""
         folder = environment.work
         places = {"folder": str(folder), "before": str(before), "root": str(ROOT)}
         command = [str(environment.python), *(argument.format(**places) for argument in self.arguments)]
@@ -132,7 +132,7 @@ STEPS = (
 
 
 def prepare(folder: Path) -> None:
-    """The files that the steps read, without what an earlier ``train`` wrote: it would go on from there."""
+    """Write the input files of the steps, and remove the output of an earlier ``train``, which would be resumed."""
     folder.mkdir(parents=True, exist_ok=True)
     shutil.rmtree(folder / "run", ignore_errors=True)
     (folder / "run.toml").write_text(TRAIN, encoding="utf-8")

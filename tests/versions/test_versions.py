@@ -1,4 +1,4 @@
-"""The rows cover what they promise, and the page and ``shardformer check`` know the same versions."""
+"""The rows cover all combinations they promise, and the page and ``shardformer check`` have the same versions."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.versions.rows import NEWEST, OLDEST, ROOT, ROWS, Environment, Row, lo
 from tests.versions.steps import POLICIES, STEPS
 
 
-def test_each_pair_of_a_python_and_an_end_is_in_a_row() -> None:
+def test_rows_cover_each_python_with_oldest_and_newest() -> None:
     pythons, ends = ("3.11", "3.12", "3.13"), (OLDEST, NEWEST)
     assert {(row.python, row.torch) for row in ROWS} >= set(product(pythons, ends))
     assert {(row.python, row.transformers) for row in ROWS} >= set(product(pythons, ends))
@@ -26,13 +26,13 @@ def test_the_oldest_versions_are_the_lower_bounds_of_the_package() -> None:
         assert ".".join(map(str, TESTED[name][0])) == lower_bound(name)
 
 
-def test_an_environment_that_is_complete_is_used_again(tmp_path: Path) -> None:
-    """With a Python that there is not: to make it would raise."""
+def test_a_complete_environment_is_reused(tmp_path: Path) -> None:
+    """The Python does not exist, so that creating the environment would raise."""
     (tmp_path / ".complete").touch()
     Environment(Row("3.99", OLDEST, OLDEST), tmp_path).make()
 
 
-def test_what_is_run_is_there() -> None:
+def test_the_tested_files_exist() -> None:
     assert all((ROOT / path).exists() for path in POLICIES)
     assert len({step.name for step in STEPS}) == len(STEPS)
 

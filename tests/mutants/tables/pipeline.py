@@ -45,7 +45,7 @@ MUTANTS = [
         'return [name != "hidden" or not is_sharded for name in payload]',
         "return [True for name in payload]",
         "With tensor, pipeline and sequence parallelism, the next stage joins slices of different positions.",
-        first=("tests/verify/test_pipelines.py::test_tensor_with_cut_sequences_times_pipe",),
+        first=("tests/verify/test_pipelines.py::test_sequence_parallel_times_pipe",),
     ),
     mutant(
         "stages-ignore-the-loss-scale",

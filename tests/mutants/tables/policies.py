@@ -15,7 +15,7 @@ MUTANTS = [
         "LLaMA with more tensor ranks than KV heads repeats KV heads as often as on one device.",
         first=(
             "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
-            "tests/verify/test_families.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_config_settings",
         ),
     ),
     mutant(
@@ -26,7 +26,7 @@ MUTANTS = [
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
             "tests/policies/test_edges.py::test_uneven_kv_heads_in_a_fused_projection_are_refused",
-            "tests/verify/test_families.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_config_settings",
             "tests/policies/test_heads.py",
         ),
     ),
@@ -49,7 +49,7 @@ MUTANTS = [
         "Falcon with ALiBi applies the slopes of the first heads to the heads of every rank.",
         first=(
             "tests/families/test_attention_kernels.py::test_other_settings_use_the_kernel",
-            "tests/verify/test_families.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_config_settings",
         ),
     ),
     mutant(
@@ -74,7 +74,7 @@ MUTANTS = [
         'return bool(getattr(self.model.config, "use_weighted_layer_sum", False))',
         "return False",
         "Whisper with a weighted sum of its layers is accepted in a pipeline.",
-        first=("tests/verify/test_pipelines.py::test_what_reads_between_its_layers_is_refused",),
+        first=("tests/verify/test_pipelines.py::test_models_that_read_between_layers_raise",),
     ),
     mutant(
         "bloom-multiplies-slices",
@@ -82,7 +82,7 @@ MUTANTS = [
         "if config.slow_but_exact and config.pretraining_tp > 1:",
         "if config.slow_but_exact and config.pretraining_tp < 1:",
         "BLOOM with slow_but_exact=True is sharded though its forward slices whole weights.",
-        first=("tests/verify/test_families.py::test_what_multiplies_slices_of_weights_itself_is_refused",),
+        first=("tests/verify/test_families.py::test_models_that_slice_weights_in_the_forward_raise",),
     ),
     mutant(
         "t5-stage-without-positions",
@@ -90,7 +90,7 @@ MUTANTS = [
         "STAGES = PipelineHints(num_outputs=3, shared_from_first=TABLE)",
         "STAGES = PipelineHints(num_outputs=3)",
         "In a pipeline the later stages of T5 have no relative positions.",
-        first=("tests/verify/test_pipelines.py::test_several_stacks_cut_anywhere",),
+        first=("tests/verify/test_pipelines.py::test_several_stacks_split_anywhere",),
     ),
     mutant(
         "albert-groups-in-turn",

@@ -43,7 +43,7 @@ MUTANTS = [
         first=(
             "tests/policies/test_heads.py::test_llama_with_shared_kv_heads_equals_one_process",
             "tests/policies/test_forms.py::test_five_heads_over_four_tensor_ranks_and_data_ranks",
-            "tests/verify/test_families.py::test_other_settings",
+            "tests/verify/test_families.py::test_other_config_settings",
         ),
     ),
     mutant(
@@ -136,8 +136,6 @@ MUTANTS = [
         "if axis.size > 1 and tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
         "if axis.size > 1 and not tensors and differs_across_ranks([checksum(t) for t in tensors], axis):",
         "Ranks that built their models from different seeds train parts of different models.",
-        first=(
-            "tests/test_bad_input.py::test_where_weights_differ_those_of_the_first_rank_are_taken_and_that_is_noted",
-        ),
+        first=("tests/test_bad_input.py::test_different_initial_weights_are_replaced_by_those_of_rank_0",),
     ),
 ]
