@@ -31,7 +31,6 @@ PRIVATE_WORDS = {
     r"to the bit": "use bitwise equal",
     r"mend(?:s|ed)?": "use fix",
     r"meanwhile": "rewrite",
-    r"of which|in which case": "rewrite as two sentences",
 }
 ALLOWED = {
     "standard",
@@ -42,7 +41,7 @@ BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody
 TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
 ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
-VALUE_NEEDED = re.compile(r"\b\w+=|\bmust be\b|\bis not an? |\bis not one of\b|\bUnknown\b")
+VALUE_NEEDED = re.compile(r"\b\w+=(?![\w'\"\[(*])|\bmust be\b|\bis not one of\b|\bUnknown\b")
 
 
 @dataclass(frozen=True)
@@ -90,7 +89,7 @@ def texts_in_python(source: str) -> Iterator[Text]:
             name = getattr(node.exc.func, "id", getattr(node.exc.func, "attr", ""))
             parts = [_literal(arg) for arg in [*node.exc.args, *(k.value for k in node.exc.keywords)]]
             if ERRORS.match(name) and any(parts):
-                yield Text(node.lineno, "error", "\n".join(part for part in parts if part))
+                yield Text(node.lineno, "error", ".\n".join(part for part in parts if part))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             if node.lineno not in docstrings:
                 yield Text(node.lineno, "comment", node.value.value)
@@ -119,6 +118,7 @@ def texts_in_markdown(source: str) -> Iterator[Text]:
 
 def sentences(text: str) -> Iterator[str]:
     """The sentences of a text; items of lists, rows of tables and sections of docstrings are sentences of their own."""
+    text = re.sub(r"^.*\S {2,}\S.*$|^ *\w+ +-> .*$", "", text, flags=re.MULTILINE)  # columns of a table or a diagram
     text = re.sub(r"\b(e\.g|i\.e|et al|vs|cf)\.", r"\1", text)
     for block in re.split(r"\n\s*\n|\n\s*(?=[-*] |\d\. |\w+: |\w+\(|\|)|\|", text):
         yield from re.split(r"(?<=[.!?:])[)\"'*]*\s+|;\s", " ".join(block.split()))

@@ -325,12 +325,12 @@ def _disagree(how: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("layers", ("Ranks disagree", "layers.2", "rank 0", "rank 1", "same settings")),
-        ("frozen", ("Ranks disagree", "norm.weight", "requires_grad=True", "requires_grad=False")),
-        ("dtype", ("Ranks disagree", "norm.weight", "float32", "float64")),
-        ("policy", ("Ranks disagree", "the user's policy ToyPolicy", "the user's policy OnlyMLP")),
-        ("options", ("Ranks disagree", "'enable_fused_normalization': False", "'enable_fused_normalization': True")),
-        ("extras", ("Ranks disagree", "bucket_bytes")),
+        ("layers", ("differs between ranks", "layers.2", "rank 0", "rank 1", "same settings")),
+        ("frozen", ("differs between ranks", "norm.weight", "requires_grad=True", "requires_grad=False")),
+        ("dtype", ("differs between ranks", "norm.weight", "float32", "float64")),
+        ("policy", ("differs between ranks", "the user's policy ToyPolicy", "the user's policy OnlyMLP")),
+        ("options", ("differs between ranks", "'enable_fused_normalization': False", "'enable_fused_normalization': True")),
+        ("extras", ("differs between ranks", "bucket_bytes")),
     ],
 )
 def test_ranks_with_different_arguments_raise(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:

@@ -92,7 +92,7 @@ def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool,
 
 
 def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerPool) -> None:
-    with pytest.raises(ShardFormerError, match=r"ffns.*which is computed of parameters that another stage holds"):
+    with pytest.raises(ShardFormerError, match=r"ffns.*another stage has the parameters that compute it"):
         report_of(pool2, "xlm", XLM)
 
 
