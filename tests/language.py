@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MAX_WORDS = 30
 PRIVATE_WORDS = {
     r"said|says|told|tells": "use reported, specified, logged",
-    r"stands?|standing|stood": "use is, has, contains",
+    r"stands?(?! for\b)|standing|stood": "use is, has, contains",
     r"goes with|go with": "use works with",
     r"behind|beside": "use after, next to, in addition to",
     r"alike": "use identical, the same",
@@ -41,7 +41,7 @@ BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody
 TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
 ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
-VALUE_NEEDED = re.compile(r"\b\w+=(?![\w'\"\[(*])|\bmust be\b|\bis not one of\b|\bUnknown\b")
+VALUE_NEEDED = re.compile(r"\b\w+=(?![\w'\"\[(*.])|\bmust be\b|\bis not one of\b|\bUnknown\b")
 
 
 @dataclass(frozen=True)

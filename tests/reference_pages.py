@@ -19,7 +19,7 @@ from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS
 from shardformer.train_command.config_schema import TrainConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
-WRITTEN = "This page is written from the code: `make pages`.\n"
+WRITTEN = "This page is generated from the code by `make pages`.\n"
 EXAMPLE = """```toml
 folder = "runs/shakespeare"
 
@@ -57,11 +57,11 @@ gradient_monitor = { factor = 5.0 }
 
 def configuration_page() -> str:
     parts = [
-        "# The config of a run\n",
+        "# Run configuration\n",
         WRITTEN,
-        "`shardformer train --config run.toml` trains what a file in TOML says. Each key can be changed on the command "
-        "line: `--set parallel.tensor=2`. A key that there is not, a value of another type and keys that do not go "
-        "together are errors before anything is loaded.\n",
+        "`shardformer train --config run.toml` reads a TOML file. You can change each key on the command line: "
+        "`--set parallel.tensor=2`. Unknown keys, values of a wrong type and keys that conflict raise an error before "
+        "anything is loaded.\n",
         EXAMPLE,
     ]
     plain = {name: field for name, field in TrainConfig.model_fields.items() if _table(field.annotation) is None}
@@ -142,7 +142,7 @@ def commands_page() -> str:
         if rows:
             parts += ["| | by default | |", "|---|---|---|", *rows, ""]
         if name == "run":
-            parts += ["Its options are those of torchrun, beside `--hostfile` and `--host`; `-h` lists them.\n"]
+            parts += ["Accepts all options of torchrun, and `--hostfile` and `--host`. `-h` lists them.\n"]
     return "\n".join(parts)
 
 

@@ -329,7 +329,10 @@ def _disagree(how: str) -> tuple[str, str]:
         ("frozen", ("differs between ranks", "norm.weight", "requires_grad=True", "requires_grad=False")),
         ("dtype", ("differs between ranks", "norm.weight", "float32", "float64")),
         ("policy", ("differs between ranks", "the user's policy ToyPolicy", "the user's policy OnlyMLP")),
-        ("options", ("differs between ranks", "'enable_fused_normalization': False", "'enable_fused_normalization': True")),
+        (
+            "options",
+            ("differs between ranks", "'enable_fused_normalization': False", "'enable_fused_normalization': True"),
+        ),
         ("extras", ("differs between ranks", "bucket_bytes")),
     ],
 )

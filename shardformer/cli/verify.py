@@ -73,10 +73,10 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A family or model type of transformers (bert, gpt2, stablelm, ...: a small random model), a folder "
-            "written by save_pretrained, a config.json (random weights), a name on the Hugging Face hub, or "
-            "module:function, where the function returns a model, (model_fn, batch_fn), or a dict of model_fn, "
-            "batch_fn, loss_fn, policy and loss_weight.",
+            help="A model type of transformers, such as gpt2, for a small random model. Or a folder written by "
+            "save_pretrained, a config.json for random weights, a name on the Hugging Face hub, or module:function. "
+            "The function returns a model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn, policy and "
+            "loss_weight.",
         ),
     ]
     policy: Annotated[

@@ -89,7 +89,7 @@ def broadcast_random_state(
     axis: Axis,
     device: torch.device,
     drew: bool = False,
-    beside: Sequence[int] = (),
+    extra: Sequence[int] = (),
     look: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
     """Copy the random states of torch, NumPy and Python from the first rank of an axis to the others.
@@ -100,7 +100,7 @@ def broadcast_random_state(
 
     Args:
         drew: whether this rank has drawn random numbers.
-        beside: numbers that are gathered in the same message, the same count on each rank.
+        extra: numbers that are gathered in the same message, the same count on each rank.
         look: called with the gathered numbers of all ranks.
 
     Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank ``drew``.
@@ -109,7 +109,7 @@ def broadcast_random_state(
         return drew
     own = [int(drew), *state_digest(device)]
     count = len(own)
-    every = all_gather_numbers([*own, *beside], axis)
+    every = all_gather_numbers([*own, *extra], axis)
     look([numbers[count:] for numbers in every])
     if any(numbers[1:count] != own[1:] for numbers in every):
         set_random_states(broadcast_object(random_states(device), axis), device)

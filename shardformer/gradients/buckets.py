@@ -116,8 +116,8 @@ ALIGNMENT_ELEMENTS = 32
 class GradientSlot:
     """The gradient of one parameter on this rank.
 
-    If several ranks store slices of a sharded parameter (a KV head that ranks share), the bucket contains the gradient
-    in the full shape, with zeros for elements of other ranks.
+    If several ranks store slices of a sharded parameter, such as a shared KV head, the bucket contains the gradient in
+    the full shape. Elements of other ranks are zero.
 
     Args:
         axis: All ranks whose gradients are summed.

@@ -44,9 +44,9 @@ def reduction_of(
 ) -> Reduction:
     """Return the gradient reduction of a parameter with layout ``spec`` in a ``region`` of the model.
 
-    Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples,
-    so the sum is divided by the number of ranks. Gradients are partial over the axes that shard the activations but
-    not the parameter, over ranks that store the same slices of a sharded parameter, and over stages that share it.
+    Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
+    The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
+    the activations but not the parameter, ranks that store the same slices of it, and stages that share it.
 
     Args:
         sizes: axis name -> axis size.
@@ -193,9 +193,9 @@ class ShardingMetadata:
         raise ConfigError(
             "A sharded model cannot be pickled, for example by torch.save(model)",
             rule="The model contains process groups and only the shards of this rank",
-            remedy="On all ranks, call model.save_pretrained(folder) or shardformer.export_pretrained to save the full "
-            "weights, shardformer.save_checkpoint to resume training later, or "
-            "torch.save(shardformer.full_state_dict(model)) for a model of any class",
+            remedy="Call model.save_pretrained(folder) on all ranks to save the full weights, or "
+            "shardformer.save_checkpoint to resume training later. For a model of any class, call "
+            "torch.save(shardformer.full_state_dict(model))",
         )
 
     @property

@@ -114,7 +114,7 @@ def serve(
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment at its own start
     if sys.platform == "linux":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works without name resolution, behind a firewall
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # works without name resolution and with a firewall
     home = dict(os.environ)
     while True:
         try:

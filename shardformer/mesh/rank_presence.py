@@ -1,10 +1,13 @@
 """Detection of deadlocks: ranks that wait for each other in collectives, from reports of all ranks.
 
-Rank a is blocked by rank b if b has not started the collective in which a waits, if b has started another kind of
-collective in its place (an all-reduce instead of a barrier), or if a waits for a message that b has not sent.
+Rank a is blocked by rank b in three cases:
 
-A rank is not blocked if it computes, if its wait cannot be analyzed (in a send, in the launcher's store), or if all
-ranks have started the transfer it waits for, however long the transfer takes. A rank that waits for such a rank may
+- b has not started the collective in which a waits;
+- b has started another kind of collective instead, such as an all-reduce instead of a barrier;
+- a waits for a message that b has not sent.
+
+A rank is not blocked if it computes, or if its wait cannot be analyzed (in a send, in the launcher's store). It is also
+not blocked if all ranks have started the transfer it waits for, however long it takes. A rank that waits for such a rank may
 also continue. The remaining ranks block each other and wait forever.
 """
 

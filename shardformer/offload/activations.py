@@ -409,7 +409,7 @@ STORE = "_shardformer_activations"
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
     """Store the activations of a model on the host or sharded over tensor ranks, to save device memory.
 
-    Call it once before training. Losses and gradients do not change, to the bit.
+    Call it once before training. Losses and gradients are bitwise unchanged.
 
     Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside of
     an activation checkpoint only its inputs are saved. If the model runs inside of other hooks for saved tensors

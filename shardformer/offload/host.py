@@ -1,7 +1,7 @@
 """Optimizer state in host memory, and asynchronous copies between host and device.
 
 On a GPU, copies run on their own streams and use pinned memory. If the device is the CPU, host and device are two pools
-of the same memory and threads copy between them, so that overlap and memory use can be tested without a GPU.
+of the same memory, and threads copy between them. This makes overlap and memory use testable without a GPU.
 """
 
 from __future__ import annotations

@@ -44,8 +44,8 @@ def backward_of_inputs(
 ) -> tuple[list[Tensor | None], WeightBackward]:
     """Return the gradients of ``inputs``, and the remaining backward to run later.
 
-    If nodes cannot run twice or in part (activation checkpointing, offloading, compiled code), or a split would change
-    the order of accumulation, the full backward runs here and the remaining one is empty. If no input needs a gradient,
+    Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
+    split would change the order of accumulation, the full backward runs here and the remaining one is empty. If no input needs a gradient,
     the full backward remains.
 
     Args:

@@ -503,7 +503,7 @@ def _other_stage_error(path: str, name: str) -> ConfigError:
         f"The argument {name} of {path} contains NaN: another stage has the parameters that compute it, or the batch "
         "contains NaN",
         rule="Stages receive only hidden states, and compute the other arguments of their layers themselves",
-        remedy="Describe the module that computes it with LayerStack(..., stages=PipelineHints(on_every_stage=[...])), "
-        "shared_from_first=[...] for a module of the first layer, or with_first_layer=[...] or with_last_layer=[...] "
+        remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). Use "
+        "shared_from_first=[...] for a module of the first layer. Use with_first_layer=[...] or with_last_layer=[...] "
         "for a module that one stage needs",
     )

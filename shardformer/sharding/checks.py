@@ -49,8 +49,8 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
     announcements of all other processes.
 
     Raises:
-        LaunchError: on every process that shards now, if a process is not in the group that it passed, or if a member
-            of the group does not arrive or ended with an error.
+        LaunchError: on every process that shards now. Either a process is not in the group that it passed, or a member
+            of the group does not arrive, or a member ended with an error.
         ConfigError: if two members passed different groups.
     """
     context, problem = None, None

@@ -126,7 +126,7 @@ def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[
     return out
 
 
-WIDTH, BESIDE_WIDTH = 46, 38
+WIDTH, OTHER_MODULES_WIDTH = 46, 38
 """Widths of the two columns of names. Longer lists continue on the next line."""
 TEXT_WIDTH = 116
 MOST_NAMED = 3
@@ -141,7 +141,7 @@ class StageRow:
         stage: rank on the pipe axis.
         virtual_stages: indices of its virtual stages.
         layers: paths of its layers, ``model.layers.0-3``.
-        beside: paths of its modules outside the layers.
+        other_modules: paths of its modules outside the layers.
         parameters: number of elements of its parameters, over all tensor ranks.
         share: share of all parameters of the model.
         cost: share of the computation, as estimated or passed for the partition.
@@ -151,7 +151,7 @@ class StageRow:
     stage: int
     virtual_stages: tuple[int, ...]
     layers: str
-    beside: str
+    other_modules: str
     parameters: int
     share: float
     cost: float
@@ -194,7 +194,13 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
         numbers = [f"{row.parameters:,}", percent(row.share), percent(row.cost), str(row.checkpointed)]
         layers = wrapped(row.layers, WIDTH, together=r" (?=\(|times)")
         virtual = ", ".join(map(str, row.virtual_stages))
-        cells = [[str(row.stage)], [virtual], layers, wrapped(row.beside, BESIDE_WIDTH), *([n] for n in numbers)]
+        cells = [
+            [str(row.stage)],
+            [virtual],
+            layers,
+            wrapped(row.other_modules, OTHER_MODULES_WIDTH),
+            *([n] for n in numbers),
+        ]
         lines += zip_longest(*cells, fillvalue="")
     is_shown = {
         "virtual": any(len(row.virtual_stages) > 1 for row in rows),

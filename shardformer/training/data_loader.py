@@ -95,7 +95,9 @@ class ShardedDataLoader:
             _check_conflict("batch_size", batch_size, None, own.batch_size)
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
-            raise ConfigError("The training data requires batch_size=", remedy="Pass batch_size=32, for example")
+            raise ConfigError(
+                "initialize(train_data=...) was called without batch_size", remedy="Pass batch_size=32, for example"
+            )
         else:
             check_int("batch_size", batch_size)
         self._is_compared, self._thread = False, 0

@@ -46,7 +46,7 @@ class MetricsRecord:
 class MetricsWriter:
     """Appends records to ``folder/records.jsonl`` immediately, so that a killed run loses at most the last record.
 
-    One process of a run writes, and locks the folder meanwhile.
+    One process of a run writes. It locks the folder while it writes.
 
     Args:
         folder: Folder of the run, created if missing.

@@ -201,7 +201,7 @@ def _micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, An
 
 
 class PrecomputedForward(nn.Module):
-    """Stands in for the model in ``loss_fn`` after a pipeline has run it: its forward returns the stored output."""
+    """Substitute for the model in ``loss_fn`` after a pipeline has run it: its forward returns the stored output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -292,7 +292,7 @@ class VerifyJob:
     def __post_init__(self) -> None:
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
-            raise ConfigError(what, remedy="Use micro_batches= (--micro-batches) instead")
+            raise ConfigError(what, remedy="Set micro_batches (--micro-batches) instead")
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 

@@ -91,23 +91,23 @@ class GatherOrder:
 
 
 def recorded_order(
-    record: Sequence[int], before: GatherOrder | None, said: Sequence[tuple[list[int], Mapping[int, int]]]
+    record: Sequence[int], before: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
     """Return the order that a pass recorded.
 
     Args:
         record: The groups in the order in which they were gathered.
         before: The previous order, from which a rank deviated. None in the first pass of a kind.
-        said: For each rank the groups that it read, and for each group the index among these of its last gradient.
+        reports: For each rank the groups that it read, and for each group the index among these of its last gradient.
     """
     plan = GatherOrder(list(record))
     if before is not None:
         plan.units, plan.unseen = before.units, before.unseen
-        for own, _ in said:
+        for own, _ in reports:
             plan.units = _merge_orders(plan.units, own)
-    plan.is_open = before is not None or any(own != plan.units for own, _ in said)
+    plan.is_open = before is not None or any(own != plan.units for own, _ in reports)
     last: dict[int, int] = {}
-    for own, arrivals in said:
+    for own, arrivals in reports:
         places = plan.places(own)
         for index, at in arrivals.items():
             last[index] = max(places[at] if at >= 0 else 0, last.get(index, 0))
@@ -345,9 +345,9 @@ class GatherScheduler:
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
-            said = all_gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
-            wanted = [index for index, _ in said if index != END]
-            for index in sorted(set.intersection(*(set(done) for _, done in said)), reverse=True):
+            reports = all_gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
+            wanted = [index for index, _ in reports if index != END]
+            for index in sorted(set.intersection(*(set(done) for _, done in reports)), reverse=True):
                 self.reducer.send(self.units[index])
             if not wanted:
                 return
@@ -376,8 +376,8 @@ class GatherScheduler:
     def _record_plan(self, before: GatherOrder | None) -> GatherOrder:
         """Return the order that the ranks negotiated in this pass."""
         assert self._kind is not None
-        said = all_gather_objects((self._own, self._last_arrivals), self.axis)
-        plan = recorded_order(self._record.units, before, said)
+        reports = all_gather_objects((self._own, self._last_arrivals), self.axis)
+        plan = recorded_order(self._record.units, before, reports)
         if before is None and self._is_backward:
             plan.insert_unseen_in_backward(self._plans[self._kind[:-1]])
         elif before is None:
