@@ -23,8 +23,7 @@ class Peak:
 
 @contextmanager
 def measure_peak(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[Peak]:
-    """Measure the training step that runs inside the block: weights, optimizer states, gradients, activations,
-    temporaries.
+    """Measure the peak memory of the training step that runs inside the block.
 
     Tensors that exist before the step are counted one by one. Allocations in the step are counted by torch's profiler,
     which sees all of them on the CPU. Gradients must be None before and after. Python and its libraries are not

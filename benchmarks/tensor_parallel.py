@@ -1,5 +1,4 @@
-"""Training of an unmodified LLaMA in one process, and with the tensor parallelism of ShardFormer, torch and
-transformers.
+"""Train an unmodified LLaMA in one process, and with tensor parallelism of ShardFormer, torch and transformers.
 
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --hidden 256 --sequence 128 --batch 8
@@ -59,9 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Collectives of one rank in a step, those of the loss among them, and the minimum bytes sent by both ranks
-    according to the formula of ``shardformer.comm.recorder``.
-    """
+    """Return the collectives of one rank in a step, those of the loss, and the minimum bytes sent by both ranks."""
 
     collectives: int
     of_loss: int

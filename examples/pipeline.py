@@ -1,4 +1,6 @@
-"""Train a small GPT-2 in two pipeline stages: shardformer run --nproc_per_node 2 examples/pipeline.py
+"""Train a small GPT-2 in two pipeline stages.
+
+    shardformer run --nproc_per_node 2 examples/pipeline.py
 
 Each process has half of the layers. The model learns to predict the next byte of English text.
 """

@@ -1,4 +1,6 @@
-"""Train a small LLaMA with tensor parallelism: shardformer run --nproc_per_node 2 examples/train.py
+"""Train a small LLaMA with tensor parallelism.
+
+    shardformer run --nproc_per_node 2 examples/train.py
 
 The model learns to count: each token is the previous one plus one.
 """

@@ -23,7 +23,7 @@ from tests.tiers import LIMIT_MIN, TIERS
 
 ROOT = Path(__file__).resolve().parents[1]
 BIN = Path(sys.executable).parent
-LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("mypy",))
+LINT = (("ruff", "check", "."), ("ruff", "format", "--check", "."), ("codespell",), ("mypy",))
 OLDEST = ROOT / ".venv-oldest" / "bin" / "python"
 AFTER_ALL = (
     (sys.executable, "-m", "tests.hostile", "--seed", "7", "--only", "argument", "--only", "divergence"),
@@ -40,7 +40,7 @@ AFTER_ALL_LIMIT_S = 2400
 
 @dataclass
 class Lint:
-    """Runs ruff and mypy in a background thread."""
+    """Run ruff, codespell and mypy in a background thread."""
 
     failed: list[str] = field(default_factory=list)
     seconds: float = 0.0

@@ -353,9 +353,7 @@ COLLECTIONS = re.compile(r"(dict|list|set|OrderedDict|defaultdict|Counter|deque|
 
 
 def shared_state(tree: ast.Module) -> Iterator[str]:
-    """Return names of state shared by all threads: collections that start empty, ``global``, and class attributes
-    that methods assign.
-    """
+    """Return names of shared state: collections that start empty, ``global``, class attributes that methods assign."""
     for node in tree.body:
         if isinstance(node, ast.Assign | ast.AnnAssign) and node.value is not None and begins_empty(node.value):
             yield from (ast.unparse(t) for t in (node.targets if isinstance(node, ast.Assign) else [node.target]))

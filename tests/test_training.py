@@ -246,9 +246,7 @@ class Recomputed(nn.Module):
 
 
 def wrapped_in_checkpoints(model: Any, family: str) -> Values:
-    """Use sequences of normal length, and sequences of which some ranks have an empty shard. All ranks run a forward
-    without gradients, which only the recomputation shows to be a training forward.
-    """
+    """Test normal sequences and empty shards, with a first forward that runs without gradients on all ranks."""
     model.enable_input_require_grads()
     model.config.use_cache = False
     layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])

@@ -36,7 +36,9 @@ class Dim(StrEnum):
 
 
 class IndexOrder(StrEnum):
-    """Assignment of indices to ranks. With 8 indices over 2 ranks, rank 0 gets:
+    """Assignment of indices to ranks.
+
+    With 8 indices over 2 ranks, rank 0 gets:
 
     contiguous  0 1 2 3
     zigzag      0 1 6 7     a chunk from each end, which balances causal attention over ranks

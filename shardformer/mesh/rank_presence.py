@@ -7,8 +7,8 @@ Rank a is blocked by rank b in three cases:
 - a waits for a message that b has not sent.
 
 A rank is not blocked if it computes, or if its wait cannot be analyzed (in a send, in the launcher's store). It is also
-not blocked if all ranks have started the transfer it waits for, however long it takes. A rank that waits for such a rank may
-also continue. The remaining ranks block each other and wait forever.
+not blocked if all ranks have started the transfer it waits for, however long it takes. A rank that waits for such a
+rank may also continue. The remaining ranks block each other and wait forever.
 """
 
 from __future__ import annotations

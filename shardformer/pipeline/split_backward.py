@@ -45,8 +45,8 @@ def backward_of_inputs(
     """Return the gradients of ``inputs``, and the remaining backward to run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
-    split would change the order of accumulation, the full backward runs here and the remaining one is empty. If no input needs a gradient,
-    the full backward remains.
+    split would change the order of accumulation, the full backward runs here and the remaining one is empty. If no
+    input needs a gradient, the full backward remains.
 
     Args:
         outputs: may be freed after this call.

@@ -25,7 +25,7 @@ TableRow = tuple[str, tuple[str, ...], int]
 
 
 def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    """Format rows as aligned lines, grouped under a heading for each stack of layers.
+    r"""Format rows as aligned lines, grouped under a heading for each stack of layers.
 
     Args:
         head: the titles of the columns.

@@ -161,7 +161,6 @@ def test_zero_optimizer_of_another_model_is_refused(tmp_path: Path) -> None:
 @pytest.mark.filterwarnings("ignore:Adafactor needs full parameters")
 def test_optimizer_state_with_other_shape_than_its_shard_is_refused(tmp_path: Path) -> None:
     """Row and column states of a shard differ from those of the full matrix, so only full parameters can be saved."""
-
     torch.manual_seed(0)
     plain = SmallModel("gpt2")()
 

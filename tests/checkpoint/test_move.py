@@ -369,7 +369,6 @@ def test_message_order_cannot_deadlock(size: int) -> None:
 
 def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Comparing all pairs of chunks individually would take 16 times as long for 64 ranks as for 16."""
-
     calls = 0
 
     def counted(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:

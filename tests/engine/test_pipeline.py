@@ -588,7 +588,6 @@ def test_parameters_shared_by_several_stages_are_returned(pool2: WorkerPool) -> 
 
 def test_a_batch_that_differs_between_stages_raises_without_hanging(pool2: WorkerPool) -> None:
     """The same processes train on the next batch."""
-
     for loss, gradient in pool2.run(_goes_on):
         assert loss < 1e-6
         assert gradient < UPCAST

@@ -143,8 +143,7 @@ def test_each_local_attr_is_required(changes: dict[str, Any], said: str) -> None
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_block_enters_the_region_once(mode: str) -> None:
-    """One collective per edge of four blocks and direction, although the projection's module is not called. The first
-    entry has no gradient to pass on."""
+    """One collective per edge of four blocks and direction, without a gradient at the first entry."""
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])

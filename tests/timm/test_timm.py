@@ -66,7 +66,6 @@ def differences(name: str, ranks: tuple[int, ...], changes: dict[str, Any], opti
 
 def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], ranks: int = 2) -> Any:
     """Return the result of ``use`` for the sharded model on the first rank."""
-
     plain = Small(name)()
 
     def shard(context: ParallelContext) -> Any:
