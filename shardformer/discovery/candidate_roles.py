@@ -16,7 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup
+from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, layer_paths
+from shardformer.discovery.reduced_model import num_parameters
 from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
 from shardformer.policies.lowering import find_expert_dims
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
@@ -31,14 +32,6 @@ class HeadCount:
     heads: int
     kv_heads: int
     fields: Mapping[str, Any] = field(default_factory=dict)
-
-    def of_config(self, config: Any) -> Iterator[tuple[str, str]]:
-        for name, kind, count in (
-            (HEAD_COUNT_FIELDS[0], "heads", self.heads),
-            (HEAD_COUNT_FIELDS[1], "kv_heads", self.kv_heads),
-        ):
-            if _field(config, name) == count:
-                yield name, kind
 
 
 def projections_of(names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -78,11 +71,10 @@ def head_counts(
         head_dim: observed features of a head. For a model without a config, the matching count is first.
     """
     config: Any = getattr(model, "config", None)
-    usual = {name: _field(config, name) for name in HEAD_COUNT_FIELDS}
-    heads_of = {
-        **{n: v for n, v in usual.items() if type(v) is int},
-        **_possible_head_counts(config, model.get_submodule(at)),
-    }
+    usual = [_field(config, name) for name in HEAD_COUNT_FIELDS]
+    heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
+    heads_of |= _possible_head_counts(config, model.get_submodule(at))
+    usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
     if config is None and head_dim and width % head_dim == 0:
         seen = width // head_dim
         heads_of = dict(sorted({**heads_of, str(seen): seen}.items(), key=lambda item: item[1] != seen))
@@ -94,15 +86,9 @@ def head_counts(
         if not _fit_shapes(projections, features, heads, kv, width // heads, reads_inner):
             continue
         found.add((heads, kv))
-        usual_kv = (
-            usual[HEAD_COUNT_FIELDS[1]]
-            if isinstance(usual[HEAD_COUNT_FIELDS[1]], int) and usual[HEAD_COUNT_FIELDS[1]]
-            else usual[HEAD_COUNT_FIELDS[0]]
-        )
-        fields: dict[str, Any] = {}
-        if heads != usual[HEAD_COUNT_FIELDS[0]] or kv != usual_kv:
-            fields = {"num_heads": _number_or(name), "num_kv_heads": _number_or(kv_name or name)}
-        yield HeadCount(heads, kv, fields)
+        is_usual = (heads, kv) == (usual[0], usual_kv)
+        names = {} if is_usual else {"num_heads": _number_or(name), "num_kv_heads": _number_or(kv_name or name)}
+        yield HeadCount(heads, kv, names)
 
 
 def _number_or(name: str) -> int | str:
@@ -215,27 +201,21 @@ def candidate_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandida
             seen.add(key)
             blocks.append(_block(model, trace, group, *place))
         elif place is None and not (group.attends and key in seen):  # a known attention role shards both groups
-            blocks.append(
-                BlockCandidates(
-                    "", [], [path for c in group.columns for path in _in_all_layers(model, c)], LEAF_MODULES
-                )
-            )
+            columns = [path for c in group.columns for path in _in_all_layers(model, c)]
+            blocks.append(BlockCandidates("", [], columns, LEAF_MODULES))
     return blocks + _experts(model, trace)
 
 
 def _block(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str, layer: str) -> BlockCandidates:
     row = _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
-    optional = len(_layers_with(model, layers, row)) < len(_all_layers(model, layers))
+    optional = _is_optional(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
     low_rank = any(group.row in merged for merged in inside)  # across layers, linears meet in the residual stream
-    roles = [] if low_rank else [replace(role, optional=optional) for role in _roles(model, trace, group, layer)]
+    find = _attentions if group.attends else _mlps
+    roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
     misfits = [] if low_rank or group.attends else _misfits(model, group)
-    gates = [
-        join_path(layer, resolve_path(role.at, gate))
-        for role in roles[:1]
-        if isinstance(role, Attention)
-        for gate in role.projections.gates
-    ]
+    attention = next((role for role in roles[:1] if isinstance(role, Attention)), None)
+    gates = [join_path(layer, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
     columns = [path for c in misfits or gates or group.columns for path in _in_all_layers(model, c)]
     context = None
     if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
@@ -252,7 +232,6 @@ def _misfits(model: nn.Module, group: LinearGroup) -> list[str]:
 
 
 def _in_all_layers(model: nn.Module, path: str) -> list[str]:
-    """Return the paths of the same module in every layer."""
     place = _layer_of(model, path, [path])
     if place is None:
         return [path]
@@ -283,11 +262,10 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
         return False
-    return 2 * sum(p.numel() for p in blocks.parameters()) > sum(p.numel() for p in stage.parameters())
+    return 2 * num_parameters(blocks) > num_parameters(stage)
 
 
 def _is_list(model: nn.Module, path: str) -> bool:
-    """Return whether a module is a list of layers: a ModuleList, or a Sequential of modules of one class."""
     module = model.get_submodule(path)
     return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and _have_same_class(module))
 
@@ -311,28 +289,16 @@ def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str
     )
 
 
-def _all_layers(model: nn.Module, layers: str) -> list[str]:
-    return match_paths(f"{layers}.*", [name for name, _ in model.named_modules()])
-
-
-def _layers_with(model: nn.Module, layers: str, row: str) -> set[str]:
-    """Return the layers that have a module at ``row``."""
-    names = match_paths(f"{layers}.*.{row}", [name for name, _ in model.named_modules()])
-    count = layers.count(".") + 2
-    return {".".join(name.split(".")[:count]) for name in names}
-
-
-def _roles(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[Role]:
-    if group.attends:
-        yield from _attentions(model, trace, group, layer)
-    elif not group.other_columns:
-        yield from _mlps(model, trace, group, layer)
+def _is_optional(model: nn.Module, layers: str, inside: str) -> bool:
+    """Return whether some layer has no module at the path ``inside``."""
+    names = [name for name, _ in model.named_modules()]
+    return any(not match_paths(f"{layer}.{inside}", names) for layer in layer_paths(model, layers))
 
 
 def _mlps(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
     width = _features(model, group.row, out=False)
     features = {_features(model, c, out=True) for c in group.columns}
-    if len(features) != 1 or (out := features.pop()) % width:
+    if group.other_columns or len(features) != 1 or (out := features.pop()) % width:
         return
     late = group.columns if len(group.columns) == 1 else []  # the entry may follow the start of a residual
     for entry in dict.fromkeys([group.entry, *late]):
@@ -365,21 +331,20 @@ def _attentions(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer
             numbers = counted_numbers(_numbers(model, trace, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
-                ways.append(numbers | {f"config.{n}": kind for n, kind in count.of_config(module.config)})
+                counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
+                in_config = {f"config.{n}": kind for n, kind, size in counts if _field(module.config, n) == size}
+                ways.append(numbers | in_config)
             fused = any(part in projections for part in ("qkv", "kv"))
-            own = any(model.get_submodule(like)._parameters for like in _in_all_layers(model, group.entry))
-            late = own or len(group.columns) > len(group.other_columns) + 1
+            has_parameters = any(model.get_submodule(like)._parameters for like in _in_all_layers(model, group.entry))
+            late = has_parameters or len(group.columns) > len(group.other_columns) + 1
             first = [name for name in names.values() if name not in other_columns][:1]
             entries = [None] * (group.enters or bool(inside)) + first * late
             norms = _attention_norms(model, trace, group, layer, count, width)
-            orders = [
-                (False, 1),
-                *[(True, 1)] * fused,
-                *[(False, PARTITIONS)] * (fused and count.kv_heads % PARTITIONS == 0),
-            ]
+            in_partitions = fused and count.kv_heads % PARTITIONS == 0
+            orders = [(False, 1), *[(True, 1)] * fused, *[(False, PARTITIONS)] * in_partitions]
             others = {**norms, **dict.fromkeys(tables, "heads"), **_arguments(trace, group, count)}
             for give_width, entry, (interleaved, partitions), attributes, parameters in product(
-                (False, True), entries, orders, _unique_dicts(ways), _parameters(module, count, width)
+                (False, True), entries, orders, _unique_dicts(ways), _parameter_kinds(module, count, width)
             ):
                 out = _relative_path(group, group.row, layer)
                 linears = AttentionProjections(out=out, **fields, interleaved=interleaved, partitions=partitions)
@@ -398,7 +363,7 @@ def _numbers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount)
 
     If head counts differ by layer, attributes that match the head count in only some layers are omitted.
     """
-    module, fields = model.get_submodule(path), str(count.fields.get("num_heads", ""))
+    module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {like: m for like in _in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)}
     numbers = {name: getattr(module, name) for like in places for name in trace.numbers.get(like, {})}
 
@@ -408,7 +373,7 @@ def _numbers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount)
     return {
         name: value
         for name, value in numbers.items()
-        if value != count.heads or not fields.startswith(".") or by_layer(name) == by_layer(fields[1:])
+        if value != count.heads or not head_field.startswith(".") or by_layer(name) == by_layer(head_field[1:])
     }
 
 
@@ -420,14 +385,8 @@ def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
 
 
 def _norms(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, sizes: set[int]) -> list[str]:
-    """Return the norms between the columns and the row whose number of features is in ``sizes``."""
-    return [
-        path
-        for path, marks in trace.normed.items()
-        if marks & set(group.columns)
-        and path.startswith(f"{layer}.")
-        and _norm_size(model.get_submodule(path)) in sizes
-    ]
+    norms = [n for n, marks in trace.normed.items() if marks & set(group.columns) and n.startswith(f"{layer}.")]
+    return [norm for norm in norms if _norm_size(model.get_submodule(norm)) in sizes]
 
 
 def _norm_size(norm: nn.Module) -> int:
@@ -439,16 +398,16 @@ def _norm_size(norm: nn.Module) -> int:
 def _attention_norms(
     model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, count: HeadCount, width: int
 ) -> dict[str, str]:
-    kv_width = width // count.heads * count.kv_heads
-    return {
-        _relative_path(group, path, layer): "heads" if _norm_size(model.get_submodule(path)) == width and "k" not in
-        path.rpartition(".")[2].partition("_")[0] else "kv_heads"
-        for path in _norms(model, trace, group, layer, {width, kv_width} - {width // count.heads})
-    }  # fmt: skip
+    norms = _norms(model, trace, group, layer, {width, width // count.heads * count.kv_heads} - {width // count.heads})
+    kinds = {}
+    for path in norms:
+        is_key = "k" in path.rpartition(".")[2].partition("_")[0]
+        kind = "heads" if _norm_size(model.get_submodule(path)) == width and not is_key else "kv_heads"
+        kinds[_relative_path(group, path, layer)] = kind
+    return kinds
 
 
-def _parameters(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
-    """Return candidate classifications of the module's own parameters."""
+def _parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if not own:
         return [{}]
@@ -485,7 +444,6 @@ def _unique_dicts(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _experts(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
-    """Return the modules with stacked weights of experts, which have three dims."""
     found: dict[tuple[str, str], BlockCandidates] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
@@ -494,7 +452,7 @@ def _experts(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
             continue
         layers, layer = place
         at = path[len(layer) + 1 :]
-        optional = len(_layers_with(model, layers, at)) < len(_all_layers(model, layers))
+        optional = _is_optional(model, layers, at)
         roles = [replace(role, optional=optional) for role in _expert_candidates(module, at, stacked)]
         found.setdefault((layers, at), BlockCandidates(layers, roles, _in_all_layers(model, path)))
     return list(found.values())

@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-Path = tuple[str, ...]
-"""Names of nested config fields, from the outermost config inward."""
+Path = tuple[str, ...]  # Names of nested config fields, from the outermost config inward
 
 
 class SizeRole(Enum):
@@ -122,10 +121,8 @@ class ConfigField:
 
 HALF = Fraction(1, 2)  # ratio for a width that counts gate and up together
 SIZES = (SizeRole.MATRIX, SizeRole.VECTOR, SizeRole.CHANNEL, SizeRole.EMBEDDED)
-MIN_WIDTH = 8
-"""Smaller numbers count image channels, audio codebooks or speakers."""
-MAX_FUSED = 4
-"""Largest number of widths that are concatenated in one matrix."""
+MIN_WIDTH = 8  # Smaller numbers count image channels, audio codebooks or speakers
+MAX_FUSED = 4  # Largest number of widths that are concatenated in one matrix
 
 
 class FieldMeaning(Enum):
@@ -144,48 +141,50 @@ class FieldMeaning(Enum):
 
 def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     """Return the meanings of config fields, where they could be determined."""
-    kinds = {number.path: kind for number in found if (kind := _own_meaning(number)) is not None}
+    meanings = {number.path: meaning for number in found if (meaning := _measured_meaning(number)) is not None}
     by_heads = {
-        occurrence for number in found if kinds.get(number.path) is FieldMeaning.HEADS for occurrence in number.moved
+        occurrence for number in found if meanings.get(number.path) is FieldMeaning.HEADS for occurrence in number.moved
     }
     for number in found:
-        if kinds.get(number.path) is FieldMeaning.HEAD_DIM and (
-            number.scaled & by_heads or _is_everywhere(number, found)
+        if meanings.get(number.path) is FieldMeaning.HEAD_DIM and (
+            number.scaled & by_heads or _sizes_every_matrix(number, found)
         ):
-            kinds[number.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
-    hidden = [n.value for n in found if kinds.get(n.path) is FieldMeaning.HIDDEN]
+            meanings[number.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
+    hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
     for number, other in combinations(found, 2):
-        known = {kinds.get(number.path), kinds.get(other.path)}
-        pair = _multiply(number, other) or (number.value * other.value in hidden and _side_by_side(number, other))
+        known = {meanings.get(number.path), meanings.get(other.path)}
+        pair = _form_a_product(number, other) or (
+            number.value * other.value in hidden and _share_a_tensor(number, other)
+        )
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((number, other), key=lambda n: n.value)
-            if kinds.get(heads.path) is FieldMeaning.HEAD_DIM or kinds.get(dim.path) is FieldMeaning.HEADS:
+            if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
                 heads, dim = dim, heads
-            for one, kind in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
-                if kinds.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
-                    kinds[one.path] = kind
-    for number in (number for number in found if number.path not in kinds and not number.shrinks()):
-        if (kind := _part_of_heads(number, found, kinds)) is not None:
-            kinds[number.path] = kind
-    parts = [n.value for n in found if kinds.get(n.path) is FieldMeaning.HEAD_DIM]
-    least = min((n.value for n in found if kinds.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
+            for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
+                if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
+                    meanings[one.path] = meaning
+    for number in (number for number in found if number.path not in meanings and not number.shrinks()):
+        if (meaning := _head_meaning(number, found, meanings)) is not None:
+            meanings[number.path] = meaning
+    parts = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
+    least = min((n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for number in found:
-        if number.path not in kinds and _tensor_roles(number) == {SizeRole.BUFFER}:
+        if number.path not in meanings and _tensor_roles(number) == {SizeRole.BUFFER}:
             is_part = number.value <= largest or rotary_features(number) & {*parts}
-            kinds[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
-    return kinds
+            meanings[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
+    return meanings
 
 
-def _part_of_heads(
-    number: ConfigField, found: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning]
+def _head_meaning(
+    number: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
     """Decide whether a field of unknown meaning counts heads or features of a head."""
     if any(occurrence.role is SizeRole.CHANNEL for occurrence in number.moved):
         return None
     inside = {s: k for s, k in number.times.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
-    hidden = {n.value for n in found if kinds.get(n.path) is FieldMeaning.HIDDEN}
-    heads = {n.value for n in found if kinds.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
+    hidden = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN}
+    heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
     alone = any(times == 1 and occurrence.dim == 0 for occurrence, times in inside.items())
     shared = any(
         times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
@@ -198,8 +197,7 @@ def _part_of_heads(
     return None
 
 
-def _side_by_side(number: ConfigField, other: ConfigField) -> bool:
-    """Return whether both fields are dims of one tensor."""
+def _share_a_tensor(number: ConfigField, other: ConfigField) -> bool:
     return bool({occurrence.name for occurrence in number.sizes()} & {occurrence.name for occurrence in other.sizes()})
 
 
@@ -208,13 +206,12 @@ def rotary_features(number: ConfigField) -> set[int]:
     return {2 * int(old) for occurrence, (old, _) in number.moved.items() if occurrence.role is SizeRole.BUFFER}
 
 
-def _is_everywhere(number: ConfigField, found: Sequence[ConfigField]) -> bool:
-    """Return whether every layer matrix of the same config depends on the field."""
+def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bool:
     beside = [n for n in found if n.path[:-1] == number.path[:-1]]
     return len(beside) > 1 and number.matrices() >= {name for other in beside for name in other.matrices()}
 
 
-def _multiply(number: ConfigField, other: ConfigField) -> bool:
+def _form_a_product(number: ConfigField, other: ConfigField) -> bool:
     """Return whether a size is a multiple of the product of both fields."""
     times, other_times = number.times, other.times
     shared = (occurrence for occurrence in times.keys() & other_times.keys() if occurrence.depth)
@@ -225,8 +222,7 @@ def _tensor_roles(number: ConfigField) -> set[SizeRole]:
     return {occurrence.role for occurrence in number.moved} - {SizeRole.ATTRIBUTE}
 
 
-def _own_meaning(number: ConfigField) -> FieldMeaning | None:
-    """Return the meaning of a field from its own measurement."""
+def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
     units = number.sizes()
     inside = any(occurrence.role is SizeRole.MATRIX and occurrence.depth for occurrence in units)
     outside = any(occurrence.role in SIZES and not occurrence.depth for occurrence in units)
@@ -360,11 +356,11 @@ def _size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole 
     return SizeRole.STACK if dim == 0 else SizeRole.MATRIX
 
 
-def build_on_meta(kind: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+def build_on_meta(meaning: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
     """Return a function that builds a model of class ``kind`` on the meta device."""
 
     def make(config: Any) -> nn.Module:
         with torch.device("meta"):
-            return kind(config)
+            return meaning(config)
 
     return make

@@ -18,19 +18,20 @@ from torch import Tensor, nn
 
 from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks, role_in_plan, transformers_plan_of
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
-from shardformer.discovery.forward_trace import outputs_per_layer, trace_forward
+from shardformer.discovery.forward_trace import layer_paths, outputs_per_layer, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
 from shardformer.discovery.reduced_model import (
     ONE_AT_A_TIME,
     ReducedModel,
     ReferenceGradients,
+    num_parameters,
     reduce_model,
     reduce_or_copy_model,
 )
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
-from shardformer.discovery.validation import validate_policy
+from shardformer.discovery.validation import stacks_of, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
-from shardformer.module_paths import is_linear, match_paths
+from shardformer.module_paths import is_linear
 from shardformer.policies.registry import FAMILIES, family_of
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
@@ -45,7 +46,7 @@ def policy_as_python(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """Return the source of a module that defines ``policy`` as the class ``name``."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
+    stacks = stacks_of(policy)
     used: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
@@ -99,10 +100,8 @@ def _non_default_fields(value: Any, used: set[str]) -> list[tuple[str, str]]:
 
 VALIDATION_RANKS = (2, 4)
 """Tensor parallel sizes for validation. The six heads of a reduced model divide evenly over 2 ranks but not over 4."""
-UNEVEN = 3
-"""A tensor parallel size that divides no power of two."""
-MAX_CANDIDATES = 40
-"""Largest number of candidate roles to validate for one block."""
+UNEVEN = 3  # A tensor parallel size that divides no power of two
+MAX_CANDIDATES = 40  # Largest number of candidate roles to validate for one block
 OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
@@ -129,9 +128,8 @@ class DerivedPolicy(RolePolicy):
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
-        names = [name for name, _ in self.model.named_modules()]
         for layers, made in self.layers.items():
-            for path in match_paths(f"{layers}.*", names):
+            for path in layer_paths(self.model, layers):
                 if layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
                         f"The layer {path} contains other modules than the layers on which the policy was validated",
@@ -172,37 +170,34 @@ def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy
     Args:
         copies: whether a copy of the model may be used if no reduced model can be built.
     """
-    note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
             reduced = reduce_or_copy_model(model) if copies else reduce_model(model)
         except PolicyError as error:
-            return _stacks_only_policy(
-                [], None, f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
-            )()
+            note = f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
+            empty: type[DerivedPolicy] = type(
+                "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
+            )
+            return empty()
         reference = reduced.reference()
         found = find_layer_stacks(reference)
-        largest = sorted(found, key=lambda stack: -_numel(reduced.model, stack.layers))
-        first = _stacks_only_policy(found, reference, note, reduced)
+        largest = sorted(found, key=lambda stack: -num_parameters(reduced.model.get_submodule(stack.layers)))
+        first = _stacks_only_policy(found, reference, reduced)
         alone = largest if len(found) > 1 and first.no_pipeline else []
-        others = (_stacks_only_policy([stack], reference, note, reduced) for stack in alone)
+        others = (_stacks_only_policy([stack], reference, reduced) for stack in alone)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
 def _stacks_only_policy(
-    stacks: Sequence[LayerStack], reference: ReferenceGradients | None, note: str, reduced: ReducedModel | None = None
+    stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    """Build a policy of stacks without blocks, with the hints that pipeline stages need."""
-    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks if reference is not None}
+    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks}
+    note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
-    if stacks and reference is not None and reduced is not None:
+    if stacks:
         policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, reference, policy, find_pipeline_hints)
     return policy
-
-
-def _numel(model: nn.Module, path: str) -> int:
-    return sum(p.numel() for p in model.get_submodule(path).parameters())
 
 
 def derive_policy_on(
@@ -232,40 +227,43 @@ def derive_policy_on(
         policy = _build_policy(model, blocks, vocabulary)
         no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
         problem = cache.of(policy, VALIDATION_RANKS) if blocks else no_blocks
-        if problem is None or not (blocks or draft):
+        if problem is None:
             break
+        if not (blocks or draft):
+            raise _underived_error(model, cache, problem, NothingShardedError)
     if problem is not None:
-        refusal = (PolicyError if blocks else NothingShardedError)(
-            f"No policy for {type(model).__name__} could be derived: {problem}",
-            rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
-            remedy="Write a policy for this model (docs/policies.md)",
-        )
-        if isinstance(refusal, NothingShardedError) and cache.nearest:
-            closest = _build_policy(model, cache.nearest, _vocabulary_paths(model))
-            closest.keep_replicated = _unsharded_matrices(model, closest())
-            refusal.nearest = str(closest()).lstrip()
-        raise refusal
-    policy.stack = _with_num_outputs(policy, outputs_per_layer(model, run, policy.layers))
-    validated = policy.stack
+        raise _underived_error(model, cache, problem, PolicyError)
+    outputs = outputs_per_layer(model, run, policy.layers)
+    policy.stack = validated = [
+        replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
+        for stack, layers in zip(stacks_of(policy), policy.layers, strict=True)
+    ]
     references = replace(cache.reference, also=reduced.also())
     failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.also else None
     policy.unproven = {"tensor": reduced.unproven(failure)} if failure is not None else {}
-    stacks, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
-    policy.stack = stacks[0] if isinstance(validated, LayerStack) else stacks
+    policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
     if (problem := cache.of(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
-    of_sequence = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
-    stacks, policy.no_sequence_parallel = _find_hints(
-        "enable_sequence_parallelism", reduced, references, policy, of_sequence
-    )
-    policy.stack = stacks[0] if isinstance(policy.stack, LayerStack) else stacks
-    policy.notes = [
-        *_notes(replicated, policy.no_pipeline),
-        *_unvalidated_notes(policy),
-        *map(_closest_role_note, cache.nearest),
-    ]
+    find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
+    stacks, why = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
+    policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), why
+    closest = [f"The closest role for {b.layers}: {role_source(b.roles[0])}." for b in cache.nearest]
+    policy.notes = [*_notes(replicated, policy.no_pipeline), *_unvalidated_notes(policy), *closest]
     policy.keep_replicated = _unsharded_matrices(model, policy())
     return policy
+
+
+def _underived_error(model: nn.Module, cache: _ValidationCache, problem: str, kind: type[PolicyError]) -> PolicyError:
+    error = kind(
+        f"No policy for {type(model).__name__} could be derived: {problem}",
+        rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
+        remedy="Write a policy for this model (docs/policies.md)",
+    )
+    if isinstance(error, NothingShardedError) and cache.nearest:
+        closest = _build_policy(model, cache.nearest, _vocabulary_paths(model))
+        closest.keep_replicated = _unsharded_matrices(model, closest())
+        error.nearest = str(closest()).lstrip()
+    return error
 
 
 def _find_hints(
@@ -277,12 +275,12 @@ def _find_hints(
 ) -> tuple[Sequence[LayerStack], str | None]:
     """Find hints that are valid for all batches, or for the first batch alone; record the others as unvalidated."""
     stacks, failure = find(references, policy)
-    only_first = None
+    first_only = None
     if failure is not None and references.also:
-        of_first, why = find(replace(references, also=()), policy)
+        stacks_of_first, why = find(replace(references, also=()), policy)
         if why is None:
-            stacks, failure, only_first = of_first, None, failure
-    unproven = reduced.unproven(only_first)
+            stacks, failure, first_only = stacks_of_first, None, failure
+    unproven = reduced.unproven(first_only)
     if what == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
         unproven = {name: why for name, why in unproven.items() if name not in reduced.untried}
     policy.unproven = {**policy.unproven, what: unproven}
@@ -312,16 +310,6 @@ def _find_blocks(
         replicated |= again
 
 
-def _with_num_outputs(policy: type[DerivedPolicy], given: Mapping[str, int]) -> LayerStack | Sequence[LayerStack]:
-    """Return the stacks of a policy with the number of outputs of their layers, which pipeline stages must keep."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    found = tuple(
-        replace(s, stages=replace(s.stages, num_outputs=given[layers]))
-        for s, layers in zip(stacks, policy.layers, strict=True)
-    )
-    return found[0] if isinstance(policy.stack, LayerStack) else found
-
-
 class _ValidationCache:
     """Cached results of validation, because repeated searches produce most candidates again."""
 
@@ -333,7 +321,7 @@ class _ValidationCache:
 
     def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
         """Return why ``policy`` fails on the first failing size of ``ranks``; None if it passes on all."""
-        key = str([getattr(policy, name) for name in ("stack", "embeddings", "head")])
+        key = str([stacks_of(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
                 self._tried[key, size] = validate_policy(self.reference, policy, size)
@@ -356,8 +344,7 @@ def _with_wildcards(path: str) -> str:
 
 
 def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
-    paths = match_paths(f"{layers}.*", [name for name, _ in model.named_modules()])
-    return frozenset(layer_kind(model.get_submodule(path)) for path in paths)
+    return frozenset(layer_kind(model.get_submodule(path)) for path in layer_paths(model, layers))
 
 
 def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
@@ -375,7 +362,6 @@ def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
 
 
 def _unvalidated_notes(policy: type[DerivedPolicy]) -> Iterator[str]:
-    """Return notes about inputs with which a layout was not validated."""
     for what, inputs in policy.unproven.items():
         for name, why in inputs.items():
             yield f"With {what}, a batch with {name} raises an error: {why}."
@@ -435,10 +421,6 @@ def _keep_nearest(cache: _ValidationCache, block: BlockCandidates) -> None:
         cache.nearest.append(replace(block, roles=[first]))
 
 
-def _closest_role_note(block: BlockCandidates) -> str:
-    return f"The closest role for {block.layers}: {role_source(block.roles[0])}."
-
-
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
@@ -459,7 +441,7 @@ def _build_policy(
             LayerStack(relative(layers), [b.roles[0] for b in of_stack], final_norm=norm, cross_states=context)
         )
     fields: dict[str, Any] = {
-        "stack": table[0] if len(table) == 1 else tuple(table),
+        "stack": tuple(table),
         "embeddings": tuple(relative(path) for path in vocabulary.get("embeddings", ())),
         "head": vocabulary.get("head", ()),
         "layers": {layers: _kinds_of_layers(model, layers) for layers in stacks},
@@ -470,7 +452,6 @@ def _build_policy(
 
 
 def _vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
-    """Return the paths of the embeddings and heads over the vocabulary."""
     try:
         tokens = getattr(model, "get_input_embeddings", lambda: None)()
     except RuntimeError:  # how transformers reports that there are none

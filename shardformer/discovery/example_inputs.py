@@ -15,11 +15,9 @@ from shardformer.pipeline.micro_batches import KINDS, special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
 
-Forward = Callable[[nn.Module], Any]
-"""A function that calls a model with a batch."""
+Forward = Callable[[nn.Module], Any]  # A function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
-SIDE = 64
-"""Height and width of images if the config does not specify them."""
+SIDE = 64  # Height and width of images if the config does not specify them
 NO_INPUTS = (
     "embeds",
     "past",
@@ -32,8 +30,7 @@ NO_INPUTS = (
     "attention_mask",
 )
 """Parts of the names of optional forward arguments for which no input is generated."""
-AUDIO_SAMPLES = 3200
-"""Audio samples, from which feature extractors compute a few frames."""
+AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a few frames
 
 
 class UnknownInputsError(PolicyError):
@@ -167,7 +164,6 @@ def generated_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _vocab_size(model: nn.Module) -> int:
-    """Return the number of rows of the token embedding; 0 if there is none."""
     try:
         table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     except (AttributeError, RuntimeError):  # "not implemented" is one of these
@@ -198,14 +194,10 @@ def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -
 
 # B batch, S sequence, C channels, P patches of all images, D numbers in a patch
 
-MODALITIES = {"image": 1, "audio": 3}
-"""Modality -> its value in ``mm_token_type_ids``."""
-LEADING_TOKENS = 2
-"""Text tokens before the media tokens."""
-TILES = (1, 2, 3, 5)
-"""Numbers of tiles of an image."""
-MediaLayout = dict[str, Tensor]
-"""Consistent inputs of one modality: values, sizes and masks."""
+MODALITIES = {"image": 1, "audio": 3}  # Modality -> its value in ``mm_token_type_ids``
+LEADING_TOKENS = 2  # Text tokens before the media tokens
+TILES = (1, 2, 3, 5)  # Numbers of tiles of an image
+MediaLayout = dict[str, Tensor]  # Consistent inputs of one modality: values, sizes and masks
 
 
 def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
@@ -240,7 +232,7 @@ def media_inputs(model: nn.Module) -> list[str]:
 
 def feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Return the width of the model's image features if it differs from the width of its text; otherwise 0."""
-    features = _method(model, "get_image_features")
+    features = _find_method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0
     for way in _media_layouts("image", model, inputs):
@@ -253,7 +245,7 @@ def _accepted_layouts(
     model: nn.Module, kind: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
     """Yield the media layouts that a model accepts, with the number of media tokens of each sample."""
-    features = _method(model, f"get_{kind}_features")
+    features = _find_method(model, f"get_{kind}_features")
     if features is not None and _token(getattr(model, "config", None), kind) is not None:
         for way in _media_layouts(kind, model, inputs):
             parts = _features(model, features, {**_required_inputs(features, inputs), **way})
@@ -384,8 +376,7 @@ def text_width(model: nn.Module) -> int:
     return int(table.weight.shape[-1])
 
 
-def _method(model: nn.Module, name: str) -> Callable[..., Any] | None:
-    """Return a method of the model or of its base model."""
+def _find_method(model: nn.Module, name: str) -> Callable[..., Any] | None:
     around = (model, getattr(model, "model", None), getattr(model, "base_model", None))
     return next((method for m in around if callable(method := getattr(m, name, None))), None)
 

@@ -77,8 +77,7 @@ class ForwardTrace:
     projections: list[frozenset[str]] = field(default_factory=list)
 
 
-TRACE_LOCK = threading.Lock()
-"""Dispatch modes share state between threads, and ranks may be threads."""
+TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and ranks may be threads
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
@@ -97,6 +96,11 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
     return observer.finish()
 
 
+def layer_paths(model: nn.Module, layers: str) -> list[str]:
+    """Return the paths of the layers in the list at ``layers``, which may contain ``*``."""
+    return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
+
+
 def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
     """Return the number of outputs of the layers of each stack; 0 if layers return only a tensor."""
     given: dict[str, int] = {}
@@ -107,7 +111,7 @@ def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks:
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
                 given[layers] = len(out) if isinstance(out, tuple | list) else 0
 
-            for path in match_paths(f"{layers}.*", [name for name, _ in model.named_modules()]):
+            for path in layer_paths(model, layers):
                 stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
         run(model)
     return given
@@ -306,7 +310,7 @@ class TokenUse:
 
     def __init__(self, reference: ReferenceGradients, layers: str) -> None:
         self.layers, self._model = layers, reference.model
-        self.paths = match_paths(f"{layers}.*", [path for path, _ in self._model.named_modules()])
+        self.paths = layer_paths(self._model, layers)
         self._calls: dict[str, ModuleCall] = {}
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:

@@ -22,6 +22,7 @@ from shardformer.discovery.validation import (
     ONE_LAYER,
     bound_policy,
     layer_sequence_of,
+    stacks_of,
     validate_policy,
     validate_stages,
 )
@@ -45,7 +46,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
         if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
     }
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
-    calls = list(dict.fromkeys(_calls(reference, [layer for path in outer for layer in layers[path]])))
+    calls = list(dict.fromkeys(_calls_in_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
     given = outputs_per_layer(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
@@ -59,8 +60,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
     """Return the stacks of a policy with pipeline hints, and why the model cannot be split into stages, or None."""
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
-    return _PipelineHintSearch(reference, policy).of(stacks)
+    return _PipelineHintSearch(reference, policy).of(stacks_of(policy))
 
 
 class _PipelineHintSearch:
@@ -80,7 +80,7 @@ class _PipelineHintSearch:
             return stacks, failure
         for candidate in self._candidates(stacks):
             if self._mismatch(candidate) is None:
-                return self._only_needed(candidate), None
+                return self._without_unneeded(candidate), None
         return stacks, failure
 
     def _mismatch(self, stacks: LayerStacks) -> str | None:
@@ -90,12 +90,11 @@ class _PipelineHintSearch:
         return layer_sequence_of(self._model, self._policy, stacks)
 
     def _relative(self, path: str) -> str:
-        """Return a path relative to the base model."""
         return path.removeprefix(f"{self._base}.") if self._base else path
 
     def _uncalled_layer(self, stacks: LayerStacks) -> str | None:
         units = self._chain(stacks).layer_calls
-        calls = _calls(self._reference, units)
+        calls = _calls_in_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
     def _candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
@@ -110,19 +109,16 @@ class _PipelineHintSearch:
                 if everywhere := self._before_layers(self._chain(way), with_lists=with_lists):
                     yield [_with_hints(stack, on_every_stage=everywhere) for stack in way]
 
-    def _only_needed(self, stacks: LayerStacks) -> LayerStacks:
-        """Remove unnecessary paths from ``on_every_stage``."""
+    def _without_unneeded(self, stacks: LayerStacks) -> LayerStacks:
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
-            fewer = [
-                _with_hints(s, on_every_stage=tuple(p for p in s.stages.on_every_stage if p != path)) for s in kept
-            ]
+            paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
+            fewer = [_with_hints(stack, on_every_stage=paths) for stack in kept]
             if self._mismatch(fewer) is None:
                 kept = fewer
         return kept
 
-    def _outside_layers(self, chain: LayerSequence) -> list[str]:
-        """Return the modules of the base model with own parameters outside the layers."""
+    def _modules_outside_layers(self, chain: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
@@ -131,7 +127,7 @@ class _PipelineHintSearch:
         """Return modules that are placed with the first layer; include other lists of layers with ``with_lists``."""
         owners = owner_layers(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
-        paths = [path for path in self._outside_layers(chain) if path in first]
+        paths = [path for path in self._modules_outside_layers(chain) if path in first]
         paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
         return tuple(dict.fromkeys(self._relative(re.split(r"\.\d", path)[0]) for path in paths))
 
@@ -141,11 +137,11 @@ class _PipelineHintSearch:
         BART, for example, registers the norm of its embeddings after the layers.
         """
         chain = self._chain(stacks)
-        owners, per_token_args = owner_layers(self._model, chain), self._outside_layers(chain)
-        calls = _calls(self._last_reference, (*per_token_args, *chain.layer_calls))
+        owners, outside = owner_layers(self._model, chain), self._modules_outside_layers(chain)
+        calls = _calls_in_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
-        for path in (path for path in dict.fromkeys(calls) if path in per_token_args):
+        for path in (path for path in dict.fromkeys(calls) if path in outside):
             at, own = calls.index(path), self._relative(path)
             unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
@@ -160,24 +156,21 @@ class _PipelineHintSearch:
 
     def _with_shared_tables(self, stacks: LayerStacks) -> LayerStacks:
         """Add tables that only the first layer has, whose results later layers receive (T5's position biases)."""
-        names = [name for name, _ in self._model.named_modules()]
-        out = []
-        for stack in stacks:
+        names, out = [name for name, _ in self._model.named_modules()], list(stacks)
+        for i, stack in enumerate(stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
-            layers = list(self._model.get_submodule(path).children())
-            out.append(
-                _with_hints(stack, shared_from_first=tuple(_only_in_first(*layers[:2]))) if len(layers) > 1 else stack
-            )
+            first, *others = self._model.get_submodule(path).children()
+            if others:
+                out[i] = _with_hints(stack, shared_from_first=tuple(_only_in_first(first, others[0])))
         return out
 
     def _with_cross_states(self, stacks: LayerStacks) -> LayerStacks:
         """Add the argument through which each stack receives the states of the preceding stack."""
         out = list(stacks)
-        whole = [join_path(self._base, stack.layers) for stack in stacks]
-        for at, (before, layers) in enumerate(pairwise(whole), start=1):
-            if out[at].cross_states is not None or "*" in before + layers:
-                continue
-            if found := _find_cross_input(self._reference, before, layers):
+        full_paths = [join_path(self._base, stack.layers) for stack in stacks]
+        for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
+            is_open = out[at].cross_states is None and "*" not in before + layers
+            if is_open and (found := _find_cross_input(self._reference, before, layers)):
                 out[at] = replace(out[at], cross_states=(self._relative(found[0]), found[1]))
         return out
 
@@ -186,8 +179,7 @@ def _with_hints(stack: LayerStack, **hints: Any) -> LayerStack:
     return replace(stack, stages=replace(stack.stages, **hints))
 
 
-def _calls(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
-    """Return the modules at ``paths`` that one forward calls, in call order."""
+def _calls_in_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
         for path in paths:
@@ -271,7 +263,7 @@ class _SequenceHintCandidates:
     mixing: tuple[str, ...]
     attentions: tuple[str, ...]
     containers: tuple[str, ...]
-    other_columns: tuple[str, ...]
+    without_tokens: tuple[str, ...]
     per_token_args: tuple[str, ...]
 
     def hints(self, way: frozenset[str]) -> SequenceParallelHints:
@@ -279,7 +271,7 @@ class _SequenceHintCandidates:
         around = _unique(name for part in ("attentions", "containers") if part in way for name in getattr(self, part))
         given = {"", *gathers, *around}
         per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in given)
-        return SequenceParallelHints(gathers, around, per_token_args, self.other_columns, "between" in way)
+        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in way)
 
 
 def find_sequence_hints(
@@ -290,7 +282,7 @@ def find_sequence_hints(
     Args:
         layers: path of each stack in the full model.
     """
-    stacks_of_policy = [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
+    stacks_of_policy = stacks_of(policy)
     first = _sequence_failure(reference, policy, stacks_of_policy, ranks)
     if first is None:
         return stacks_of_policy, None
@@ -319,7 +311,7 @@ def _block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[Bloc
 
 
 def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
-    mixing, containers, attentions, other_columns = [], [], [], []
+    mixing, containers, attentions, without_tokens = [], [], [], []
     for outer, name in tokens.mixing():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
@@ -334,11 +326,11 @@ def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _S
             attentions += [name for name in fed if name in exits][-1:]
         elif above and not tokens.is_given_tokens(block.entry):
             containers += fed[-1:]
-            other_columns += [] if fed else [next(iter(above))]
+            without_tokens += [] if fed else [next(iter(above))]
         else:
             containers += [name for name in fed if tokens.is_given_numbers(above[name])]
     return _SequenceHintCandidates(
-        *map(_unique, (mixing, attentions, containers, other_columns, tokens.per_token_args()))
+        *map(_unique, (mixing, attentions, containers, without_tokens, tokens.per_token_args()))
     )
 
 

@@ -48,8 +48,7 @@ ROUNDING = 64
 
 FP32_EPS = torch.finfo(torch.float32).eps / 2
 """Relative rounding error of one operation in a model that casts to fp32."""
-OPERATIONS = 16
-"""Number of operations whose rounding errors may accumulate."""
+OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 
 @dataclass(frozen=True)
@@ -120,6 +119,10 @@ def gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, flo
     return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
 
+def num_parameters(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
 def copy_sharing_values(model: nn.Module) -> nn.Module:
     """Copy a model so that parameters share their values with the original but have separate gradients."""
     own: dict[int, Any] = {
@@ -151,13 +154,10 @@ def disable_dropout(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, DropoutBase):
             module.p = 0.0
-        for name, value in list(vars(module).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(module, name, 0.0)
-        config = getattr(module, "config", None)
-        for name, value in list(vars(config).items()) if config is not None else []:
-            if "drop" in name and isinstance(value, float):
-                setattr(config, name, 0.0)
+        for owner in (module, getattr(module, "config", None)):
+            for name, value in list(vars(owner).items()) if owner is not None else ():
+                if "drop" in name and isinstance(value, float):
+                    setattr(owner, name, 0.0)
 
 
 def runs_library_code(module: nn.Module) -> bool:
@@ -182,12 +182,11 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
             raise ValueError(f"the forward of {path} was replaced by a function that is not a method of the module")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
-    if missing := _replaced(model).keys() - _replaced(reduced).keys():
+    if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
         raise ValueError(f"it lacks the module {next(iter(missing))[0]}, whose forward was replaced")
 
 
-def _replaced(model: nn.Module) -> Counter[tuple[str, Any]]:
-    """Count the replaced forwards by path, with ``*`` for the index of a layer."""
+def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
     found = ((path, vars(m)["forward"]) for path, m in model.named_modules() if "forward" in vars(m))
     return Counter((re.sub(r"\d+", "*", path), getattr(method, "__func__", None)) for path, method in found)
 
@@ -249,8 +248,7 @@ def _package_of(function: Any) -> str:
 
 
 PRECISIONS = (torch.float64, torch.float32)
-ONE_AT_A_TIME = threading.RLock()
-"""Ranks that are threads share random states, which validation sets."""
+ONE_AT_A_TIME = threading.RLock()  # Ranks that are threads share random states, which validation sets
 UNTRIED = "the layout was not validated, because no small batch could be generated"
 """Reason for an input with which the reduced model was never called."""
 MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
@@ -315,18 +313,16 @@ def reduce_model(
     Raises:
         PolicyError: if no reduced model can be built and run, and the model is too large to be copied.
     """
-    problems = []
+    problems: list[str] = []
+    copies = _small_copies(model)
     try:
-        makes = list(_reduced_models(model))
+        makes = [*_reduced_models(model), *copies]
     except Exception as error:  # the class needs more than a config, or cannot be built with other configs
-        makes, problems = [], [f"{type(error).__name__}: {str(error).strip()[:160]}"]
-    copied = partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)
-    if sum(p.numel() for p in model.parameters()) <= SMALL_NUMEL:
-        makes.append(copied)
+        makes, problems = copies, [_error_text(error)]
     for make, dtype in product(makes, PRECISIONS):
         try:
             reduced = _build(make, dtype)
-            if make is not copied:
+            if make not in copies:
                 if missing := layer_kinds(model) - layer_kinds(reduced):
                     raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers")
                 copy_replaced_forwards(reduced, model)
@@ -341,7 +337,7 @@ def reduce_model(
         except PolicyError as error:
             problems.append(error.what)
         except Exception as error:  # unknown constraints between config fields
-            problems.append(f"{type(error).__name__}: {str(error).strip()[:160]}")
+            problems.append(_error_text(error))
     raise PolicyError(
         f"No reduced model of {type(model).__name__} can be built and run: {'; '.join(dict.fromkeys(problems))}",
         rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters",
@@ -350,17 +346,23 @@ def reduce_model(
     )
 
 
+def _error_text(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip()[:160]}"
+
+
+def _small_copies(model: nn.Module) -> list[Callable[[], nn.Module]]:
+    copies = partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)
+    return [copies] if num_parameters(model) <= SMALL_NUMEL else []
+
+
 def copy_small_model(model: nn.Module) -> ReducedModel:
     """Copy a small model, without its hooks, to train on the CPU; guess its inputs if their names are unknown.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
     """
-    name, problem = type(model).__name__, f"it has more than {SMALL_NUMEL:,} parameters"
-    makes = [partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)]
-    if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
-        makes = []
-    for make, dtype in product(makes, PRECISIONS):
+    problem = f"it has more than {SMALL_NUMEL:,} parameters"
+    for make, dtype in product(_small_copies(model), PRECISIONS):
         try:
             reduced = remove_hooks(_build(make, dtype))
             with check_independent_copy(model):
@@ -370,7 +372,7 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
         except Exception as error:  # user code may raise anything
             problem = f"{type(error).__name__}: {first_line(error)[:160]}"
     raise PolicyError(
-        f"No copy of {name} can be run: {problem}",
+        f"No copy of {type(model).__name__} can be run: {problem}",
         rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward",
         remedy="Compare the results with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
         "policy=...)",
@@ -425,12 +427,11 @@ def _reduced_models(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
 
 def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
     small = shrinker.config(**how)
-    if (
-        numel := shrinker.numel(small)
-    ) <= MAX_UNMATCHED_NUMEL:  # matching the widths of submodels may reduce it further
+    # matching the widths of submodels may reduce the model further
+    if (numel := shrinker.numel(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
         model = _with_matching_widths(model, small) if hasattr(model, "get_input_embeddings") else model
-        numel = sum(p.numel() for p in model.parameters())
+        numel = num_parameters(model)
     if numel > SMALL_NUMEL:
         raise ValueError(f"with a reduced config it still has {numel:,} parameters")
     return model
@@ -529,12 +530,8 @@ def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[F
 
 
 def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
-    """Return whether the text contains placeholder tokens for images or audio."""
-    ids = [
-        x
-        for name, x in special_token_ids(getattr(reduced, "config", None)).items()
-        if name.startswith(tuple(MODALITIES))
-    ]
+    special = special_token_ids(getattr(reduced, "config", None))
+    ids = [x for name, x in special.items() if name.startswith(tuple(MODALITIES))]
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 

@@ -34,8 +34,7 @@ from shardformer.errors import PolicyError
 from shardformer.transformers_compat import load_transformers
 
 LAYERS, MAX_LAYERS = 2, 8
-PATCHES = 4
-"""Patches per side of the image of a vision submodel."""
+PATCHES = 4  # Patches per side of the image of a vision submodel
 STAGE_FIELDS = {"image_size": 64, "window_size": 2}
 """Image fields that measurement cannot distinguish from other fields; stages halve the image."""
 KV_SHARED = "num_kv_shared_layers"
@@ -150,10 +149,8 @@ def _head_dim(config: Any) -> int:
 
 def _layer_counts(model: nn.Module) -> dict[str, int]:
     """Return the length of each list of layers, without lists of embeddings or heads."""
-    found = (
-        (path, [*m.children()]) for path, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)
-    )
-    return {path: len(layers) for path, layers in found if any(any(layer.children()) for layer in layers)}
+    lists = {p: [*m.children()] for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
+    return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
 
 def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int) -> Any:
@@ -215,18 +212,15 @@ ODD = SmallSizes()
 EVEN = SmallSizes(heads=16, more=32, head_dim=32, widths=(128, 64, 48, 40, 24))
 """Sizes for configs that require powers of two or rotate a quarter of a head. With 16 heads, each of four ranks has
 heads of each of four partitions."""
-MANY_WORDS = 2**14
-"""Vocabulary size for classes with hard-coded token ids, used as a last attempt."""
+MANY_WORDS = 2**14  # Vocabulary size for classes with hard-coded token ids, used as a last attempt
 NAMED: Mapping[str, Mapping[str, int]] = {
     "mm_tokens_per_image": {"mm_tokens_per_image": 4},  # a square number, at most the patches of a small image
     "attention_window": {"attention_window": 8},  # batches are padded to a multiple of it
     "num_random_blocks": {"num_random_blocks": 1, "block_size": 1},  # short batches use full attention
 }
 """Field -> values to set if a config has the field. They affect no model size, and short batches need small values."""
-RESERVED = 8
-"""Last token ids of a small vocabulary, reserved for images and other media."""
-SMALL_NUMEL = 20_000_000
-"""Largest number of parameters of a model that is copied instead of reduced."""
+RESERVED = 8  # Last token ids of a small vocabulary, reserved for images and other media
+SMALL_NUMEL = 20_000_000  # Largest number of parameters of a model that is copied instead of reduced
 FEWER_CHANNELS = 4
 """Divisor of the channels of the first convolution, for models that would otherwise be too large."""
 
@@ -269,9 +263,8 @@ class ConfigShrinker:
         few = self._with_layers(layers, 0 if layers else 1)
         small = with_fields(few, small_numbers(self.found, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
-            small = with_fields(
-                few, small_numbers(self.found, self.kinds, replace(sizes, fewer_channels=FEWER_CHANNELS)) | named
-            )
+            fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
+            small = with_fields(few, small_numbers(self.found, self.kinds, fewer) | named)
         given: dict[str, int] = {}
         for path, value in [*integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
@@ -281,8 +274,8 @@ class ConfigShrinker:
         small_images(small)
         small_rotations(small, self.model)
         if anew:
-            heads = {path for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
-            small = rebuild_config(small, {path[-1] for path in heads})
+            heads = {path[-1] for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
+            small = rebuild_config(small, heads)
         if hasattr(small, "_experts_implementation"):
             small._experts_implementation = "eager"  # the other implementations do not compute in fp64
         return small
@@ -307,7 +300,6 @@ def build_meta_model(config: Any) -> nn.Module:
         PolicyError: if ``config`` is not a config or its model cannot be built.
     """
     transformers = load_transformers()
-
     if not hasattr(config, "model_type"):
         raise PolicyError(
             f"derive_policy takes a model or a config of transformers, but received {config!r:.80}",
@@ -336,7 +328,6 @@ def first_architecture(config: Any) -> str:
 def model_class(name: str) -> type[nn.Module] | None:
     """Return the transformers model class of this name; None if there is none, since files may contain any name."""
     transformers = load_transformers()
-
     found = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
@@ -353,14 +344,12 @@ def rebuild_config(small: Any, kept: Collection[str]) -> Any:
     return type(small)(**given)
 
 
-HEAD = (SizeRole.MATRIX, SizeRole.VECTOR)
-"""Roles of the vocabulary size in a head and its bias."""
+HEAD = (SizeRole.MATRIX, SizeRole.VECTOR)  # Roles of the vocabulary size in a head and its bias
 MIN_HEAD_DIM = 4
 """Smallest number of features of a head; smaller numbers are the side of a square of merged patches."""
 MAX_HEAD_DIM = 256
 """Largest number of features of a head, for fields that are identified only by the width of all heads."""
-MIN_UNAMBIGUOUS = 32
-"""Smaller numbers may be equal by chance."""
+MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
 
 
 def same_config_fields(number: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
@@ -377,9 +366,8 @@ def small_numbers(
     hidden = {n.value: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     words = {n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes())}
     for number in of[FieldMeaning.HEADS]:
-        small[number.path] = _reduced_head_counts(
-            {n.value for n in same_config_fields(number, of[FieldMeaning.HEADS])}, sizes
-        )[number.value]
+        counts = {n.value for n in same_config_fields(number, of[FieldMeaning.HEADS])}
+        small[number.path] = _reduced_head_counts(counts, sizes)[number.value]
     for number in of[FieldMeaning.HEAD_DIM]:
         dim = sizes.head_dim * _parts_per_head(number, same_config_fields(number, of[FieldMeaning.HEAD_DIM]))
         small[number.path] = dim if number.value >= MIN_HEAD_DIM else number.value
@@ -451,14 +439,9 @@ def _equal_fields(
     found: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> dict[Path, int]:
     """Return reduced values of unknown fields that equal a known field of the same config, or any large field."""
-    precedence = (
-        FieldMeaning.ROWS,
-        FieldMeaning.WIDTH,
-        FieldMeaning.HIDDEN,
-        FieldMeaning.HEAD_DIM,
-        FieldMeaning.HEADS,
-    )  # later meanings take precedence
-    ordered = [n for kind in precedence for n in found if kinds.get(n.path) is kind]
+    # later meanings take precedence
+    meanings = ("ROWS", "WIDTH", "HIDDEN", "HEAD_DIM", "HEADS")
+    ordered = [n for name in meanings for n in found if kinds.get(n.path) is FieldMeaning[name]]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
     unknown = [n for n in found if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.shows_indirectly())]

@@ -26,6 +26,7 @@ from shardformer.discovery.reduced_model import (
     ReferenceGradients,
     copy_sharing_values,
     copy_small_model,
+    num_parameters,
     probe_loss,
     reduce_model,
     runs_library_code,
@@ -36,6 +37,7 @@ from shardformer.discovery.validation import (
     compare_gradients,
     error_summary,
     failing_module,
+    stacks_of,
     user_code_location,
     validate_policy,
 )
@@ -48,23 +50,24 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_at, join_path, match_paths
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
-from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
+from shardformer.policies.roles import MLP, Attention, Experts, Role
 from shardformer.sharding.apply import shard_with
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
     "A row-parallel linear reads the sharded output of a column-parallel one: shard both or neither. Use "
-    "attribute_replacement for attributes that the forward reads and that differ between ranks, such as head counts"
+    "attribute_replacement for attributes that the forward reads and that differ between ranks, such as head counts."
 )
 OF_VOCABULARY = (
     "List the token embedding in `embeddings`, the linear that computes the logits in `head`, and other large modules, "
-    "such as position embeddings, in `keep_replicated`"
+    "such as position embeddings, in `keep_replicated`."
 )
 OF_MLP = (
     "List the linears that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
-    "that mixes features between them cannot be sharded"
+    "that mixes features between them cannot be sharded."
 )
+OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
 
 
 def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, at: str | None) -> str:
@@ -80,14 +83,14 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
             + "."
         )
     if isinstance(role, MLP):
-        return f"{OF_MLP}."
+        return OF_MLP
     if isinstance(role, Experts):
-        return "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
+        return OF_EXPERTS
     if isinstance(role, str):
-        return f"{OF_VOCABULARY}."
+        return OF_VOCABULARY
     if isinstance(policy, RolePolicy):
         return "Each role passes validation separately: look for modules that two roles share."
-    return (f"Check {at}. " if at else "") + f"{OF_DESCRIPTIONS}."
+    return (f"Check {at}. " if at else "") + OF_DESCRIPTIONS
 
 
 def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
@@ -95,17 +98,12 @@ def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    for stack in stacks:
-        for path in (
-            match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
-        ):
-            heads = role.num_heads or policy.num_heads
-            owner = (
-                reduced.model.get_submodule(path)
-                if str(heads).startswith(".")
-                else getattr(reduced.model, "config", None)
-            )
+    heads = role.num_heads or policy.num_heads
+    for stack in stacks_of(policy):
+        paths = match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
+        for path in paths[:1]:
+            is_attribute = str(heads).startswith(".")
+            owner = reduced.model.get_submodule(path) if is_attribute else getattr(reduced.model, "config", None)
             count = get_at(owner, heads.removeprefix(".")) if isinstance(heads, str) else heads
             read = {n: v for n, v in numbers.get(path, {}).items() if n not in role.local_attrs and n != "layer_idx"}
             return ", ".join(f"{name}={value}" for name, value in read.items() if value == count)
@@ -198,8 +196,7 @@ def _user_code_kinds(user_modules: dict[str, nn.Module]) -> set[str]:
 POLICY_HOOKS = ("preprocess", "postprocess", "inject_policy", "binding_policy")
 """Methods of a policy that may change the model intentionally."""
 RULE = "With a correct policy, a sharded copy of the model computes the same outputs and gradients"
-MAX_TRIAL_RANKS = 4
-"""Largest number of ranks for a reduced model, which has six heads."""
+MAX_TRIAL_RANKS = 4  # Largest number of ranks for a reduced model, which has six heads
 MAX_TRIAL_NUMEL = 100_000_000
 """Largest number of parameters over all ranks; validation of more would take longer than a few seconds."""
 
@@ -238,10 +235,9 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin(plan, policy):
         return None
     model = plan.model
-    copied = {
-        n: v for n, v in vars(policy).items() if n not in ("model", "axis", "shard_config", "find_submodel_policy")
-    }
-    key = (type(model), type(policy), repr(copied), tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
+    excluded = ("model", "axis", "shard_config", "find_submodel_policy")
+    options = repr({name: value for name, value in vars(policy).items() if name not in excluded})
+    key = (type(model), type(policy), options, tensor, hash((*model_fingerprint(model), *plan.fingerprint())))
     with _ONE_AT_A_TIME:
         if key not in _RESULTS:
             try:
@@ -255,11 +251,8 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
 
 
 def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
-    """Return whether the policy is part of this package and the layers run only library code."""
-    layers = [stack.layers for stack in plan.stacks]
-    return (
-        type(policy).__module__.startswith("shardformer.") and next(user_code_modules(plan.model, layers), None) is None
-    )
+    has_user_code = any(True for _ in user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
+    return type(policy).__module__.startswith("shardformer.") and not has_user_code
 
 
 def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
@@ -279,7 +272,7 @@ def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | 
 
 def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
     """Return a copy of a small model, or a reduced model of a large one, with the policy and the number of ranks."""
-    numel = sum(p.numel() for p in model.parameters())
+    numel = num_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor > MAX_TRIAL_NUMEL:
             raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
@@ -298,8 +291,7 @@ def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[Red
 def _names_head_counts(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
-    stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
-    roles = [*policy.unstacked_blocks, *(role for stack in stacks for role in stack.blocks)]
+    roles = [*policy.unstacked_blocks, *(role for stack in stacks_of(policy) for role in stack.blocks)]
     attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
@@ -342,7 +334,7 @@ class _PolicyTrial:
     """
 
     def __init__(self, reduced: ReducedModel, policy: Policy, tensor: int) -> None:
-        self._twin, self._policy, self._tensor = reduced, policy, tensor
+        self._reduced, self._policy, self._tensor = reduced, policy, tensor
         try:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward
             first = ReferenceGradients.of(native, reduced.run)
@@ -355,9 +347,8 @@ class _PolicyTrial:
             raise _NotValidated("two forwards of the model differ")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
-            raise _NotValidated(
-                f"the model computes in {low_precision.seen} internally, whose rounding would hide differences"
-            )
+            dtype = low_precision.seen
+            raise _NotValidated(f"the model computes in {dtype} internally, whose rounding would hide differences")
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
@@ -369,17 +360,16 @@ class _PolicyTrial:
         if self._draws_random_numbers:
             raise _NotValidated("the model draws random numbers, which differ between a shard and the full tensor")
         role, fault = next(self._faulty_roles(), (None, fault))
-        name, model = type(self._policy).__name__, type(self._twin.model).__name__
+        name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         by = f"{name} over {self._tensor} ranks" if role is None else f"the {_role_text(role)} of {name} alone"
         return PolicyError(
             f"Sharded by {by}, {model} {fault.what}",
             rule=RULE,
-            remedy=(fault.remedy or suggest_fix(self._policy, role, self._twin, fault.at)).rstrip(".")
+            remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
             + ". If the difference is intended, set validate = False in the policy",
         )
 
     def _faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
-        """Yield the roles that fail when they are applied separately, with their faults."""
         if not isinstance(self._policy, RolePolicy):
             return
         for role, policy in _single_role_policies(self._policy):
@@ -393,9 +383,9 @@ class _PolicyTrial:
         """Return the fault of a policy, or None. If results differ, a second run locates the first difference.
 
         Args:
-            gave: path of each module of the unsharded copy -> its output, for the second run.
+            expected_outputs: path of each module of the unsharded copy -> its output, for the second run.
         """
-        models = [copy_sharing_values(self._twin.model) for _ in range(self._tensor)]
+        models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
         def train(context: ParallelContext) -> None:
@@ -403,7 +393,7 @@ class _PolicyTrial:
             self._shard(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _record_differences(model, expected_outputs, first)
-            loss = probe_loss(self._twin.run(model))
+            loss = probe_loss(self._reduced.run(model))
             if not abs(loss.item() - self._reference.loss) <= RELATIVE * abs(self._reference.loss):
                 raise MismatchError("the output differs")
             loss.backward()
@@ -416,7 +406,9 @@ class _PolicyTrial:
             raise
         except MismatchError as difference:
             if expected_outputs is None:
-                return self._find_fault(policy, _outputs_of(copy_sharing_values(self._twin.model), self._twin))
+                return self._find_fault(
+                    policy, _module_outputs(copy_sharing_values(self._reduced.model), self._reduced)
+                )
             at = next(iter(first), None)
             if "output" not in str(difference):
                 return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
@@ -443,63 +435,48 @@ class _PolicyTrial:
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
-    """Return whether a forward draws random numbers from torch."""
-    seen: list[Tensor] = []
-    hooks = [
-        model.register_forward_pre_hook(lambda *_: seen.append(torch.get_rng_state())),
-        model.register_forward_hook(lambda *_: seen.append(torch.get_rng_state())),
-    ]
+    states: list[Tensor] = []
+    model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
+    model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
     with torch.no_grad():
         reduced.run(model)
-    for hook in hooks:
-        hook.remove()
-    return not torch.equal(seen[0], seen[-1])
+    return not torch.equal(states[0], states[-1])
 
 
 def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
-    """Yield policies with one role each, which replicate all other modules."""
 
     def with_only(**fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
-        nothing: dict[str, Any] = {
-            "stack": (),
-            "embeddings": (),
-            "head": (),
-            "unstacked_blocks": (),
-            "submodels": (),
-            "keep_replicated": (),
-        }
-        vars(single).update(nothing | fields | {"replicated": lambda: None})
+        names = ("stack", "embeddings", "head", "unstacked_blocks", "submodels", "keep_replicated")
+        vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated": lambda: None})
         return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
-    for stack in [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack:
+    for stack in stacks_of(policy):
         for role in stack.blocks:
             yield role, with_only(stack=replace(stack, blocks=[role]))
     for role in policy.unstacked_blocks:
         yield role, with_only(unstacked_blocks=[role])
-    for names in ({"embeddings": policy.embeddings}, {"head": policy.head}):
-        if any(names.values()):
-            (kind, paths), *_ = names.items()
-            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**names)
+    for kind, paths in {"embeddings": policy.embeddings, "head": policy.head}.items():
+        if paths:
+            yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**{kind: paths})
 
 
 def _role_text(role: Role | str) -> str:
     return role if isinstance(role, str) else f"{type(role).__name__} {role.at!r}"
 
 
-def _outputs_of(model: nn.Module, reduced: ReducedModel) -> dict[str, Tensor]:
-    """Return the first output tensor of each module by path."""
-    expected_outputs: dict[str, Tensor] = {}
+def _module_outputs(model: nn.Module, reduced: ReducedModel) -> dict[str, Tensor]:
+    outputs: dict[str, Tensor] = {}
+
+    def store(path: str, output: Any) -> None:
+        if path not in outputs and (first := _first_tensor(output)) is not None:
+            outputs[path] = first.detach().clone()
+
     for path, module in model.named_modules():
-        module.register_forward_hook(lambda _, __, out, path=path: _store_output(expected_outputs, path, out))
+        module.register_forward_hook(lambda _, __, out, path=path: store(path, out))
     with torch.no_grad():
         reduced.run(model)
-    return expected_outputs
-
-
-def _store_output(expected_outputs: dict[str, Tensor], path: str, output: Any) -> None:
-    if (first := _first_tensor(output)) is not None:
-        expected_outputs.setdefault(path, first.detach().clone())
+    return outputs
 
 
 def _first_tensor(output: Any) -> Tensor | None:
@@ -507,7 +484,7 @@ def _first_tensor(output: Any) -> Tensor | None:
 
 
 def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], first: list[str]) -> None:
-    """Append to ``first`` each module whose output has the same shape as in ``gave`` but different values."""
+    """Append to ``first`` each module whose output has the same shape as expected but different values."""
 
     def note(path: str, output: Any) -> None:
         x, y = _first_tensor(output), expected_outputs.get(path)

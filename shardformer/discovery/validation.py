@@ -6,10 +6,11 @@ import copy
 import linecache
 import os
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from traceback import walk_tb
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -51,8 +52,7 @@ from shardformer.sharding.apply_context_parallel import ContextFindings, RingSiz
 from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
 from shardformer.torch_compat import tree_leaves
 
-MAX_ERROR_CHARS = 160
-"""Largest number of characters to quote from the errors of other code."""
+MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
 
 
 def error_in_sentence(error: BaseException) -> str:
@@ -63,18 +63,21 @@ def error_in_sentence(error: BaseException) -> str:
 
 def user_code_location(error: BaseException) -> str:
     """Format the innermost line of user code in a traceback: ``, in my_model.py, line 14: `return x.view(b, s)` ``."""
-    bound = [(frame, line) for frame, line in _frames(error) if not _is_library(frame)]
-    if not bound:
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame)]
+    if not frames:
         return ""
-    frame, number = bound[-1]
-    code = linecache.getline(frame.f_code.co_filename, number, frame.f_globals).strip()[:MAX_ERROR_CHARS]
-    return f", in {_relative_path(frame.f_code.co_filename)}, line {number}" + (f": `{code}`" if code else "")
+    frame, number = frames[-1]
+    path = frame.f_code.co_filename
+    code = linecache.getline(path, number, frame.f_globals).strip()[:MAX_ERROR_CHARS]
+    relative = os.path.relpath(path) if os.path.isabs(path) else path
+    shown = path if relative.startswith(os.pardir) else relative
+    return f", in {shown}, line {number}" + (f": `{code}`" if code else "")
 
 
 def failing_module(error: BaseException, model: nn.Module) -> str | None:
     """Return the path of the innermost module in whose forward an error was raised."""
     paths = {id(module): path for path, module in model.named_modules()}
-    seen: list[Any] = [frame.f_locals.get("self") for frame, _ in _frames(error)]
+    seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
@@ -83,20 +86,9 @@ def error_summary(error: BaseException) -> str:
     return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
 
 
-def _frames(error: BaseException) -> Iterator[tuple[FrameType, int]]:
-    """Yield (frame, line number) from the outermost frame to the one that raised the error."""
-    yield from walk_tb(error.__traceback__)
-
-
 def _is_library(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
-
-
-def _relative_path(path: str) -> str:
-    """Return a path relative to the current folder if it is inside the folder."""
-    inside = os.path.relpath(path) if os.path.isabs(path) else path
-    return path if inside.startswith(os.pardir) else inside
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
@@ -135,13 +127,11 @@ def validate_sharding(
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
-        return None
-    except MismatchError as difference:
-        return str(difference)
-    except ShardFormerError as error:
-        return error.what
+    except (MismatchError, ShardFormerError) as error:
+        return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward with wrong shards may raise anything
         return f"the sharded model does not run ({error_in_sentence(error)})"
+    return None
 
 
 class MismatchError(Exception):
@@ -163,6 +153,10 @@ def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: C
 
 
 ONE_LAYER = "it has no two layers that run in sequence"
+
+
+def stacks_of(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
+    return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
 def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
@@ -195,10 +189,8 @@ def validate_stages(
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.also):
                 _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
-    except MismatchError as difference:
-        return str(difference)
-    except ShardFormerError as error:
-        return error.what
+    except (MismatchError, ShardFormerError) as error:
+        return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
@@ -286,6 +278,7 @@ class ContextValidation:
     learned: ContextFindings = field(default_factory=ContextFindings)
 
 
+Result = TypeVar("Result")
 _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 
 
@@ -299,16 +292,21 @@ def validate_context_parallel(
         sizes: ring and Ulysses sizes of the sequence axis.
         may_be_whole: whether attentions may be computed for the full sequence on every rank.
     """
-    ring, group, kind = min(sizes.ring, 2), min(sizes.group, 2), validation_key(model)
-    key = (kind, ring, group, sizes.gathers, may_be_whole)
+    sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
+    key = (validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
+    return _cached(_CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, may_be_whole))
+
+
+def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]) -> Result:
+    """Return a validation result, cached unless the model, the first entry of ``key``, has no key."""
     with ONE_AT_A_TIME:
-        if key in _CONTEXT_RESULTS:
-            return _CONTEXT_RESULTS[key]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            result = _validate_context(model, policy, RingSizes(ring, group, sizes.gathers), may_be_whole)
-        if kind is not None:
-            _CONTEXT_RESULTS[key] = result
-        return result
+        if key not in results:
+            with torch.enable_grad(), torch.random.fork_rng(devices=[]):
+                result = validate()
+            if key[0] is None:
+                return result
+            results[key] = result
+        return results[key]
 
 
 def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
@@ -335,11 +333,7 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
                 runs.append(metadata_of(model).context_run)
 
         against = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return (
-            ContextValidation(against)
-            if runs == []
-            else ContextValidation(against, replace(learned, dims=runs[0].dims))
-        )
+        return ContextValidation(against, replace(learned, dims=runs[0].dims) if runs else ContextFindings())
 
     not_dispatched = attention_not_on_interface(reduced.model)
     against = ""
@@ -364,7 +358,6 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
 def _gather_candidates(
     model: nn.Module, stacks: Sequence[TokenUse], *, is_dispatched: bool, may_be_whole: bool
 ) -> Iterator[ContextFindings]:
-    """Yield candidate sets of modules that receive the full sequence, in order of validation."""
     if is_dispatched:
         yield ContextFindings()
     classes = attention_classes(model)
@@ -373,22 +366,17 @@ def _gather_candidates(
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
 
     attending = _unique((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
-    other_columns = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
-    if is_dispatched and other_columns:
-        yield ContextFindings(gathers=other_columns)
+    mixing = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
+    if is_dispatched and mixing:
+        yield ContextFindings(gathers=mixing)
     if may_be_whole:
         yield from (
-            ContextFindings(gathers=_unique(names), is_whole=True)
-            for names in (attending, attending + other_columns)
-            if names
+            ContextFindings(gathers=_unique(names), is_whole=True) for names in (attending, attending + mixing) if names
         )
 
 
 def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
-
-
-ArgumentShapes = dict[tuple[str, str], tuple[int, ...]]
 
 
 @dataclass(frozen=True)
@@ -417,17 +405,10 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     Args:
         policy: policy of the model, also used for the reduced model.
     """
-    kind = validation_key(model)
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
-    key = (kind, grid.mode, sizes)
-    with ONE_AT_A_TIME:
-        if key in _GRID_RESULTS:
-            return _GRID_RESULTS[key]
-        with torch.enable_grad(), torch.random.fork_rng(devices=[]):
-            result = _validate_grid(model, policy, grid.mode, dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
-        if kind is not None:
-            _GRID_RESULTS[key] = result
-        return result
+    axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
+    key = (validation_key(model), grid.mode, sizes)
+    return _cached(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
 def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
@@ -442,64 +423,52 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _samples_in(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
-    result = GridValidation(None, samples)
+    samples = _batch_dims(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
         shard_with(model, config, copy.copy(policy), samples=samples)
 
     against = validate_sharding(reference, shard, tensor=total)
-    if (
-        against is not None
-        and reference.also
-        and validate_sharding(replace(reference, also=()), shard, tensor=total) is None
-    ):
-        return replace(result, unproven=reduced.unproven(against))
-    result = replace(result, unproven=reduced.unproven(None))
-    return result if against is None else GridValidation(against)
+    if against is None:
+        return GridValidation(None, samples, reduced.unproven(None))
+    if reference.also and validate_sharding(replace(reference, also=()), shard, tensor=total) is None:
+        return GridValidation(None, samples, reduced.unproven(against))
+    return GridValidation(against)
 
 
 def _with_extra_sample(reduced: ReducedModel) -> Forward:
-    """Return a call with one more sample, so that no grid divides the batch."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
 
 
-def _samples_in(
+def _batch_dims(
     reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
 ) -> ArgumentSamples:
-    """Return the dim of each argument that grows with the batch."""
     count = reduced.samples
     narrow, wide = (_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run))
     samples: ArgumentSamples = {}
     for key, shape in narrow.items():
         other = wide.get(key, shape)
-        grown = [
-            d for d, (a, b) in enumerate(zip(shape, other, strict=False)) if a != b and a * (count + 1) == b * count
-        ]
+        sizes = zip(shape, other, strict=False)
+        grown = [d for d, (a, b) in enumerate(sizes) if a != b and a * (count + 1) == b * count]
         if grown or shape[:1] != (1,):  # a dim of size 1 may be a batch dim in other models: position_ids
             samples[key] = grown[0] if grown else None
     return samples
 
 
-def _shapes(
-    model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
-) -> dict[tuple[str, str], tuple[int, ...]]:
-    found: dict[tuple[str, str], tuple[int, ...]] = {}
-    hooks = []
+def _shapes(model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]) -> dict[Any, tuple[int, ...]]:
+    found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
-    for path, module in {**layers, **{path: model.get_submodule(path) for path in attentions}}.items():
+    modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}
+    with ExitStack() as hooks, torch.no_grad():
+        for path, module in modules.items():
 
-        def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-            found.update(
-                {argument_key(path, name): tuple(x.shape) for name, x in named_arguments(module, args, kwargs)}
-            )
+            def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
+                shapes = {argument_key(path, n): tuple(x.shape) for n, x in named_arguments(module, args, kwargs)}
+                found.update(shapes)
 
-        hooks.append(module.register_forward_pre_hook(note, with_kwargs=True))
-    with torch.no_grad():
+            hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)
         run(model)
-    for hook in hooks:
-        hook.remove()
     return found

@@ -144,9 +144,8 @@ class ActivationLayout:
         return number + 1
 
     def __str__(self) -> str:
-        return (
-            ", ".join(f"{s.dim} over {s.axis} ({s.order}, from the {s.begin} on)" for s in self.shards) or "not sharded"
-        )
+        shards = [f"{s.dim} over {s.axis} ({s.order}, from the {s.begin} on)" for s in self.shards]
+        return ", ".join(shards) or "not sharded"
 
 
 SEQUENCE_PARALLEL = ActivationLayout((ActivationShard(Dim.SEQUENCE, "tensor"),))

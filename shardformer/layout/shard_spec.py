@@ -13,10 +13,8 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError
 
-Slice = tuple[int, int]
-"""Start and end (exclusive) of consecutive indices."""
-Coords = Mapping[str, int]
-"""Axis name -> rank on that axis. Axes of size 1 may be omitted."""
+Slice = tuple[int, int]  # Start and end (exclusive) of consecutive indices
+Coords = Mapping[str, int]  # Axis name -> rank on that axis. Axes of size 1 may be omitted
 Axes = tuple[str, ...]
 
 

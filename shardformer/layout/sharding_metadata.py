@@ -278,9 +278,7 @@ class ShardingMetadata:
         return self.stages is not None and self.context.pipe.size > 1
 
     def _refuse_pickling(self) -> set[int]:
-        """Make pickling of sharded parameters an error and return the ids of these parameters."""
-        is_stage = self._is_stage
-        sharded = [e for e in self.entries if is_stage or tuple(e.param.shape) != e.spec.shape]
+        sharded = [e for e in self.entries if self._is_stage or tuple(e.param.shape) != e.spec.shape]
         for entry in sharded:
             refuse_pickling(entry.name, entry.param)
         return {id(entry.param) for entry in sharded}
@@ -334,18 +332,14 @@ def _register_metadata(table: ShardingMetadata) -> None:
                 del _OWNERS[key]
         this = ref(table)
         for entry in table.entries:
-            others = _OWNERS.get(id(entry.param))
-            _OWNERS[id(entry.param)] = (
-                (*[each for each in others if each() not in (None, table)], this) if others else (this,)
-            )
+            others = _OWNERS.get(id(entry.param), ())
+            _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, table)], this)
 
 
 def _name(value: Any) -> str:
-    if isinstance(value, str):
-        return value
     if isinstance(value, nn.Module):
         return type(value).__name__
-    return getattr(value, "__name__", repr(value))
+    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
 
 
 def check_module(model: object) -> None:
@@ -397,10 +391,8 @@ def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, Sh
 
 
 def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
-    """Build the metadata of a model that was written with parallel layers and not sharded."""
     specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
-    own = [axis for module in model.modules() if isinstance(axis := module.__dict__.get("axis"), Axis)]
-    axes = {axis.name: axis for axis in own}
+    axes = {axis.name: axis for m in model.modules() if isinstance(axis := m.__dict__.get("axis"), Axis)}
     entries = []
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))

@@ -70,7 +70,6 @@ def refuse(name: str, shape: tuple[int, ...]) -> NoReturn:
 
 @cache
 def _export_functions() -> frozenset[Any]:
-    """Return the functions through which other libraries read the memory of a tensor."""
     names = ("data_ptr", "numpy", "__array__", "__dlpack__")
     return frozenset(getattr(Tensor, name) for name in names)
 

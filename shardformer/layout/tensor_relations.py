@@ -23,13 +23,9 @@ class Memory:
 
     @classmethod
     def of(cls, x: Tensor) -> Memory:
-        span = 0
-        if x.numel():
-            span = (
-                x.numel()
-                if x.is_contiguous()
-                else 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
-            )
+        span = x.numel()
+        if span and not x.is_contiguous():
+            span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
         address = x.untyped_storage().data_ptr() if has_data(x) else 0

@@ -27,8 +27,7 @@ from shardformer.torch_compat import DisableTorchFunction, disable_current_modes
 ATTRIBUTE = "_shardformer_place"
 MAPPED_BYTES = 1 << 17
 _STEP_NUMBERS = count()  # call order of steps
-_GENERATOR_LOCK = threading.Lock()
-"""All threads share torch's default generator, and ranks may be threads."""
+_GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generator, and ranks may be threads
 
 
 @dataclass(eq=False)

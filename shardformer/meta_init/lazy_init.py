@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from inspect import getattr_static
-from types import FunctionType, TracebackType
+from types import FunctionType
 from typing import Any, Self
 
 import torch
@@ -46,8 +46,7 @@ of that function."""
 
 FACTORIES = {*EMPTY_FACTORIES, *FILLED_FACTORIES, *RANDOM_FACTORIES}
 
-SLICING_OPS = {aten.clone.default, aten.cat.default}
-"""Functions that copy a shard out of a full tensor."""
+SLICING_OPS = {aten.clone.default, aten.cat.default}  # Functions that copy a shard out of a full tensor
 
 OVERWRITING_OPS = {
     "normal_",
@@ -97,11 +96,9 @@ class InitRecorder(TorchDispatchMode):
         super().__enter__()  # type: ignore[no-untyped-call]  # torch gives its bases no types
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        super().__exit__(kind, error, trace)  # type: ignore[no-untyped-call]  # torch gives its bases no types
-        self._cpu_device_mode.__exit__(kind, error, trace)
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]  # torch gives its bases no types
+        self._cpu_device_mode.__exit__(*error)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -213,11 +210,9 @@ class LazyInit(InitRecorder):
         _ACTIVE.params.append(self._params)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: Any) -> None:
         _ACTIVE.params.pop()
-        super().__exit__(kind, error, trace)
+        super().__exit__(*error)
         for param in self._params:
             param.__dict__[VERSION] = param._version
         self._params.clear()
@@ -305,7 +300,6 @@ def _is_to_meta(kwargs: dict[str, Any]) -> bool:
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensor arguments that a function writes to."""
     found = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -315,7 +309,6 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
 
 
 def _overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | None:
-    """Return the storage that a function overwrites completely, if any."""
     if len(written) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING_OPS:
         deferred, target = deferred_storage_of(written[0]), written[0]
         if deferred is not None and target.is_contiguous() and target.nbytes == deferred.num_bytes:

@@ -19,10 +19,8 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, first_line
 from shardformer.meta_init.init_recipe import InitStep, defer_storage, deferred_storage_of, recipe_of, view_of
 
-LENGTH_BYTES = 8
-"""Size of the header length, which precedes the header."""
-MAX_HEADER_BYTES = 100_000_000
-"""Longest header that safetensors accepts."""
+LENGTH_BYTES = 8  # Size of the header length, which precedes the header
+MAX_HEADER_BYTES = 100_000_000  # Longest header that safetensors accepts
 NUM_CHUNKS, CHUNK_BYTES = 16, 1 << 16
 TENSOR_BYTES = 1 << 12
 
@@ -102,7 +100,7 @@ def _fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[
         stat = os.fstat(file.fileno())
         header = _header(file, stat.st_size)
         sampled = hashlib.sha256()
-        for start, length in _samples(header, stat.st_size):
+        for start, length in _sampled_chunks(header, stat.st_size):
             file.seek(start)
             sampled.update(file.read(length))
         whole = ""
@@ -114,7 +112,6 @@ def _fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[
 
 
 def _stamp_of(stat: os.stat_result) -> tuple[int, int]:
-    """Return the size and modification time of a file."""
     return stat.st_size, stat.st_mtime_ns
 
 
@@ -127,8 +124,7 @@ def _header(file: BinaryIO | Any, size: int) -> bytes:
     return header
 
 
-def _samples(header: bytes, size: int) -> Iterator[tuple[int, int]]:
-    """Yield (start, length) of the sampled chunks of a file."""
+def _sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
     if size <= NUM_CHUNKS * CHUNK_BYTES:
         yield 0, size
         return
