@@ -153,9 +153,8 @@ def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
     for number, other in combinations(found, 2):
         known = {meanings.get(number.path), meanings.get(other.path)}
-        pair = _form_a_product(number, other) or (
-            number.value * other.value in hidden and _share_a_tensor(number, other)
-        )
+        is_hidden = number.value * other.value in hidden and _share_a_tensor(number, other)
+        pair = is_hidden or _form_a_product(number, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((number, other), key=lambda n: n.value)
             if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:

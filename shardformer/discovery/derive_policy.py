@@ -16,18 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks, role_in_plan, transformers_plan_of
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
 from shardformer.discovery.forward_trace import layer_paths, outputs_per_layer, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
-from shardformer.discovery.reduced_model import (
-    ONE_AT_A_TIME,
-    ReducedModel,
-    ReferenceGradients,
-    num_parameters,
-    reduce_model,
-    reduce_or_copy_model,
-)
+from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
 from shardformer.discovery.validation import stacks_of, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
@@ -156,7 +150,7 @@ def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = N
     """
     if isinstance(model, nn.Module):
         check_not_sharded(model)
-    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
         reduced = reduce_model(full, batch)
         return derive_policy_on(reduced.model, reduced.run, reduced, transformers_plan_of(full))()
@@ -170,9 +164,9 @@ def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy
     Args:
         copies: whether a copy of the model may be used if no reduced model can be built.
     """
-    with ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            reduced = reduce_or_copy_model(model) if copies else reduce_model(model)
+            reduced = reduced_model.reduce_or_copy_model(model) if copies else reduce_model(model)
         except PolicyError as error:
             note = f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
             empty: type[DerivedPolicy] = type(
@@ -181,10 +175,11 @@ def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy
             return empty()
         reference = reduced.reference()
         found = find_layer_stacks(reference)
-        largest = sorted(found, key=lambda stack: -num_parameters(reduced.model.get_submodule(stack.layers)))
         first = _stacks_only_policy(found, reference, reduced)
-        alone = largest if len(found) > 1 and first.no_pipeline else []
-        others = (_stacks_only_policy([stack], reference, reduced) for stack in alone)
+        sizes = {s.layers: reduced_model.num_parameters(reduced.model.get_submodule(s.layers)) for s in found}
+        alone = found if len(found) > 1 and first.no_pipeline else []
+        largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
+        others = (_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 

@@ -18,21 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from shardformer.discovery import example_inputs
 from shardformer.discovery.config_fields import integer_fields, with_fields
-from shardformer.discovery.example_inputs import (
-    MODALITIES,
-    Forward,
-    UnknownInputsError,
-    example_batches,
-    feature_width,
-    forward_call,
-    generated_inputs,
-    guessed_batches,
-    insert_media_tokens,
-    media_inputs,
-    text_width,
-    with_labels,
-)
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, with_labels
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, layer_kinds, min_layers
 from shardformer.errors import PolicyError, first_line
 from shardformer.meta_init.materialization import is_lazy, materialized_copy
@@ -330,8 +318,8 @@ def reduce_model(
                 run, batch_used = _trainable_call(reduced, batch, together=together)
             further = () if batch is not None or together else tuple(_further(reduced, batch_used))
             tried = {*batch_used, *(name for each in further for name in each.names)}
-            untried = [name for name in media_inputs(reduced) if name not in tried] if batch is None else []
-            return ReducedModel(reduced, run, batch_used, further, tuple(untried))
+            media = example_inputs.media_inputs(reduced) if batch is None else []
+            return ReducedModel(reduced, run, batch_used, further, tuple(name for name in media if name not in tried))
         except UnknownInputsError:
             raise  # applies to every reduced model
         except PolicyError as error:
@@ -439,13 +427,13 @@ def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
 
 def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
     """Change a nested config so that image features have the width of the text, if a field controls that width."""
-    made = dict(generated_inputs(model))
-    if width := feature_width(model, made):
+    made = dict(example_inputs.generated_inputs(model))
+    if width := example_inputs.feature_width(model, made):
         for path, value in integer_fields(small):
             if value == width and len(path) > 1:
                 try:
-                    other: nn.Module = type(model)(with_fields(small, {path: text_width(model)}))
-                    if not feature_width(other, made):
+                    other: nn.Module = type(model)(with_fields(small, {path: example_inputs.text_width(model)}))
+                    if not example_inputs.feature_width(other, made):
                         return other
                 except Exception:  # an unrelated field of the same value
                     continue
@@ -478,14 +466,14 @@ def _trainable_call(
 
 def _batches(reduced: nn.Module, *, together: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
     """Yield candidate batches; with ``together``, those with media in the text first. Guessed batches are last."""
-    guessed = guessed_batches(reduced) if guesses else []
+    guessed = example_inputs.guessed_batches(reduced) if guesses else []
     try:
-        known = example_batches(reduced)
+        known = example_inputs.example_batches(reduced)
     except UnknownInputsError:
         if not guessed:
             raise
         known = []
-    ways = [insert_media_tokens(reduced, dict(generated_inputs(reduced))), known]
+    ways = [example_inputs.insert_media_tokens(reduced, dict(example_inputs.generated_inputs(reduced))), known]
     for way in ways if together else reversed(ways):
         yield from way
     yield from guessed
@@ -512,8 +500,8 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[FurtherCall]:
     """Yield a call with the first accepted batch of images or audio, in the text or separate, if ``fed`` has none."""
-    made = dict(generated_inputs(reduced))
-    for inputs in (*insert_media_tokens(reduced, made), made):
+    made = dict(example_inputs.generated_inputs(reduced))
+    for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
         adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)
         names = tuple(name for name in floats if adds_media or name not in batch_used)
@@ -531,7 +519,7 @@ def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[F
 
 def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     special = special_token_ids(getattr(reduced, "config", None))
-    ids = [x for name, x in special.items() if name.startswith(tuple(MODALITIES))]
+    ids = [x for name, x in special.items() if name.startswith(tuple(example_inputs.MODALITIES))]
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 

@@ -13,23 +13,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.discovery.config_fields import (
-    ConfigField,
-    FieldMeaning,
-    Path,
-    SizeRole,
-    build_on_meta,
-    field_meanings,
-    integer_fields,
-    is_config,
-    list_entries,
-    list_fields,
-    measure_fields,
-    nested_configs,
-    rotary_features,
-    sub_config,
-    with_fields,
-)
+from shardformer.discovery import config_fields
+from shardformer.discovery.config_fields import ConfigField, FieldMeaning, Path, integer_fields, list_fields, sub_config
 from shardformer.errors import PolicyError
 from shardformer.transformers_compat import load_transformers
 
@@ -88,10 +73,11 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
     def is_shorter(now: dict[str, int] | None) -> bool:
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
-    def is_of_stages(path: Path, count: int) -> bool:
-        """Return whether neighboring lists have this length and alone may shorten the model."""
+    def counts_stages(path: Path, count: int, few: Any) -> bool:
+        """Return whether only neighboring lists of this length shorten the model."""
         beside = (values for at, values in list_fields(config) if at[:-1] == path[:-1])
-        return path in dict(integer_fields(config)) and any(len(values) == count for values in beside)
+        is_candidate = path in dict(integer_fields(config)) and any(len(values) == count for values in beside)
+        return is_candidate and is_shorter(built(config_fields.with_fields(few, {path: count})))
 
     for path, count in [*integer_fields(config), *((path, len(kinds)) for path, kinds in list_fields(config, of=str))]:
         if count not in lengths.values():
@@ -99,11 +85,11 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
         few = _with_few_layers(config, path, count, first, each)
         if (now := built(few)) is None:
             now = built(few := _with_few_layers(config, path, count, first, each + 1))
-        if is_shorter(now) and not (is_of_stages(path, count) and is_shorter(built(with_fields(few, {path: count})))):
+        if is_shorter(now) and not counts_stages(path, count, few):
             config, lengths = few, now or lengths
     for path, values in list_fields(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class requires as many layers as stages
-            few = with_fields(config, {path: [min(n, most) for n in values]})
+            few = config_fields.with_fields(config, {path: [min(n, most) for n in values]})
             if is_shorter(now := built(few)):
                 config, lengths = few, now or lengths
                 break
@@ -135,9 +121,10 @@ def small_rotations(config: Any, model: nn.Module) -> None:
     for module in model.modules():
         sections: Any = getattr(module, "mrope_section", None)
         large: Any = getattr(module, "config", None)
-        if isinstance(sections, list | tuple) and len(sections) and is_config(large):
-            for small in (place for place in nested_configs(config) if place.model_type == large.model_type):
-                if isinstance(rope := getattr(small, "rope_parameters", None), dict):
+        if isinstance(sections, list | tuple) and len(sections) and config_fields.is_config(large):
+            for small in config_fields.nested_configs(config):
+                rope = getattr(small, "rope_parameters", None)
+                if small.model_type == large.model_type and isinstance(rope, dict):
                     share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
                     total, rest = int(_head_dim(small) * share) // 2, len(sections) - 1
                     rope["mrope_section"] = [total - rest * (total // (rest + 1)), *[total // (rest + 1)] * rest]
@@ -229,13 +216,14 @@ class ConfigShrinker:
     """Reduces the config of ``model``; the meanings of its fields are measured once."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.make = model, build_on_meta(type(model))
+        self.model, self.make = model, config_fields.build_on_meta(type(model))
         self._few: dict[tuple[int, int], Any] = {}
         every = self._with_layers(0, 1)
         if layer_kinds(model) - layer_kinds(self.make(copy.deepcopy(every))):
             every = self._with_layers(layers_per_kind(model), 1)
-        self.found = [number for number in measure_fields(self.make, every) if number.path[-1] not in STAGE_FIELDS]
-        self.kinds = field_meanings(self.found)
+        measured = config_fields.measure_fields(self.make, every)
+        self.found = [number for number in measured if number.path[-1] not in STAGE_FIELDS]
+        self.kinds = config_fields.field_meanings(self.found)
 
     def _with_layers(self, first: int, each: int) -> Any:
         if (first, each) not in self._few:
@@ -257,14 +245,14 @@ class ConfigShrinker:
             anew: whether to recompute derived fields of the config from the reduced fields.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
-        every = {path for path, _ in list_entries(self.model.config)}
+        every = {path for path, _ in config_fields.list_entries(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
         few = self._with_layers(layers, 0 if layers else 1)
-        small = with_fields(few, small_numbers(self.found, self.kinds, sizes) | named)
+        small = config_fields.with_fields(few, small_numbers(self.found, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
-            small = with_fields(few, small_numbers(self.found, self.kinds, fewer) | named)
+            small = config_fields.with_fields(few, small_numbers(self.found, self.kinds, fewer) | named)
         given: dict[str, int] = {}
         for path, value in [*integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
@@ -344,7 +332,7 @@ def rebuild_config(small: Any, kept: Collection[str]) -> Any:
     return type(small)(**given)
 
 
-HEAD = (SizeRole.MATRIX, SizeRole.VECTOR)  # Roles of the vocabulary size in a head and its bias
+HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # Roles of the vocabulary size in a head
 MIN_HEAD_DIM = 4
 """Smallest number of features of a head; smaller numbers are the side of a square of merged patches."""
 MAX_HEAD_DIM = 256
@@ -404,7 +392,7 @@ def _parts_per_head(number: ConfigField, beside: Sequence[ConfigField]) -> int:
     """Return the number of parts of the features of a head that neighboring fields count."""
     if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(beside, 2)):
         return 2
-    part = next((n.value for n in beside if n.value in rotary_features(number)), number.value)
+    part = next((n.value for n in beside if n.value in config_fields.rotary_features(number)), number.value)
     return max(1, number.value // part)
 
 

@@ -18,32 +18,14 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import model_fingerprint
+from shardformer.discovery import reduced_model, validation
 from shardformer.discovery.derive_policy import DerivedPolicy
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
-from shardformer.discovery.reduced_model import (
-    RELATIVE,
-    ReducedModel,
-    ReferenceGradients,
-    copy_sharing_values,
-    copy_small_model,
-    num_parameters,
-    probe_loss,
-    reduce_model,
-    runs_library_code,
-)
+from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sharing_values
 from shardformer.discovery.shrink_config import SMALL_NUMEL, layer_kind
-from shardformer.discovery.validation import (
-    MismatchError,
-    compare_gradients,
-    error_summary,
-    failing_module,
-    stacks_of,
-    user_code_location,
-    validate_policy,
-)
+from shardformer.discovery.validation import MismatchError, stacks_of, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.kernels.fused_ops import is_elementwise
-from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -146,7 +128,7 @@ def user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str
     """Yield the modules in ``layers`` that run user code, except element-wise functions."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
+            if not reduced_model.runs_library_code(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 
@@ -155,7 +137,7 @@ def _registered_policy_fault(
 ) -> tuple[str | None, str | None]:
     """Return why the policy fails, and why it fails with sequence parallelism; None for each that passes."""
     try:
-        reduced = reduce_model(model)
+        reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_modules)
         lacks = _user_code_kinds(user_modules) - _user_code_kinds(dict(user_code_modules(reduced.model, layers)))
         if lacks:
@@ -272,17 +254,17 @@ def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | 
 
 def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
     """Return a copy of a small model, or a reduced model of a large one, with the policy and the number of ranks."""
-    numel = num_parameters(model)
+    numel = reduced_model.num_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor > MAX_TRIAL_NUMEL:
             raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
-        return copy_small_model(model), policy, tensor
+        return reduced_model.copy_small_model(model), policy, tensor
     if not _names_head_counts(policy):
         raise _NotValidated(
             f"the model has more than {SMALL_NUMEL:,} parameters, and the policy contains literal head counts, which a "
             "reduced model may not have. Name config fields or attributes instead to enable validation"
         )
-    reduced = reduce_model(model)
+    reduced = reduced_model.reduce_model(model)
     if layer_kind(reduced.model) != layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
         raise _NotValidated("a reduced model of its config contains other modules")
     return reduced, policy, min(tensor, MAX_TRIAL_RANKS)
@@ -337,12 +319,12 @@ class _PolicyTrial:
         self._reduced, self._policy, self._tensor = reduced, policy, tensor
         try:
             native = copy.deepcopy(reduced.model)  # some modules store results of a forward
-            first = ReferenceGradients.of(native, reduced.run)
+            first = reduced_model.ReferenceGradients.of(native, reduced.run)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
-                again = probe_loss(reduced.run(native)).item()
+                again = reduced_model.probe_loss(reduced.run(native)).item()
             copy_sharing_values(reduced.model)
         except Exception as error:
-            raise _NotValidated(error_summary(error)) from error
+            raise _NotValidated(validation.error_summary(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
             raise _NotValidated("two forwards of the model differ")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
@@ -393,11 +375,7 @@ class _PolicyTrial:
             self._shard(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _record_differences(model, expected_outputs, first)
-            loss = probe_loss(self._reduced.run(model))
-            if not abs(loss.item() - self._reference.loss) <= RELATIVE * abs(self._reference.loss):
-                raise MismatchError("the output differs")
-            loss.backward()
-            compare_gradients(self._reference, model, metadata_of(model).coords)
+            validation.compare_training(self._reference, model)
 
         try:
             run_as_threads(train, tensor=self._tensor, in_turn=True)
@@ -406,9 +384,7 @@ class _PolicyTrial:
             raise
         except MismatchError as difference:
             if expected_outputs is None:
-                return self._find_fault(
-                    policy, _module_outputs(copy_sharing_values(self._reduced.model), self._reduced)
-                )
+                return self._find_fault(policy, _module_outputs(self._reduced))
             at = next(iter(first), None)
             if "output" not in str(difference):
                 return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
@@ -418,9 +394,9 @@ class _PolicyTrial:
         except ShardFormerError as error:  # an option or input error, which the real forward will raise again
             raise _NotValidated(error.what) from error
         except Exception as error:  # a forward with wrong shards may raise anything
-            at = next((found for model in models if (found := failing_module(error, model))), None)
-            inside = f" in {at!r}" if at else ""
-            return PolicyFault(f"does not run: {error_summary(error)}{inside}{user_code_location(error)}", at)
+            at = next((found for model in models if (found := validation.failing_module(error, model))), None)
+            where = (f" in {at!r}" if at else "") + validation.user_code_location(error)
+            return PolicyFault(f"does not run: {validation.error_summary(error)}{where}", at)
 
     def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """Shard by a copy of the policy. Errors here are raised again when the real model is sharded."""
@@ -431,7 +407,7 @@ class _PolicyTrial:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
             shard_with(model, config, copied)
         except Exception as error:
-            raise _NotValidated(error_summary(error)) from error
+            raise _NotValidated(validation.error_summary(error)) from error
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
@@ -465,7 +441,8 @@ def _role_text(role: Role | str) -> str:
     return role if isinstance(role, str) else f"{type(role).__name__} {role.at!r}"
 
 
-def _module_outputs(model: nn.Module, reduced: ReducedModel) -> dict[str, Tensor]:
+def _module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
+    model = copy_sharing_values(reduced.model)
     outputs: dict[str, Tensor] = {}
 
     def store(path: str, output: Any) -> None:

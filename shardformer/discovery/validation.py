@@ -16,26 +16,18 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
+from shardformer.discovery import reduced_model
 from shardformer.discovery.example_inputs import Forward, forward_call
 from shardformer.discovery.forward_trace import TokenUse
 from shardformer.discovery.reduced_model import (
-    LIBRARIES,
-    ONE_AT_A_TIME,
     RELATIVE,
     ReducedModel,
     ReferenceGradients,
     copy_sharing_values,
-    gradient_tolerances,
-    output_fields,
     probe_loss,
-    reduce_model,
-    reduce_or_copy_model,
-    validation_key,
-    weighted,
 )
 from shardformer.errors import PolicyError, ShardFormerError, first_line
 from shardformer.kernels.attention_registration import attention_classes
-from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
@@ -88,7 +80,7 @@ def error_summary(error: BaseException) -> str:
 
 def _is_library(frame: FrameType) -> bool:
     name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
+    return name.partition(".")[0] in reduced_model.LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
@@ -119,11 +111,7 @@ def validate_sharding(
         shard(model, context)
         for expected in (reference, *reference.also):
             model.zero_grad()
-            loss = probe_loss(expected.run(model))
-            if not abs(loss.item() - expected.loss) <= RELATIVE * abs(expected.loss):
-                raise MismatchError(f"the output differs: {loss.item():.6g} instead of {expected.loss:.6g}")
-            loss.backward()
-            compare_gradients(expected, model, metadata_of(model).coords)
+            compare_training(expected, model)
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
@@ -138,17 +126,21 @@ class MismatchError(Exception):
     """Raised by a rank on a difference from the unsharded model, so that other ranks stop waiting."""
 
 
-def compare_gradients(reference: ReferenceGradients, model: nn.Module, coords: Coords) -> None:
-    """Raise MismatchError if a local gradient differs from its shard of the reference gradient."""
-    specs = shard_specs(model)
+def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
+    """Run forward and backward of a sharded model; raise MismatchError if the output or a gradient differs."""
+    loss = probe_loss(reference.run(model))
+    if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
+        raise MismatchError(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
+    loss.backward()
+    specs, coords = shard_specs(model), metadata_of(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
             raise MismatchError(f"{name} has {'a' if expected is None else 'no'} gradient")
         if expected is None or param.grad is None or not expected.numel():
             continue
-        bound = specs[name].slice(expected, coords)
-        if not reference.is_near(name, max_difference(bound, param.grad)):
+        shard = specs[name].slice(expected, coords)
+        if not reference.is_near(name, max_difference(shard, param.grad)):
             raise MismatchError(f"the gradient of {name} differs")
 
 
@@ -232,7 +224,7 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
             raise MismatchError("the output differs")
     reference.model.zero_grad()
     for outputs in (whole, given):
-        torch.stack([weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
+        torch.stack([reduced_model.weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
 
 
 def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
@@ -242,14 +234,14 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
         raise MismatchError(
             f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient either only with or only without stages"
         )
-    bounds = gradient_tolerances(expected)
+    bounds = reduced_model.gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
             raise MismatchError(f"the gradient of {name} differs")
 
 
 def _floats(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(output_fields(output))
+    leaves = tree_leaves(reduced_model.output_fields(output))
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
@@ -293,13 +285,13 @@ def validate_context_parallel(
         may_be_whole: whether attentions may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
-    key = (validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
+    key = (reduced_model.validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
     return _cached(_CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, may_be_whole))
 
 
 def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]) -> Result:
     """Return a validation result, cached unless the model, the first entry of ``key``, has no key."""
-    with ONE_AT_A_TIME:
+    with reduced_model.ONE_AT_A_TIME:
         if key not in results:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
                 result = validate()
@@ -311,7 +303,7 @@ def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate
 
 def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
     try:
-        reduced = reduce_or_copy_model(model)
+        reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextValidation(error.what)
     reference = reduced.reference()
@@ -407,13 +399,13 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     """
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
-    key = (validation_key(model), grid.mode, sizes)
+    key = (reduced_model.validation_key(model), grid.mode, sizes)
     return _cached(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
 def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
     try:
-        reduced = reduce_model(model)
+        reduced = reduced_model.reduce_model(model)
     except PolicyError as error:
         return GridValidation(error.what)
     larger_batch_run = _with_extra_sample(reduced)

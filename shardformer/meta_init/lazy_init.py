@@ -15,18 +15,8 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import (
-    DeferredStorage,
-    InitStep,
-    TensorView,
-    defer_storage,
-    deferred_storage_of,
-    drop_recipe,
-    run_recipe,
-    run_step,
-    values_of,
-    view_of,
-)
+from shardformer.meta_init import init_recipe
+from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, deferred_storage_of, view_of
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from shardformer.torch_patches import Patch, install
 
@@ -117,7 +107,7 @@ class InitRecorder(TorchDispatchMode):
         written = _written_tensors(func, args, kwargs)
         if any(x.is_meta and deferred_storage_of(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
-                drop_recipe(x)
+                init_recipe.drop_recipe(x)
             return func(*_without_values(args), **_without_values(kwargs))
         if any(deferred_storage_of(x) is None for x in written):  # writes to a tensor with values
             return func(*_with_values(args), **_with_values(kwargs))
@@ -148,7 +138,7 @@ class InitRecorder(TorchDispatchMode):
             empty = self._create(aten.empty.memory_format, args[num_args:], kwargs)
             return self.__torch_dispatch__(fill, (), (empty, *args[:num_args]), {"generator": generator})
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
-        deferred = defer_storage(result)
+        deferred = init_recipe.defer_storage(result)
         if func in FILLED_FACTORIES:
             deferred.writer = InitStep(
                 func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),)
@@ -159,7 +149,7 @@ class InitRecorder(TorchDispatchMode):
         results = list(result) if isinstance(result, tuple | list) else [result]
         new = [x for x in results if isinstance(x, Tensor) and x.is_meta and deferred_storage_of(x) is None]
         for x in new:
-            defer_storage(x)
+            init_recipe.defer_storage(x)
         if not new and not written:
             return  # a view, or a query that needs no values
         if func in SLICING_OPS and (steps := _slice_before_cast(func, args, kwargs, result)):
@@ -322,8 +312,10 @@ def _writers(deferred_storages: Any) -> tuple[InitStep, ...]:
 
 def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
     """Advance the generator as the step would, by running the step and discarding the result."""
-    probe = InitStep(func, step.args, {**step.kwargs, "generator": generator} if generator is not None else step.kwargs)
-    run_step(probe, {} if overwrites else {id(p): run_recipe(p) for p in step.deferred_storages()})
+    given = {"generator": generator} if generator is not None else {}
+    inputs = [] if overwrites else step.deferred_storages()
+    probe = InitStep(func, step.args, {**step.kwargs, **given})
+    init_recipe.run_step(probe, {id(deferred): init_recipe.run_recipe(deferred) for deferred in inputs})
 
 
 def _stored_argument(x: Any) -> Any:
@@ -334,7 +326,7 @@ def _stored_argument(x: Any) -> Any:
 
 
 def _with_values(tree: Any) -> Any:
-    return tree_map(lambda x: x if deferred_storage_of(x) is None else values_of(x), tree)
+    return tree_map(lambda x: x if deferred_storage_of(x) is None else init_recipe.values_of(x), tree)
 
 
 def _without_values(tree: Any) -> Any:
