@@ -122,33 +122,29 @@ class Reducer(Protocol):
 
 
 class GradientOwner(Protocol):
-    """Interface of an optimizer that stores gradients in place of ``param.grad``."""
+    """Optimizer that stores gradients in place of ``param.grad``. All ranks must call ``agree`` and ``norm_of``.
+
+    ``agree`` reduces the gradients accumulated under ``no_sync``. ``norm_of`` returns a global gradient norm, and
+    ``scaled`` a context that yields the loss scale of the backward passes inside it.
+    """
 
     param_groups: list[dict[str, Any]]
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor: ...
-
-    def agree(self) -> None:
-        """Reduce the gradients accumulated under ``no_sync``. All ranks must call this."""
-
-    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor:
-        """Return the global gradient norm of some parameters. All ranks must call this."""
-
-    def scaled(self) -> AbstractContextManager[float]:
-        """Return a context manager that yields the loss scale of the backward passes inside it."""
-
-    def describe(self) -> str:
-        """Describe the optimizer state on this rank."""
+    def agree(self) -> None: ...
+    def norm_of(self, params: Iterable[Tensor], norm_type: float = 2.0) -> Tensor: ...
+    def scaled(self) -> AbstractContextManager[float]: ...
+    def describe(self) -> str: ...
 
 
 class ParameterOwner(Protocol):
-    """Interface of an optimizer that shards parameters and gathers them on demand (ZeRO stage 3)."""
+    """Optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
-    def gather(self, param: Tensor) -> None:
-        """Gather a parameter until the next one is gathered. All ranks must make the same calls."""
+    ``gather`` gathers a parameter until the next one is gathered, and ``release`` frees it.
+    """
 
-    def release(self) -> None:
-        """Free the gathered parameter."""
+    def gather(self, param: Tensor) -> None: ...
+    def release(self) -> None: ...
 
 
 class ConsistencyMonitorProtocol(Protocol):

@@ -140,9 +140,8 @@ class InitRecorder(TorchDispatchMode):
         result = func(*args, **{**kwargs, "device": torch.device("meta")})
         deferred = init_recipe.defer_storage(result)
         if func in FILLED_FACTORIES:
-            deferred.writer = InitStep(
-                func, args, {**kwargs, "device": device, "dtype": result.dtype}, (view_of(result),)
-            )
+            options = {**kwargs, "device": device, "dtype": result.dtype}
+            deferred.writer = InitStep(func, args, options, (view_of(result),))
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
@@ -153,9 +152,7 @@ class InitRecorder(TorchDispatchMode):
         if not new and not written:
             return  # a view, or a query that needs no values
         if func in SLICING_OPS and (steps := _slice_before_cast(func, args, kwargs, result)):
-            new_place = deferred_storage_of(result)
-            assert new_place is not None
-            new_place.writer = steps
+            view_of(result).deferred.writer = steps
             return
         step = InitStep(func, tree_map(_stored_argument, args), _with_device("cpu", tree_map(_stored_argument, kwargs)))
         step.out = tuple(view_of(x) if any(x is n for n in new) else None for x in results)
@@ -168,9 +165,7 @@ class InitRecorder(TorchDispatchMode):
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
         for x in (*written, *new):
-            deferred = deferred_storage_of(x)
-            assert deferred is not None
-            deferred.writer = step
+            view_of(x).deferred.writer = step
 
 
 class LazyInit(InitRecorder):
@@ -266,9 +261,8 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
     if len(sources) < count or len({view.dtype for view in sources}) > 1:
         return None
     out, dtype = view_of(result), sources[0].dtype
-    part = TensorView(
-        DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize), dtype, out.size, out.stride, 0
-    )
+    storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
+    part = TensorView(storage, dtype, out.size, out.stride, 0)
     num_args = InitStep(func, new_args, kwargs, (part,), _writers(view.deferred for view in sources))
     return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (num_args,))
 
