@@ -1,4 +1,4 @@
-"""Which positions each rank of context parallelism has."""
+"""Assignment of sequence positions to context parallel ranks."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ SIZES = st.integers(1, 5)
 
 
 @given(length=st.integers(1, 70), ring=SIZES, group=SIZES)
-def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> None:
+def test_each_position_is_on_one_rank(length: int, ring: int, group: int) -> None:
     if length < SequencePositions.min_length(ring, group):
         with pytest.raises(InputError, match=f"A sequence of {length} positions"):
             SequencePositions(length, ring, group)
@@ -33,7 +33,7 @@ def test_each_position_is_with_one_rank(length: int, ring: int, group: int) -> N
 
 
 @given(length=st.integers(8, 90), ring=st.integers(1, 4))
-def test_causal_attention_costs_all_ranks_about_the_same(length: int, ring: int) -> None:
+def test_causal_attention_is_balanced_over_ranks(length: int, ring: int) -> None:
     positions = SequencePositions(length, ring)
     pairs = [sum(int(i) + 1 for i in positions.indices(rank)) for rank in range(ring)]
     assert max(pairs) - min(pairs) <= 3 * length  # of length ** 2 / (2 * ring) each

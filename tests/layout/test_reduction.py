@@ -1,4 +1,4 @@
-"""Over which axes the gradient of a parameter is summed, by its layout and its place in the model."""
+"""Axes over which a gradient is summed, by parameter layout and model region."""
 
 from __future__ import annotations
 
@@ -35,9 +35,9 @@ def over(axis: str) -> ShardSpec:
         (ShardSpec((4,), {0: Split((((0, 3),), ((1, 4),)))}), (), ModelRegion.BLOCK, ("data", "tensor"), 2),
     ],
 )
-def test_a_gradient_is_summed_over_the_ranks_that_have_a_part_of_it(
+def test_a_gradient_is_summed_over_ranks_with_partial_gradients(
     spec: ShardSpec, cuts: tuple[ActivationShard, ...], region: ModelRegion, axes: tuple[str, ...], divisor: float
 ) -> None:
-    """Also over an axis that shards the parameter itself, if each of its ranks has its own samples."""
+    """This includes an axis that shards the parameter if each of its ranks has different samples."""
     found = reduction_of(spec, ActivationLayout(cuts), region, SIZES)
     assert (found.sum_over, found.divisor) == (axes, divisor)

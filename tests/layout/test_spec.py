@@ -1,4 +1,4 @@
-"""Layouts over any axes: slices, boxes, what moves from one layout to another, and how often a number is held."""
+"""ShardSpec over arbitrary axes: slices, boxes and the number of copies."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from shardformer.policies.attention_heads import HeadLayout
 AXES = ("tensor", "data", "column")
 
 
-def test_the_examples_of_the_docstrings() -> None:
+def test_docstring_examples() -> None:
     names = {"Split": Split, "EvenSplit": EvenSplit}
     assert doctest.testmod(split_module).failed == doctest.testmod(spec_module, extraglobs=names).failed == 0
 
 
 @given(st.integers(1, 40), st.integers(1, 8))
-def test_even_bounds_cover_and_differ_by_one_at_most(count: int, ranks: int) -> None:
+def test_even_bounds_differ_by_at_most_one(count: int, ranks: int) -> None:
     bounds = even_bounds(count, ranks)
     sizes = [b - a for a, b in itertools.pairwise(bounds)]
     assert bounds[0] == 0 and bounds[-1] == count and len(sizes) == ranks
@@ -37,7 +37,7 @@ def test_even_bounds_cover_and_differ_by_one_at_most(count: int, ranks: int) -> 
 
 @st.composite
 def splits(draw: Any, length: int, axes: list[str]) -> Any:
-    """A split of a dim over one or two of the axes, which it takes away: uneven, interleaved, shared, empty parts."""
+    """Draw a split over one or two of ``axes`` and remove them: uneven, interleaved, shared or empty slices."""
     kind = draw(st.sampled_from(["even", "fused", "free", "product"] if len(axes) > 1 else ["even", "fused", "free"]))
     axis, ranks = axes.pop(), draw(st.integers(1, 4))
     if kind == "product":
@@ -59,7 +59,7 @@ def splits(draw: Any, length: int, axes: list[str]) -> Any:
 
 @st.composite
 def specs(draw: Any, shape: tuple[int, ...] | None = None) -> ShardSpec:
-    """A layout of one to three dims over one to three axes."""
+    """Draw a layout of one to three dims over one to three axes."""
     shape = draw(st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple)) if shape is None else shape
     axes = list(draw(st.permutations(AXES)))[: draw(st.integers(1, 3))]
     cut: dict[int, list[Any]] = {}
@@ -87,7 +87,7 @@ def test_join_is_the_inverse_of_slice(spec: ShardSpec) -> None:
 
 @settings(deadline=None, max_examples=80)
 @given(specs())
-def test_boxes_are_the_part_in_its_order_and_cover_it_once(spec: ShardSpec) -> None:
+def test_boxes_cover_a_shard_once_in_local_order(spec: ShardSpec) -> None:
     full = numbered(spec.shape)
     for coords in spec.rank_coords():
         local = spec.slice(full, coords)
@@ -100,8 +100,8 @@ def test_boxes_are_the_part_in_its_order_and_cover_it_once(spec: ShardSpec) -> N
 
 @settings(deadline=None, max_examples=80)
 @given(specs())
-def test_multiplicities_add_up(spec: ShardSpec) -> None:
-    """Every number counted by all that hold it, each as one of so many, is counted once."""
+def test_num_copies_counts_every_copy(spec: ShardSpec) -> None:
+    """Each copy weighted by 1 / num_copies, every element counts once."""
     ones, total = torch.ones(spec.shape, dtype=torch.float64), torch.zeros(spec.shape, dtype=torch.float64)
     for coords in spec.rank_coords():
         share = spec.slice(ones, coords) / spec.num_copies(coords)
@@ -115,7 +115,7 @@ def test_multiplicities_add_up(spec: ShardSpec) -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 8), st.integers(1, 3))
-def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(kv: int, group: int, ranks: int, width: int) -> None:
+def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ranks: int, width: int) -> None:
     heads = kv * group
     if heads < ranks:
         with pytest.raises(ConfigError, match="attention heads"):
@@ -132,7 +132,7 @@ def test_every_rank_holds_the_kv_heads_that_its_query_heads_read(kv: int, group:
     assert layout.kv_split().full == kv * width and all(c >= 1 for c in layout.kv_split().multiplicity)
 
 
-def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:
+def test_a_slice_on_two_ranks_counts_twice() -> None:
     split = Split((((0, 2),), ((1, 3),)))
     spec = ShardSpec((3, 2), {0: split})
     assert split.multiplicity == (1, 2, 1) and not split.is_partition and not spec.is_partition
@@ -140,25 +140,25 @@ def test_a_slice_that_two_ranks_hold_is_counted_for_both() -> None:
     assert isinstance(held, torch.Tensor) and held.tolist() == [[2], [1]]
 
 
-def test_holders_of_many_indices_take_no_time_for_each() -> None:
+def test_count_holders_does_not_iterate_over_indices() -> None:
     assert count_holders([[(0, 10**9)], [(0, 10)]]) == [(0, 10, 2), (10, 10**9, 1)]
 
 
-def test_a_split_of_another_length_is_refused() -> None:
+def test_a_split_of_wrong_length_is_refused() -> None:
     with pytest.raises(ConfigError, match="length 4"):
         ShardSpec((5,), {0: Split.even(4, 2)})
 
 
-def test_a_split_that_leaves_a_part_to_nobody_is_refused() -> None:
+def test_a_split_that_omits_indices_is_refused() -> None:
     with pytest.raises(ConfigError, match="omits some indices"):
         ShardSpec((5,), {0: Split((((3, 5),), ((0, 2),)))})
 
 
-def test_an_axis_that_cuts_two_dims_is_refused() -> None:
+def test_an_axis_that_shards_two_dims_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"sharded twice over the axis 'tensor'.*An axis shards one dim"):
         ShardSpec((4, 4), {0: Split.even(4, 2), 1: Split.even(4, 2)})
 
 
-def test_a_part_is_not_sliced_again() -> None:
+def test_slicing_a_shard_is_refused() -> None:
     with pytest.raises(ConfigError, match="full tensor"):
         ShardSpec((4,), {0: Split.even(4, 2)}).slice(torch.zeros(2), {"tensor": 0})

@@ -1,4 +1,4 @@
-"""A way of being parallel that the package does not have: the sequence in zigzag over an axis, from the inputs on."""
+"""A custom activation layout: the sequence in any order over an axis, sharded from the inputs on."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.policies.toy import HIDDEN, VOCAB, FeedForward, toy_batch
 
 
 class TokenWise(nn.Module):
-    """Embedding, MLPs, norm, head: no token reads another, so a rank needs no positions but its own."""
+    """Embedding, MLPs, norm and head. Tokens are independent, so a rank needs only its own positions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models of many families, for what must hold of the way in which transformers builds and loads them."""
+"""Small models of many families, for tests of building and loading."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def build(family: str, dtype: torch.dtype = torch.float32, seed: int = 3) -> nn.
 
 
 def assert_same(ours: nn.Module, plain: nn.Module) -> None:
-    """To the bit, in every parameter and buffer, of the same dtype and layout, tied alike."""
+    """Assert that parameters, buffers, dtypes, strides and ties of two models are identical."""
     found, expected = _tensors(ours), _tensors(plain)
     assert found.keys() == expected.keys()
     for name, value in expected.items():

@@ -1,4 +1,4 @@
-"""How much of what lazy models are made of lives at once."""
+"""Counts the memory of live storages while lazy models are materialized."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.meta_init import init_recipe
 
 
 class Living:
-    """Stands for ``recipe._allocate``: counts the bytes of the storages that live, and the most that ever did."""
+    """Replacement for ``init_recipe._allocate`` that counts the current and peak bytes of live storages."""
 
     def __init__(self) -> None:
         self.now = self.peak = 0

@@ -1,4 +1,4 @@
-"""What a script does to a loaded model before it is sharded: recorded, so that each rank makes its part of that."""
+"""Changes to a loaded model before sharding are recorded, so that each rank applies them to its shards."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ CHANGES = [resized, resized_plainly, smaller, resized_twice, cast, initialized]
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_loaded_model_is_changed_as_one_of_transformers(change: Callable[[Any], None], folder: Path) -> None:
+def test_changes_to_a_loaded_model_match_transformers(change: Callable[[Any], None], folder: Path) -> None:
     plain: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(3)
     change(plain)
@@ -84,7 +84,7 @@ def test_a_loaded_model_is_changed_as_one_of_transformers(change: Callable[[Any]
         torch.testing.assert_close(found, p, msg=name)
 
 
-def test_ranks_make_their_parts_of_resized_embeddings(folder: Path) -> None:
+def test_resized_embeddings_are_sharded(folder: Path) -> None:
     plain: Any = transformers.LlamaForCausalLM.from_pretrained(folder)
     torch.manual_seed(3)
     resized(plain)
@@ -102,7 +102,7 @@ def test_ranks_make_their_parts_of_resized_embeddings(folder: Path) -> None:
     run_as_threads(check, tensor=2, in_turn=True)
 
 
-def test_what_nothing_records_is_still_refused(folder: Path) -> None:
+def test_unrecorded_changes_are_refused(folder: Path) -> None:
     model: Any = from_pretrained(transformers.LlamaForCausalLM, folder)
     with torch.no_grad():
         model.model.norm.weight.fill_(2.0)

@@ -1,4 +1,4 @@
-"""Files of weights: all ranks read the same bytes, those that were loaded, or all are told which file is not so."""
+"""Weight files: all ranks must read identical files that have not changed since loading."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folders(saved: Path, tmp_path: Path) -> list[Path]:
-    """The same model three times, as each host has its own."""
+    """Save the same model in three folders, one for each rank."""
     return [Path(shutil.copytree(saved, tmp_path / name)) for name in ("a", "b", "c")]
 
 
@@ -53,7 +53,7 @@ def load(folder: Path, **options: Any) -> nn.Module:
 
 
 def outcomes(models: list[nn.Module], axis: str = "tensor") -> list[str]:
-    """What each rank says when the models are sharded, one a rank; empty where it is content."""
+    """Return the error of each rank when one model per rank is sharded; empty without an error."""
 
     def shard(context: ParallelContext) -> str:
         try:
@@ -67,7 +67,7 @@ def outcomes(models: list[nn.Module], axis: str = "tensor") -> list[str]:
 
 
 def write(folder: Path, where: int, number: int = 0xFF) -> None:
-    """Another byte, counted from the end of the file, at the same time and in a file of the same size."""
+    """Change a byte of the file and keep its size and modification time."""
     path = folder / NAME
     before = path.stat()
     content = bytearray(path.read_bytes())
@@ -94,7 +94,7 @@ def with_other_header(folder: Path) -> None:
     [(lambda f: write(f, -1), "sampled bytes"), (with_other_size, "size"), (with_other_header, "header")],
     ids=["bytes", "size", "header"],
 )
-def test_ranks_that_read_other_weights_are_refused_on_all_with_the_file_and_the_rank(
+def test_different_weight_files_raise_on_all_ranks_and_name_the_file_and_rank(
     folders: list[Path], change: Callable[[Path], None], named: str
 ) -> None:
     change(folders[1])
@@ -105,13 +105,13 @@ def test_ranks_that_read_other_weights_are_refused_on_all_with_the_file_and_the_
     assert all(p.is_meta for model in models for p in model.parameters())
 
 
-def test_the_rank_that_is_told_is_the_one_that_differs_from_most(folders: list[Path]) -> None:
+def test_the_reported_rank_differs_from_most_ranks(folders: list[Path]) -> None:
     write(folders[0], -1)
     said = outcomes([load(folder) for folder in folders], "data")
     assert all(f"rank 0 reads '{folders[0] / NAME}', rank 1" in each for each in said), said
 
 
-def test_a_rank_that_reads_several_files_in_place_of_one(folders: list[Path]) -> None:
+def test_a_rank_that_reads_several_files_instead_of_one_is_refused(folders: list[Path]) -> None:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folders[1])
     (folders[1] / NAME).unlink()
     model.save_pretrained(folders[1], max_shard_size="5KB")
@@ -119,14 +119,14 @@ def test_a_rank_that_reads_several_files_in_place_of_one(folders: list[Path]) ->
     assert all("rank 1 reads 3 files" in each and "rank 0 1, such as" in each for each in said), said
 
 
-def test_the_same_bytes_may_lie_in_other_folders(folders: list[Path]) -> None:
+def test_identical_files_may_be_in_different_folders(folders: list[Path]) -> None:
     os.utime(folders[1] / NAME, (1, 1))
     assert outcomes([load(folder) for folder in folders], "data") == ["", "", ""]
 
 
 @pytest.fixture
 def few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small files are looked at as large ones are: a few bytes in the middle of each tensor."""
+    """Sample small files like large ones: a few bytes in the middle of each tensor."""
     monkeypatch.setattr(files, "NUM_CHUNKS", 0)
     monkeypatch.setattr(files, "TENSOR_BYTES", 4)
 
@@ -139,7 +139,7 @@ def test_all_bytes_are_compared_on_request(folders: list[Path], all_bytes: bool)
     assert ["differ in their bytes" in each for each in said] == [all_bytes] * 2, said
 
 
-def test_ranks_compare_in_the_same_way(folders: list[Path]) -> None:
+def test_ranks_with_different_all_bytes_options_are_refused(folders: list[Path]) -> None:
     said = outcomes([load(folders[0]), load(folders[1], all_bytes=True)])
     assert all("Rank 1 loaded its weights with all_bytes=True, rank 0 with all_bytes=False" in each for each in said)
     with pytest.raises(ConfigError, match="all_bytes='yes'"):
@@ -174,7 +174,7 @@ def empty(folder: Path) -> None:
     ],
     ids=["bytes", "header", "size", "time", "cut", "empty", "gone"],
 )
-def test_a_file_that_changes_between_loading_and_sharding_is_refused_on_all_ranks(
+def test_a_file_change_between_loading_and_sharding_raises_on_all_ranks(
     folders: list[Path], change: Callable[[Path], None], named: str
 ) -> None:
     models = [load(folder) for folder in folders[:2]]
@@ -187,9 +187,7 @@ def test_a_file_that_changes_between_loading_and_sharding_is_refused_on_all_rank
         materialize(models[1])
 
 
-def test_a_file_that_changes_while_it_is_read_is_refused_on_all_ranks(
-    folders: list[Path], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_change_during_reading_raises_on_all_ranks(folders: list[Path], monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     read = SafetensorsSource.__call__
 
@@ -214,7 +212,7 @@ def test_a_file_that_changes_while_it_is_read_is_refused_on_all_ranks(
     assert all(p.is_meta for model in models for p in model.parameters())
 
 
-def test_a_file_that_is_written_anew_with_the_same_bytes_is_the_same_where_all_are_compared(
+def test_a_rewritten_identical_file_is_accepted_with_all_bytes(
     folders: list[Path],
 ) -> None:
     models = [load(folder, all_bytes=True) for folder in folders[:2]]
@@ -230,7 +228,7 @@ def test_a_file_that_is_written_anew_with_the_same_bytes_is_the_same_where_all_a
 # ------------------------------------------------------------------------------------------------ what is looked at
 
 
-def test_of_a_large_file_every_tensor_and_stretches_all_over_it_are_looked_at(tmp_path: Path) -> None:
+def test_samples_of_a_large_file_cover_every_tensor_and_the_whole_file(tmp_path: Path) -> None:
     path = tmp_path / NAME
     save_file({"a": torch.zeros(3 << 20, dtype=torch.uint8), "b": torch.zeros(8), "c": torch.zeros(1 << 14)}, path)
     size = path.stat().st_size
@@ -294,7 +292,7 @@ ABSURD = {
 
 @pytest.mark.parametrize("content", ABSURD.values(), ids=ABSURD.keys())
 @pytest.mark.parametrize("size", ["small", "large"])
-def test_absurd_files_are_four_parts(
+def test_invalid_files_raise_a_config_error_with_a_remedy(
     content: bytes, size: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if size == "large":  # where places to look at are taken from the header
@@ -306,7 +304,7 @@ def test_absurd_files_are_four_parts(
     assert "\n" not in str(caught.value)
 
 
-def test_a_folder_in_the_place_of_a_file(folders: list[Path]) -> None:
+def test_a_folder_instead_of_a_file_is_refused(folders: list[Path]) -> None:
     model: Any = transformers.LlamaForCausalLM.from_pretrained(folders[0])
     (folders[0] / NAME).unlink()
     (folders[0] / NAME).mkdir()
@@ -322,7 +320,7 @@ def test_a_folder_in_the_place_of_a_file(folders: list[Path]) -> None:
 
 
 @pytest.mark.parametrize("length", [2**60, 2**32, 200_000_000])
-def test_a_length_that_is_none_takes_no_memory(length: int, tmp_path: Path) -> None:
+def test_an_invalid_header_length_allocates_no_memory(length: int, tmp_path: Path) -> None:
     path = tmp_path / NAME
     path.write_bytes(raw({"a": tensor()}, length=length))
     os.truncate(path, 2**33)  # a hole: it takes no room on the disk

@@ -1,4 +1,4 @@
-"""Folders that others made: what they name, hold and ask for is loaded rightly, or refused with its reason."""
+"""Untrusted model folders: remote code, names and file contents are loaded correctly or refused."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class OwnTokenizer(PreTrainedTokenizerFast):
 
 
 class Asked:
-    """A standard input that nobody is to read."""
+    """A standard input that must not be read."""
 
     def readline(self, *args: Any) -> str:
         raise AssertionError("a question was asked on the standard input")
@@ -72,7 +72,7 @@ class Asked:
 
 
 def copy_code_into(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where transformers copies the code of a folder, and imports it from: not from where it did in another test."""
+    """Set the folder to which transformers copies remote code, separately for each test."""
     monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(folder))
     monkeypatch.setattr(sys, "path", [path for path in sys.path if not path.endswith("modules")])
     for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
@@ -87,7 +87,7 @@ def with_code(folder: Path) -> Path:
     return folder
 
 
-def test_code_of_a_folder_is_not_run_without_consent_and_nobody_is_asked(
+def test_remote_code_is_not_run_without_consent_and_without_a_prompt(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "stdin", Asked())
@@ -101,7 +101,7 @@ def test_code_of_a_folder_is_not_run_without_consent_and_nobody_is_asked(
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder, trust_remote_code="yes")
 
 
-def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_remote_code_is_run_with_consent(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     copy_code_into(tmp_path / "modules", monkeypatch)
     plain = transformers.LlamaForCausalLM.from_pretrained(folder)
     model = shardformer.from_pretrained(transformers.AutoModelForCausalLM, with_code(folder), trust_remote_code=True)
@@ -109,7 +109,9 @@ def test_code_of_a_folder_is_run_with_consent(folder: Path, tmp_path: Path, monk
     assert dict(model.named_parameters()).keys() == dict(plain.named_parameters()).keys()
 
 
-def test_an_export_has_the_code_of_its_model(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_export_contains_the_code_of_its_model(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     copy_code_into(tmp_path / "modules", monkeypatch)
     kind = transformers.AutoModelForCausalLM
     model = shardformer.from_pretrained(kind, with_code(folder), trust_remote_code=True)
@@ -135,7 +137,7 @@ def run_of(folder: Path, **model: Any) -> TrainConfig:
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_a_run_says_whether_code_beside_its_model_may_run(
+def test_a_run_needs_consent_for_remote_code(
     folder: Path, tmp_path: Path, random: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy_code_into(tmp_path / "modules", monkeypatch)
@@ -158,9 +160,7 @@ def test_a_run_says_whether_code_beside_its_model_may_run(
         load_tokenizer(str(folder), "another", random=False, trust=True)
 
 
-def test_a_head_that_only_code_of_the_folder_has_is_not_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_head_defined_only_in_remote_code_does_not_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Any] = []  # transformers makes an error of its own of one that is raised here
     monkeypatch.setattr("builtins.input", lambda *question: asked.append(question) or "n")
     (folder / "own.py").write_text(CODE)
@@ -174,7 +174,7 @@ def test_a_head_that_only_code_of_the_folder_has_is_not_asked_for(
 @pytest.mark.parametrize(
     "name", ["../other.safetensors", "/etc/other.safetensors", "a/../../b.safetensors", 3, None, "pytorch_model.bin"]
 )
-def test_an_index_names_files_of_its_folder_alone(folder: Path, name: Any) -> None:
+def test_an_index_may_only_name_files_in_its_folder(folder: Path, name: Any) -> None:
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
     index["weight_map"][next(iter(index["weight_map"]))] = name
@@ -184,13 +184,13 @@ def test_an_index_names_files_of_its_folder_alone(folder: Path, name: Any) -> No
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{}", '{"weight_map": []}', "{", ""])
-def test_what_is_no_index_is_refused(folder: Path, text: str) -> None:
+def test_an_invalid_index_is_refused(folder: Path, text: str) -> None:
     (folder / "model.safetensors.index.json").write_text(text)
     with pytest.raises(ConfigError, match=r"is not an index"):
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 
-def test_nothing_is_unpickled(folder: Path) -> None:
+def test_no_file_is_unpickled(folder: Path) -> None:
     for path in folder.glob("model*"):
         path.unlink()
     torch.save({}, folder / "pytorch_model.bin")
@@ -198,14 +198,14 @@ def test_nothing_is_unpickled(folder: Path) -> None:
         shardformer.from_pretrained(transformers.LlamaForCausalLM, folder)
 
 
-def test_a_class_that_files_name_is_a_model() -> None:
+def test_only_model_classes_named_by_files_are_used() -> None:
     assert model_class("LlamaForCausalLM") is transformers.LlamaForCausalLM
     others = ["AutoModel", "PreTrainedModel", "pipeline", "torch", "Trainer", "LlamaConfig", "os.path", "", "__class__"]
     assert [name for name in others if model_class(name) is not None] == []
 
 
 @pytest.mark.parametrize("named", [["pipeline"], ["AutoModel"], [3], "LlamaForCausalLM", [], None, ["NoSuchModel"]])
-def test_architectures_name_models(folder: Path, named: Any) -> None:
+def test_invalid_architectures_are_ignored_or_refused(folder: Path, named: Any) -> None:
     change(folder, architectures=named)
     try:
         source = find_model(str(folder), dropout=False)
@@ -234,7 +234,7 @@ def test_architectures_name_models(folder: Path, named: Any) -> None:
     ids=str,
 )
 @pytest.mark.parametrize("kind", ["AutoModelForCausalLM", "LlamaForCausalLM"])
-def test_fields_of_other_kinds_are_four_parts_or_right(folder: Path, fields: dict[str, Any], kind: str) -> None:
+def test_config_fields_of_wrong_types_raise_or_work(folder: Path, fields: dict[str, Any], kind: str) -> None:
     change(folder, **fields)
     for use in (
         lambda: shardformer.from_pretrained(getattr(transformers, kind), folder),
@@ -247,7 +247,7 @@ def test_fields_of_other_kinds_are_four_parts_or_right(folder: Path, fields: dic
 
 
 @pytest.mark.parametrize("text", ["[]", "3", "{", "null", '"a"'])
-def test_a_config_that_is_no_object_is_refused(folder: Path, text: str) -> None:
+def test_a_config_that_is_not_an_object_is_refused(folder: Path, text: str) -> None:
     (folder / "config.json").write_text(text)
     with pytest.raises(ShardFormerError):
         shardformer.from_pretrained(transformers.AutoModelForCausalLM, folder)

@@ -1,4 +1,4 @@
-"""A rank that fails alone before it comes to shard, as where it has no folder to load: nobody waits for it."""
+"""One rank fails before sharding, for example because its model folder is missing: other ranks do not wait."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TWO = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
-def test_a_process_that_an_error_ended_is_not_waited_for(tmp_path: Path) -> None:
+def test_ranks_do_not_wait_for_a_failed_process(tmp_path: Path) -> None:
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     script = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "store")]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)

@@ -1,4 +1,4 @@
-"""docs/lazy-init.md: its files run as they stand there, and print what it says they print."""
+"""The example files of docs/lazy-init.md run and print the output on the page."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def run_file(path: str) -> str:
     return out.getvalue()
 
 
-def test_the_page_has_these_files() -> None:
+def test_the_page_contains_these_files() -> None:
     assert list(FILES) == ["random_weights.py", "save.py", "saved_weights.py", "whole.py"]
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_file_prints_what_the_page_says(pool2: WorkerPool, tmp_path: Path, name: str) -> None:
+def test_a_file_prints_the_output_on_the_page(pool2: WorkerPool, tmp_path: Path, name: str) -> None:
     for file in ("save.py", name):
         (tmp_path / file).write_text(FILES[file])
     if name == "saved_weights.py":

@@ -1,4 +1,4 @@
-"""Saved weights that are read in parts: the same as loading them whole with transformers and sharding that."""
+"""Loading only the local shards of saved weights matches loading with transformers and sharding."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def save(model: Any, folder: Path, shard_size: str = "5GB") -> Path:
 
 
 def loaded_by_both(kind: Any, folder: Path, **options: Any) -> tuple[nn.Module, nn.Module]:
-    """By us and then given its values, and by transformers; both leave the same random state."""
+    """Load with this package and materialize, and load with transformers; compare the random states."""
     torch.manual_seed(5)
     plain = kind.from_pretrained(folder, **options)
     state = torch.get_rng_state()
@@ -55,7 +55,7 @@ def loaded_by_both(kind: Any, folder: Path, **options: Any) -> tuple[nn.Module, 
 @pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_loads_as_with_transformers(family: str, tmp_path: Path) -> None:
-    """From several files; mixtral's experts and other weights are saved under other names and shapes."""
+    """Load from several files, including mixtral's experts, which are saved under other names and shapes."""
     model = build(family)
     save(model, tmp_path, shard_size="60KB")
     ours, plain = loaded_by_both(type(model), tmp_path)
@@ -63,7 +63,7 @@ def test_a_family_loads_as_with_transformers(family: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, "auto", torch.float64], ids=str)
-def test_a_dtype_is_asked_for(dtype: Any, tmp_path: Path) -> None:
+def test_the_requested_dtype_is_used(dtype: Any, tmp_path: Path) -> None:
     save(build("llama", torch.float16), tmp_path)
     ours, plain = loaded_by_both(transformers.LlamaForCausalLM, tmp_path, dtype=dtype)
     assert_same(materialize(ours), plain)
@@ -77,9 +77,7 @@ def test_a_dtype_is_asked_for(dtype: Any, tmp_path: Path) -> None:
         ("BertForMaskedLM", "BertForSequenceClassification", "classifier.bias", "cls.predictions.bias"),
     ],
 )
-def test_another_head_is_new_and_the_same_as_with_transformers(
-    saved: str, kind: str, head: str, other: str, tmp_path: Path
-) -> None:
+def test_a_new_head_matches_transformers(saved: str, kind: str, head: str, other: str, tmp_path: Path) -> None:
     save(SmallModel("bert", saved)(), tmp_path)
     ours, plain = loaded_by_both(getattr(transformers, kind), tmp_path)
     notes = " ".join(vars(ours)["_shardformer_loading"])
@@ -88,14 +86,14 @@ def test_another_head_is_new_and_the_same_as_with_transformers(
     assert head in new.partition("Not saved, so new, with random numbers: ")[2] and other in unused
 
 
-def test_an_auto_class_and_fields_of_the_config(tmp_path: Path) -> None:
+def test_an_auto_class_accepts_config_fields(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     model = from_pretrained(transformers.AutoModelForSequenceClassification, tmp_path, num_labels=7)
     assert type(model) is transformers.BertForSequenceClassification
     assert model.get_parameter("classifier.weight").shape[0] == 7
 
 
-def test_generation_settings_come_along(tmp_path: Path) -> None:
+def test_the_generation_config_is_loaded(tmp_path: Path) -> None:
     model: Any = SmallModel("gpt2")()
     model.generation_config.max_new_tokens = 17
     model.generation_config.save_pretrained(tmp_path)
@@ -104,7 +102,7 @@ def test_generation_settings_come_along(tmp_path: Path) -> None:
     assert ours.generation_config.max_new_tokens == 17 and ours.name_or_path == str(tmp_path)
 
 
-def test_tied_weights_that_were_saved_twice_are_tied_where_they_are_equal(tmp_path: Path) -> None:
+def test_tied_weights_saved_twice_are_tied_if_equal(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     file = tmp_path / "model.safetensors"
     state = load_file(file)
@@ -146,7 +144,7 @@ def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp
     run_as_threads(train, tensor=size)
 
 
-def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path) -> None:
+def test_new_heads_are_identical_on_ranks_with_different_seeds(tmp_path: Path) -> None:
     save(SmallModel("bert", "BertModel")(), tmp_path)
     lazy = []
     for seed in (1, 2):
@@ -162,7 +160,7 @@ def test_new_heads_are_the_same_on_all_ranks_whatever_their_seeds(tmp_path: Path
     assert "Not saved, so new, with random numbers: classifier.bias, classifier.weight" in said
 
 
-def test_the_files_may_be_written_over_once_the_values_are_there(tmp_path: Path) -> None:
+def test_files_may_be_overwritten_after_materialization(tmp_path: Path) -> None:
     plain: Any = BERT()
     save(plain, tmp_path)
     ours = materialize(from_pretrained(transformers.BertForMaskedLM, tmp_path))
@@ -175,18 +173,18 @@ def test_the_files_may_be_written_over_once_the_values_are_there(tmp_path: Path)
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def test_a_folder_that_does_not_exist(tmp_path: Path) -> None:
+def test_a_missing_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"holds no config.*Correct the path"):
         from_pretrained(transformers.BertModel, tmp_path / "nowhere")
 
 
-def test_a_folder_without_weights(tmp_path: Path) -> None:
+def test_a_folder_without_weights_is_refused(tmp_path: Path) -> None:
     BERT.config().save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"no weights in.*model.safetensors"):
         from_pretrained(transformers.BertModel, tmp_path)
 
 
-def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
+def test_a_missing_file_of_the_index_is_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path, shard_size="60KB")
     next(tmp_path.glob("model-00002*")).unlink()
     with pytest.raises(ConfigError, match=r"model-00002.*cannot be read.*No such file"):
@@ -194,7 +192,7 @@ def test_a_file_that_the_index_names_is_missing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"", b"not a model", None], ids=["empty", "text", "cut short"])
-def test_a_file_that_is_no_safetensors_file(content: bytes | None, tmp_path: Path) -> None:
+def test_an_invalid_safetensors_file_is_refused(content: bytes | None, tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     file = tmp_path / "model.safetensors"
     file.write_bytes(file.read_bytes()[:-100] if content is None else content)
@@ -202,7 +200,7 @@ def test_a_file_that_is_no_safetensors_file(content: bytes | None, tmp_path: Pat
         from_pretrained(transformers.BertForMaskedLM, tmp_path)
 
 
-def test_files_that_vanish_before_the_values_are_made(tmp_path: Path) -> None:
+def test_files_deleted_before_materialization_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     model = from_pretrained(transformers.BertForMaskedLM, tmp_path)
     shutil.rmtree(tmp_path)
@@ -210,19 +208,19 @@ def test_files_that_vanish_before_the_values_are_made(tmp_path: Path) -> None:
         run_as_threads(lambda context: shard_model(model, context=context), tensor=1)
 
 
-def test_shapes_that_do_not_fit(tmp_path: Path) -> None:
+def test_mismatched_shapes_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     with pytest.raises(ConfigError, match=r"dense.bias' is \(70,\) in .* and \(80,\) in this.*5 more"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, intermediate_size=80)
 
 
-def test_layers_that_were_not_saved(tmp_path: Path) -> None:
+def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*as many layers"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, num_hidden_layers=3)
 
 
-def test_weights_of_another_model(tmp_path: Path) -> None:
+def test_weights_of_another_model_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     file = tmp_path / "model.safetensors"
     save_file({f"other.{name}": value for name, value in load_file(file).items()}, file)
@@ -230,13 +228,13 @@ def test_weights_of_another_model(tmp_path: Path) -> None:
         from_pretrained(transformers.BertForMaskedLM, tmp_path)
 
 
-def test_an_option_that_is_none(tmp_path: Path) -> None:
+def test_an_unknown_option_is_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     with pytest.raises(ConfigError, match="no option 'hiden_size'"):
         from_pretrained(transformers.BertForMaskedLM, tmp_path, hiden_size=3)
 
 
-def test_quantized_weights(tmp_path: Path) -> None:
+def test_quantized_weights_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
     (tmp_path / "config.json").write_text(json.dumps({**config, "quantization_config": {"quant_method": "awq"}}))

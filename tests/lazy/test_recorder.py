@@ -1,4 +1,4 @@
-"""A model that is built without values gets those of an eager build, to the bit."""
+"""A lazily built model gets values that are bitwise identical to those of an eager build."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.lazy.families import FAMILIES, assert_same, build
 
 
 def with_values(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
-    """The model built as always, and without values and filled afterwards; both leave the same random state."""
+    """Build a model eagerly and lazily with materialization, and compare the random states."""
     torch.manual_seed(7)
     plain = make()
     state = torch.get_rng_state()
@@ -52,7 +52,7 @@ def test_a_family_gets_the_weights_buffers_and_ties_of_an_eager_build(family: st
 
 
 class Initialised(nn.Module):
-    """Every init function of torch, and what people do beside them."""
+    """Weights initialized with every init function of torch and with other common operations."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Initialised(nn.Module):
         self.weight_norm = nn.utils.parametrizations.weight_norm(nn.Linear(4, 3))
 
 
-def test_what_torch_can_do_to_a_weight_is_written_down() -> None:
+def test_all_init_functions_are_recorded() -> None:
     lazy, plain = with_values(Initialised)
     assert_same(lazy, plain)
     assert isinstance(lazy, Initialised) and isinstance(plain, Initialised)
@@ -93,7 +93,7 @@ def test_what_torch_can_do_to_a_weight_is_written_down() -> None:
     assert isinstance(lazy.listed[0], Tensor) and torch.equal(lazy.listed[0], torch.full((2,), 1.5))
 
 
-def test_what_is_done_to_the_whole_model_inside_is_done() -> None:
+def test_conversions_of_the_model_are_recorded() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(5, 4), nn.Linear(4, 4)).to("cpu")
         model.apply(lambda m: init.normal_(m.weight) if isinstance(m, nn.Linear) else None)
@@ -103,7 +103,7 @@ def test_what_is_done_to_the_whole_model_inside_is_done() -> None:
     assert_same(*with_values(make))
 
 
-def test_a_value_that_is_asked_for_is_the_true_one() -> None:
+def test_reading_a_value_computes_it() -> None:
     torch.manual_seed(0)
     expected = torch.randn(3, 3)
     torch.manual_seed(0)
@@ -116,8 +116,8 @@ def test_a_value_that_is_asked_for_is_the_true_one() -> None:
     assert weight.is_meta
 
 
-def test_only_the_numbers_that_are_kept_are_drawn_again() -> None:
-    """nn.Embedding draws, and transformers draws anew and zeroes a row: the first draw is not in the recipe."""
+def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
+    """transformers overwrites the values of nn.Embedding, so the first draw is not in the recipe."""
     with LazyInit():
         model = SmallModel("bert")()
     place = deferred_storage_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
@@ -126,7 +126,7 @@ def test_only_the_numbers_that_are_kept_are_drawn_again() -> None:
     assert steps == ["normal_", "zero_"]
 
 
-def test_parameters_that_share_memory_go_on_sharing_it() -> None:
+def test_parameters_keep_sharing_memory() -> None:
     def make() -> nn.Module:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
         model[1].weight.data = model[0].weight.data
@@ -138,13 +138,13 @@ def test_parameters_that_share_memory_go_on_sharing_it() -> None:
     assert first is not second and first.data_ptr() == second.data_ptr()
 
 
-def test_a_model_without_lazy_weights_is_left_alone() -> None:
+def test_an_eager_model_is_unchanged() -> None:
     model = nn.Linear(2, 2)
     before = model.weight
     assert materialize(model).weight is before
 
 
-def test_the_device_is_chosen_when_values_are_made() -> None:
+def test_materialize_uses_the_requested_device() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
     assert materialize(model, torch.device("cpu")).weight.device.type == "cpu"
@@ -153,41 +153,41 @@ def test_the_device_is_chosen_when_values_are_made() -> None:
 # ------------------------------------------------------------------------------------------------------------ bad input
 
 
-def test_the_meta_device_inside_is_refused() -> None:
+def test_the_meta_device_inside_lazy_init_is_refused() -> None:
     said = r"meta device inside LazyInit.*shardformer.from_pretrained"
     with pytest.raises(ConfigError, match=said), LazyInit(), torch.device("meta"):
         nn.Linear(2, 2)
 
 
-def test_from_pretrained_of_transformers_inside_is_refused(tmp_path: Path) -> None:
+def test_from_pretrained_of_transformers_inside_lazy_init_is_refused(tmp_path: Path) -> None:
     model: Any = SmallModel("bert")()
     model.save_pretrained(tmp_path)
     with pytest.raises(ConfigError, match=r"shardformer.from_pretrained"), LazyInit():
         type(model).from_pretrained(tmp_path)
 
 
-def test_meta_weights_of_another_origin_are_refused() -> None:
+def test_meta_tensors_without_recipes_are_refused() -> None:
     with torch.device("meta"):
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"have no values.*'weight'.*LazyInit"):
         materialize(model)
 
 
-def test_a_conversion_after_the_end_is_refused() -> None:
+def test_a_conversion_after_lazy_init_is_refused() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match=r"'weight'.*\.half\(\) inside"):
         materialize(model.half())
 
 
-def test_a_copy_after_the_end_is_refused() -> None:
+def test_a_copy_after_lazy_init_is_refused() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
     with pytest.raises(ConfigError, match="'weight'"):
         materialize(copy.deepcopy(model))
 
 
-def test_what_is_copied_from_nowhere_is_refused() -> None:
+def test_a_copy_from_a_meta_tensor_is_refused() -> None:
     nowhere = torch.empty(2, 2, device="meta")
     with LazyInit():
         model = nn.Linear(2, 2)
@@ -197,7 +197,7 @@ def test_what_is_copied_from_nowhere_is_refused() -> None:
         materialize(model)
 
 
-def test_a_weight_that_is_written_to_after_the_end_is_refused() -> None:
+def test_a_weight_modified_after_lazy_init_is_refused() -> None:
     with LazyInit():
         model = nn.Linear(2, 2)
     init.zeros_(model.bias)
@@ -205,13 +205,13 @@ def test_a_weight_that_is_written_to_after_the_end_is_refused() -> None:
         materialize(model)
 
 
-def test_what_torch_refuses_is_refused_where_it_is_called() -> None:
+def test_an_invalid_operation_raises_where_it_is_called() -> None:
     with pytest.raises(RuntimeError, match=r"expand|size"), LazyInit():
         torch.zeros(3, 3).copy_(torch.zeros(2, 2))
 
 
-def test_ranks_that_are_threads_draw_the_same_numbers() -> None:
-    """``randn_like`` takes no generator: it draws from the one that all threads share."""
+def test_threads_draw_the_same_random_numbers() -> None:
+    """``randn_like`` takes no generator and draws from the generator that all threads share."""
     weight = torch.empty(1000, 100)
     torch.manual_seed(7)
     plain = [torch.randn_like(weight) for _ in range(4)]
@@ -238,13 +238,13 @@ def test_an_error_inside_ends_the_recording() -> None:
     assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_a_recorder_alone_makes_nothing_without_values() -> None:
+def test_init_recorder_creates_eager_tensors() -> None:
     with InitRecorder():
         assert not nn.Linear(2, 2).weight.is_meta
 
 
-def test_a_thread_may_build_a_model_while_others_begin_and_end_to_build_one_without_values() -> None:
-    """torch goes through its hooks of registered parameters at each parameter: none may come or go meanwhile."""
+def test_threads_may_build_models_while_others_enter_and_leave_lazy_init() -> None:
+    """torch iterates over its registration hooks for each parameter; the set of hooks must not change meanwhile."""
     with LazyInit():
         pass
     inside, go_on = threading.Event(), threading.Event()

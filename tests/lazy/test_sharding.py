@@ -1,4 +1,4 @@
-"""A model that is built without values and sharded is the one that is built whole and sharded."""
+"""A lazily built and sharded model equals an eagerly built and sharded model."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def built(make: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
 
 
 def built_lazily(make: Callable[[], nn.Module], ranks: int, seeds: list[int] | None = None) -> list[nn.Module]:
-    """One for each rank."""
+    """Build one model per rank."""
     models = []
     for rank in range(ranks):
         with LazyInit():
@@ -98,7 +98,7 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
 
 
 @pytest.mark.parametrize("head", ["T5EncoderModel", "T5ForSequenceClassification"])
-def test_other_heads(head: str) -> None:
+def test_lazy_and_eager_models_with_other_heads_match(head: str) -> None:
     sample = SmallModel("t5", head)
     plain, lazy = built(sample), built_lazily(sample, 2)
     run_as_threads(
@@ -106,7 +106,7 @@ def test_other_heads(head: str) -> None:
     )
 
 
-def test_one_rank_alone_gets_everything() -> None:
+def test_a_single_rank_gets_full_tensors() -> None:
     sample = SmallModel("gpt2")
     plain, (lazy,) = built(sample), built_lazily(sample, 1)
     context = ParallelContext.of({"tensor": 1})
@@ -114,7 +114,7 @@ def test_one_rank_alone_gets_everything() -> None:
     assert all(torch.equal(value, plain.state_dict()[name]) for name, value in model.state_dict().items())
 
 
-def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
+def test_a_user_model_with_a_user_policy_can_be_lazy() -> None:
     plain, lazy = built(ToyLM), built_lazily(ToyLM, 2)
 
     def shard(context: ParallelContext) -> None:
@@ -126,7 +126,7 @@ def test_a_model_of_ones_own_with_a_policy_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_a_policy_that_is_found_fits_a_model_without_values() -> None:
+def test_a_derived_policy_fits_a_lazy_model() -> None:
     plain, lazy = stable_lm(), []
     for _ in range(2):
         with LazyInit():
@@ -149,11 +149,11 @@ def stable_lm() -> nn.Module:
 
 @cache
 def stable_config() -> Any:
-    """Made once, with models of its own, and outside of a lazy initialization."""
+    """Derive the policy once, from separate models and outside LazyInit."""
     return shrink_config(transformers.StableLmConfig(architectures=["StableLmForCausalLM"]))
 
 
-def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_values() -> None:
+def test_a_lazy_model_without_a_policy_raises_like_an_eager_model() -> None:
     lazy, said = built_lazily(ToyLM, 2), []
     for models in (lazy, [built(ToyLM), built(ToyLM)]):
         with pytest.raises(PolicyError, match="No policy for ToyLM") as caught:
@@ -166,7 +166,7 @@ def test_a_model_that_nothing_is_known_of_asks_for_a_policy_as_it_does_with_valu
 
 
 class Speaking(ToyLM):
-    """With inputs that have the name of tokens, and no config."""
+    """A user model with token inputs and no config."""
 
     def get_input_embeddings(self) -> nn.Module:
         return self.embed
@@ -176,7 +176,7 @@ class Speaking(ToyLM):
 
 
 @pytest.mark.slow
-def test_a_policy_is_found_for_a_lazy_model_of_ones_own_on_a_copy_with_values() -> None:
+def test_a_policy_for_a_lazy_user_model_is_derived_on_a_materialized_copy() -> None:
     plain, lazy = built(Speaking), built_lazily(Speaking, 2)
 
     def shard(context: ParallelContext) -> None:
@@ -203,7 +203,7 @@ def train_on_processes(data: int) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("data", [1, 2])
-def test_real_processes_agree_on_it_too(pool4: WorkerPool, data: int) -> None:
+def test_lazy_models_shard_over_processes(pool4: WorkerPool, data: int) -> None:
     for loss, expected in pool4.run(train_on_processes, data):
         assert abs(loss - expected) < 1e-5
 
@@ -211,8 +211,8 @@ def test_real_processes_agree_on_it_too(pool4: WorkerPool, data: int) -> None:
 # --------------------------------------------------------------------------------------------------------------- memory
 
 
-def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of what is made and not kept, the most that lives at once is the largest full tensor."""
+def test_at_most_one_full_tensor_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peak memory of temporary storages is the size of the largest full tensor."""
     sample = SmallModel("gpt2", changes={"n_layer": 4})
     lazy = built_lazily(sample, 2)[0]
     living = Living()
@@ -225,7 +225,7 @@ def test_one_full_tensor_is_held_at_a_time(monkeypatch: pytest.MonkeyPatch) -> N
     assert living.peak == largest < whole / 4
 
 
-def test_a_cast_before_the_cut_holds_no_full_tensor_of_the_new_dtype() -> None:
+def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None:
     with LazyInit():
         model = nn.Linear(64, 64).to(torch.bfloat16)
         part = model.weight.detach().narrow(0, 0, 8).clone()
@@ -249,7 +249,7 @@ def _values(tensor: Tensor) -> Tensor:
 
 
 class Halved(nn.Module):
-    """A column-parallel layer of a user's own, which cuts with torch alone."""
+    """A column-parallel layer of the user that shards with torch functions only."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
         super().__init__()
@@ -290,7 +290,7 @@ class PairPolicy(Policy):
         }
 
 
-def test_what_a_policy_does_to_weights_is_done() -> None:
+def test_changes_of_weights_by_a_policy_are_recorded() -> None:
     plain, lazy = built(Pair), built_lazily(Pair, 2)
 
     def shard(context: ParallelContext) -> nn.Module:
@@ -302,7 +302,7 @@ def test_what_a_policy_does_to_weights_is_done() -> None:
         assert torch.equal(model.get_parameter("second.weight"), plain.get_parameter("second.weight") * 2.0)
 
 
-def test_a_linear_with_a_forward_of_its_own_is_told_from_one_that_only_looks_so() -> None:
+def test_a_linear_subclass_with_another_computation_is_refused() -> None:
     class Same(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return input @ self.weight.t() + self.bias
@@ -322,7 +322,7 @@ def test_a_linear_with_a_forward_of_its_own_is_told_from_one_that_only_looks_so(
 # ---------------------------------------------------------------------------------------------------- ranks that differ
 
 
-def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
+def test_ranks_with_different_seeds_use_the_numbers_of_rank_0() -> None:
     sample = SmallModel("bert")
     plain, lazy = built(sample, 5), built_lazily(sample, 2, seeds=[5, 6])
 
@@ -334,7 +334,7 @@ def test_where_seeds_differ_all_ranks_draw_the_numbers_of_the_first() -> None:
     assert all("those of rank 0" in said for said in run_as_threads(shard, tensor=2))
 
 
-def test_ranks_that_build_in_different_ways_are_refused() -> None:
+def test_ranks_with_different_init_functions_are_refused() -> None:
     sample = SmallModel("bert")
     wider = SmallModel("bert", changes={"initializer_range": 0.5})
     lazy = [built_lazily(sample, 1)[0], built_lazily(wider, 1)[0]]
@@ -343,14 +343,14 @@ def test_ranks_that_build_in_different_ways_are_refused() -> None:
         run_as_threads(lambda context: shard_model(lazy[context.tensor.rank], context=context), tensor=2)
 
 
-def test_a_lazy_and_an_eager_rank_are_refused() -> None:
+def test_mixing_lazy_and_eager_ranks_is_refused() -> None:
     sample = SmallModel("bert")
     models = [built(sample), *built_lazily(sample, 1)]
     with pytest.raises(ConfigError, match="Ranks disagree"):
         run_as_threads(lambda context: shard_model(models[context.tensor.rank], context=context), tensor=2)
 
 
-def test_where_sharding_fails_the_model_is_as_it_was() -> None:
+def test_failed_sharding_leaves_the_model_unchanged() -> None:
     (lazy,) = built_lazily(SmallModel("llama"), 1)
     before = {name: id(p) for name, p in lazy.named_parameters()}
     with pytest.raises(ConfigError):

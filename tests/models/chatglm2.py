@@ -1,7 +1,7 @@
-"""A small model with the structure and the names of ChatGLM2, whose own code comes with its weights.
+"""Small model with the structure and module names of ChatGLM2, whose code is distributed with its weights.
 
-RMS norms, rotary positions on half of each head, q, k and v behind each other in one linear with fewer groups of k and
-v than heads, a gate and what it gates in one linear, and states that lie (sequence, batch, hidden).
+It has RMS norms, rotary positions on half of each head, a fused query, key and value linear with grouped KV heads, a
+fused gate and up linear, and hidden states of shape (sequence, batch, hidden).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from shardformer.verify.small_models import register_family
 
 @dataclass
 class ChatGLMConfig:
-    """The fields of ChatGLM2's config that its structure reads."""
+    """Config fields of ChatGLM2 that the model reads."""
 
     num_layers: int = 2
     padded_vocab_size: int = 127
@@ -45,7 +45,7 @@ class ChatGLMConfig:
 
 @dataclass
 class ChatGLMOutput:
-    """What a head gives."""
+    """Output of a head."""
 
     logits: Tensor
     loss: Tensor | None = None
@@ -64,7 +64,7 @@ class RMSNorm(nn.Module):
 
 
 def _rotate(x_SBND: Tensor) -> Tensor:
-    """Turns pairs in the first half of each head by an angle that grows with the position."""
+    """Rotate pairs in the first half of each head by an angle proportional to the position."""
     length, width = x_SBND.shape[0], x_SBND.shape[-1] // 2
     speed = 1.0 / (10000 ** (torch.arange(0, width, 2, dtype=x_SBND.dtype, device=x_SBND.device) / width))
     angle = torch.outer(torch.arange(length, dtype=x_SBND.dtype, device=x_SBND.device), speed)[:, None, None]
@@ -80,7 +80,7 @@ class CoreAttention(nn.Module):
         self.hidden_size_per_partition = config.kv_channels * config.num_attention_heads
 
     def forward(self, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any) -> Tensor:
-        """(S, B, N, D) each; the mask is True where nothing is seen."""
+        """Attention over (S, B, N, D) tensors; the mask is True for hidden positions."""
         q, k, v = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
         context = F.scaled_dot_product_attention(q, k, v, ~attention_mask).permute(2, 0, 1, 3)
         return context.reshape(*context.shape[:-2], self.hidden_size_per_partition)

@@ -1,4 +1,4 @@
-"""Layers that stand in stages, each with heads of its own: nested stacks, counts read from the attention's module."""
+"""Models with stages that have different head counts: nested stacks and head counts read from attributes."""
 
 from __future__ import annotations
 
@@ -91,11 +91,11 @@ def reference() -> ReferenceGradients:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 4])
-def test_each_stage_is_cut_by_its_own_heads(ranks: int) -> None:
+def test_each_stage_is_sharded_by_its_head_count(ranks: int) -> None:
     assert validate_policy(reference(), StagedPolicy, ranks) is None
 
 
-def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None:
+def test_an_attention_with_fewer_heads_than_ranks_is_replicated() -> None:
     said = run_as_threads(
         lambda context: str(describe_sharding(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
     )[0]
@@ -103,7 +103,7 @@ def test_a_stage_with_fewer_heads_than_ranks_keeps_its_attention_whole() -> None
     assert "layers.1.blocks" not in said.partition("Whole, since")[2]
 
 
-def test_an_index_stands_for_every_stage() -> None:
+def test_a_wildcard_matches_every_stage() -> None:
     names = ["layers", "layers.0", "layers.0.blocks", "layers.1.blocks", "layers.x.blocks", "layers.0.blocks.1"]
     assert match_paths("layers.*.blocks", names) == ["layers.0.blocks", "layers.1.blocks"]
     policy = StagedPolicy()
@@ -120,7 +120,7 @@ def test_sequence_parallelism_is_refused() -> None:
         )
 
 
-def test_an_attribute_that_is_not_there_is_named() -> None:
+def test_a_missing_attribute_is_named() -> None:
     with pytest.raises(PolicyError, match=r"'\.num_head', and the Heads has no such field.*'num_heads'"):
         run_as_threads(lambda context: shard_model(Staged(), Misnamed, context=context), tensor=2)
 

@@ -119,7 +119,7 @@ MUTANTS = [
         first=(
             "tests/sharding/test_regions.py::test_the_bias_of_experts_is_added_once",
             "tests/sharding/test_regions.py::test_experts_of_transformers_are_cut_beside_the_sequence",
-            "tests/policies/infer/test_infer.py::test_a_family_that_nobody_described",
+            "tests/policies/infer/test_infer.py::test_unregistered_families_are_sharded",
         ),
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""Where models that nobody described can be cut into stages: proven, or refused with the reason."""
+"""Pipeline stages of models without a policy: validated, or refused with the reason."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
         {"with_last_layer": ("model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2")},
     ),
 }
-"""Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""
+"""Model type -> class, and the pipeline hints of one of its stacks that registration order does not imply."""
 REFUSED = {
     "xlm": ("XLMWithLMHeadModel", "which is computed of parameters that another stage holds"),
     "pvt_v2": ("PvtV2ForImageClassification", "in two stages it does not run"),
 }
-"""Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""
+"""Models with attentions and MLPs in separate lists, or with layers that return several outputs."""
 
 
 def truth_of(family: str, name: str) -> ReferenceGradients:
     torch.manual_seed(0)
-    twin = reduce_model(
+    reduced = reduce_model(
         getattr(transformers, name)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[name])))
     )
-    return ReferenceGradients.of(twin.model, twin.run)
+    return ReferenceGradients.of(reduced.model, reduced.run)
 
 
 def stacks_of(policy: Any) -> list[LayerStack]:
@@ -57,7 +57,7 @@ def stacks_of(policy: Any) -> list[LayerStack]:
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", FOUND)
-def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> None:
+def test_pipeline_hints_are_found_and_required(family: str) -> None:
     name, needs = FOUND[family]
     reference = truth_of(family, name)
     policy = type(derive_layer_stacks(reference.model))
@@ -77,14 +77,14 @@ def test_what_stages_need_is_found_and_without_it_they_differ(family: str) -> No
 
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("family", REFUSED)
-def test_what_cannot_be_cut_is_refused_before_training(family: str) -> None:
+def test_models_that_cannot_be_split_into_stages_are_refused(family: str) -> None:
     name, why = REFUSED[family]
     policy = derive_layer_stacks(truth_of(family, name).model)
     policy.model = truth_of(family, name).model
     assert why in str(policy.no_pipeline_reason())
 
 
-def test_one_layer_proves_nothing() -> None:
+def test_a_single_layer_cannot_be_validated() -> None:
     reference = truth_of("opt", "OPTForCausalLM")
     layers: Any = reference.model.get_submodule("model.decoder.layers")
     del layers[1:]
@@ -96,7 +96,7 @@ def test_one_layer_proves_nothing() -> None:
 
 
 class Keeps(nn.Module):
-    """A layer that may read what the layer before it was given, past the chain."""
+    """A layer that may read the input of the preceding layer, bypassing the layer sequence."""
 
     def __init__(self, before: Keeps | None) -> None:
         super().__init__()
@@ -147,7 +147,7 @@ def images(size: int, step: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pipe", "data"), [(2, 1), (1, 2)])
-def test_a_model_of_no_policy_trains_where_nothing_is_cut_by_tensor(pool2: WorkerPool, pipe: int, data: int) -> None:
+def test_a_model_without_a_policy_trains_without_tensor_parallelism(pool2: WorkerPool, pipe: int, data: int) -> None:
     pipeline = VerifyPipeline(pipe, 3) if pipe > 1 else None
     report = verify(convnext, partial(images, 6), 1, data, pipeline=pipeline, pool=pool2)
     assert report.passed, str(report)
@@ -163,7 +163,7 @@ def tokens(step: int) -> dict[str, Tensor]:
     return {"ids": torch.randint(101, (4, 9), generator=torch.Generator().manual_seed(step))}
 
 
-def test_a_model_whose_inputs_are_not_known_has_data_ranks_and_stages(pool2: WorkerPool) -> None:
+def test_a_model_with_unknown_inputs_trains_over_data_and_pipe(pool2: WorkerPool) -> None:
     policy, source = resolve_policy(ToyLM(), None, tensor=1)
     assert source == "the order of its layers"
     assert "The inputs of ToyLM are unknown" in policy.notes[0]

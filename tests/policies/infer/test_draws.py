@@ -1,4 +1,4 @@
-"""Models that draw random numbers in their forward: they are compared with themselves on the same draws."""
+"""Models that draw random numbers in their forward are validated with identical draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.policies.toy import ToyLM, toy_batch
 
 
 class Masked(ToyLM):
-    """Leaves out positions that it draws anew in each forward, in evaluation too."""
+    """Masks random positions in each forward, also in eval mode."""
 
     how = "torch"
 
@@ -44,7 +44,7 @@ class Masked(ToyLM):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "numpy", "python"])
-def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str) -> None:
+def test_a_policy_is_derived_for_a_model_with_random_masks(how: str) -> None:
     torch.manual_seed(0)
     plain = Masked().double()
     plain.how = how
@@ -63,7 +63,7 @@ def test_a_model_that_draws_is_found_and_gives_what_the_plain_one_gives(how: str
 
 
 @pytest.mark.slow
-def test_a_masked_autoencoder_is_cut_with_noise_in_the_batch_and_without() -> None:
+def test_a_masked_autoencoder_is_sharded_with_and_without_noise_in_the_batch() -> None:
     sizes = dict(image_size=16, patch_size=8, hidden_size=24, intermediate_size=96, num_hidden_layers=1)
     sizes |= dict(num_attention_heads=4, decoder_hidden_size=24, decoder_intermediate_size=96)
     sizes |= dict(decoder_num_hidden_layers=1, decoder_num_attention_heads=4)
@@ -86,7 +86,7 @@ def test_a_masked_autoencoder_is_cut_with_noise_in_the_batch_and_without() -> No
     run_as_threads(check, tensor=2, in_turn=True)
 
 
-def test_ranks_that_take_turns_draw_numbers_of_their_own() -> None:
+def test_threads_in_turn_have_separate_random_states() -> None:
     def draw(context: ParallelContext) -> list[float]:
         found = []
         for _ in range(3):
@@ -101,11 +101,11 @@ def test_ranks_that_take_turns_draw_numbers_of_their_own() -> None:
     assert first == second == pytest.approx(expected)
 
 
-def test_finding_a_policy_leaves_the_random_states_as_they_were() -> None:
+def test_deriving_a_policy_keeps_the_random_states() -> None:
     model = Masked()
     before = random_states()
-    twin = reduce_model(model, {"ids": toy_batch(0)["ids"]})
-    twin.run(twin.model)
+    reduced = reduce_model(model, {"ids": toy_batch(0)["ids"]})
+    reduced.run(reduced.model)
     after = random_states()
     assert torch.equal(before[0][0], after[0][0]) and before[2] == after[2]
     assert all(numpy.array_equal(a, b) for a, b in zip(before[1], after[1], strict=True))

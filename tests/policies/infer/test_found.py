@@ -1,4 +1,4 @@
-"""Forms of attentions and experts that inference finds: of a small model each, all of whose weights are drawn anew."""
+"""Attentions and experts for which a policy is derived, on reduced models with random weights."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ FOUND = {
     "gpt_oss": ("GptOssForCausalLM", ["experts.gate_up_proj", "experts.down_proj"]),
     "longcat_flash": ("LongcatFlashForCausalLM", ["experts.gate_up_proj", "self_attn.1.q_b_proj", "mlps.1.up_proj"]),
 }
-"""Model type -> its class, and ends of the names of weights that are cut."""
+"""Model type -> class, and suffixes of the weights that are sharded."""
 SMALLER: dict[str, dict[str, Any]] = {
     "funnel": {"block_sizes": [1, 1], "num_decoder_layers": 1},
     "hiera": {"depths": [1, 1], "num_heads": [1, 8], "masked_unit_attention": [True, False], "num_query_pool": 1},
 }
 EVEN = ("codegen",)
-"""Those that take only sizes that are powers of two."""
+"""Models that require powers of two as sizes."""
 
 
 def drawn(family: str) -> nn.Module:
-    """A small model none of whose parameters is zero: a bias that is added twice shows."""
+    """Build a reduced model without zero parameters, so that a bias that is added twice is detected."""
     name = FOUND[family][0]
     given = transformers.AutoConfig.for_model(family, architectures=[name], **SMALLER.get(family, {}))
     model: nn.Module = getattr(transformers, name)(shrink_config(given, even=family in EVEN)).double().eval()
@@ -50,7 +50,7 @@ def drawn(family: str) -> nn.Module:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", sorted(FOUND))
-def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
+def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     assert family not in FAMILIES
     model = drawn(family)
     run = forward_call(model, example_batches(model)[0])
@@ -66,8 +66,8 @@ def test_it_is_found_and_its_weights_are_cut(family: str) -> None:
         assert len(weights) > 1
 
 
-def test_interleaved_heads_are_also_tried_over_ranks_that_hold_no_whole_partitions() -> None:
-    """Over 2 and 4 ranks they are CodeGen's four partitions, and over 3 they are not."""
+def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
+    """Over 2 and 4 ranks they look like CodeGen's four partitions, but not over 3."""
     split = {"qkv": "qkv", "out": "out"}
     assert [*_ranks_for(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)] == [
         *VALIDATION_RANKS,

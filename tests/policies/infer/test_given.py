@@ -1,4 +1,4 @@
-"""A policy that a user wrote is tried on a copy of the model before anything is changed; what is wrong is said."""
+"""User policies are validated on a copy of the model before sharding; errors name the wrong role."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class OtherMLP(FeedForward):
 
 
 class TornHeads(SelfAttention):
-    """As many heads as a literal says, of whatever size is left: a part of the features runs as well."""
+    """Attention with a literal head count and an inferred head size, which runs with any number of features."""
 
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (f(x).unflatten(-1, (3, -1)).transpose(1, 2) for f in (self.q, self.k, self.v))
@@ -167,7 +167,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
 
 
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_policy_is_refused_before_the_model_is_changed_and_the_role_is_named(name: str) -> None:
+def test_a_wrong_policy_raises_before_sharding_and_names_the_role(name: str) -> None:
     make, policy, words = WRONG[name]
     refused(
         refusals(make, policy),
@@ -195,8 +195,8 @@ class TwoHeads(SelfAttention):
         return out
 
 
-def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
-    """Ten heads that are said, where there are two, happen to be cut right over two ranks."""
+def test_a_policy_is_validated_over_the_actual_number_of_ranks() -> None:
+    """num_heads=10 for a model with two heads happens to be correct over two ranks."""
     policy = table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD, num_heads=10)
     sharded(with_attention(TwoHeads), policy)
     refused(refusals(with_attention(TwoHeads), policy, ranks=3), PolicyError, "the Attention 'attn'", "num_heads=10")
@@ -217,13 +217,13 @@ def test_a_policy_is_tried_over_as_many_ranks_as_there_are() -> None:
     ],
     ids=["all", "the MLP alone", "gathered", "numbers", "tied", "mixed and whole"],
 )
-def test_a_right_policy_is_used_also_where_it_cuts_a_part(make: Callable[[], nn.Module], policy: Any) -> None:
+def test_a_correct_policy_is_used_even_if_partial(make: Callable[[], nn.Module], policy: Any) -> None:
     for said in sharded(make, policy, ranks=3):
         assert "was not validated" not in said and "Linear1D_Col" in said
 
 
 class Counting(ToyLM):
-    """What it computes depends on how often it was called."""
+    """The output depends on the number of calls."""
 
     calls = 0
 
@@ -233,7 +233,7 @@ class Counting(ToyLM):
 
 
 class Seeding(ToyLM):
-    """Draws the same numbers each time, which threads would draw from one generator."""
+    """Seeds the generator in the forward, which threads share."""
 
     def forward(self, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -247,14 +247,14 @@ class Casting(ToyLM):
 
 
 class TwoTensors(ToyLM):
-    """Nobody can guess what it takes."""
+    """A model whose inputs cannot be guessed."""
 
     def forward(self, ids: Tensor, weights: Tensor) -> Tensor:
         return super().forward(ids) * weights[0, 0, 0]
 
 
 class Replacing(Policy):
-    """Makes another model of the plain one, on purpose."""
+    """A policy that changes the model intentionally."""
 
     def module_policy(self) -> Mapping[Any, ModulePolicyDescription]:
         half = [SubModuleReplacementDescription("fc1", Linear1D_Col, {"gather_output": True})]
@@ -277,19 +277,19 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
         (ToyLM, Replacing, "it contains user code: the method 'layers.0.mlp.act'"),
     ],
 )
-def test_where_nothing_can_be_told_a_policy_is_taken_at_its_word_and_that_is_noted(
+def test_a_policy_that_cannot_be_validated_is_used_with_a_note(
     make: Callable[[], nn.Module], policy: type[Policy], why: str
 ) -> None:
     for said in sharded(make, policy):
         assert f"{policy.__name__} was not validated on a copy of the model: {why}" in " ".join(said.split())
 
 
-def test_a_difference_that_is_meant_can_be_said() -> None:
+def test_validation_can_be_disabled() -> None:
     make, policy, _ = WRONG["features that are mixed"]
     assert len(sharded(make, type("Meant", (policy,), {"validate": False}))) == 2
 
 
-def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_policy_is_validated_once_for_identical_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
     validate = user_policy_validation._validate
     monkeypatch.setattr(given, "_validate", lambda *args: (tried.append("once"), validate(*args))[1])
@@ -301,7 +301,7 @@ def test_a_policy_is_tried_once_for_models_that_are_alike(monkeypatch: pytest.Mo
     assert tried == ["once"] * 2
 
 
-def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
+def test_validation_keeps_hooks_and_random_states() -> None:
     seen: list[int] = []
 
     def make() -> nn.Module:
@@ -318,7 +318,7 @@ def test_the_hooks_and_the_random_numbers_of_a_model_are_left_alone() -> None:
 
 
 class Renamed(LlamaPolicy):
-    """A user's own, with roles of the registered one."""
+    """A user policy with the roles of the registered policy."""
 
 
 class Softened(LlamaMLP):
@@ -334,7 +334,7 @@ class SoftLlama(transformers.LlamaForCausalLM):
             layer.mlp = Softened(config)
 
 
-def test_a_larger_model_is_tried_as_a_small_one_of_its_config(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_model_is_validated_on_a_reduced_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SMALL_NUMEL", 0)
     config = SmallModel("llama")().config
     for said in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):

@@ -1,4 +1,4 @@
-"""Images in a text: a layout is proven with them, or batches that have them are refused on all ranks."""
+"""Images in the text: a layout is validated with images, or batches with images raise on all ranks."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Vision(nn.Module):
 
 
 class Seer(nn.Module):
-    """A language model whose vision tower is registered behind its layers.
+    """A language model whose vision tower is registered after its layers.
 
     Args:
         how: "plain"; "deep" adds features between the layers, too; "again" runs the layers twice with images.
@@ -116,9 +116,9 @@ def loss_of(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 
 def policy_of(model: Seer) -> Policy:
-    twin = reduce_model(model)
+    reduced = reduce_model(model)
     with torch.enable_grad():
-        return derive_policy_on(twin.model, twin.run, twin)()
+        return derive_policy_on(reduced.model, reduced.run, reduced)()
 
 
 @cache
@@ -133,10 +133,10 @@ def check(
     options: Mapping[str, Any] = MappingProxyType({}),
     **layout: Any,
 ) -> None:
-    """The loss and all gradients over these ranks are those of the plain model.
+    """Assert that the loss and all gradients match the unsharded model.
 
     Args:
-        options: of the ``ShardConfig``.
+        options: options of ``ShardConfig``.
     """
     expected = copy.deepcopy(plain)
     loss = loss_of(expected(**batch), batch)
@@ -162,7 +162,7 @@ def check(
 
 
 @pytest.mark.parametrize("how", ["plain", "deep"])
-def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None:
+def test_stages_are_validated_with_images_and_match_one_device(how: str) -> None:
     plain = seer(how)
     policy: Any = policy_class(how)()
     assert policy.no_pipeline is None and not policy.unproven["pipe"]
@@ -173,7 +173,7 @@ def test_stages_are_proven_with_images_and_train_as_one_device(how: str) -> None
 
 @pytest.mark.filterwarnings("ignore:The attention of Seer cannot read")
 @pytest.mark.parametrize("how", ["plain", "deep"])
-def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
+def test_context_parallelism_with_images_matches_one_device(how: str) -> None:
     plain = seer(how)
     policy = policy_class(how)()
     check(plain, policy, batch_of(), sequence=2)
@@ -182,7 +182,7 @@ def test_a_sequence_is_cut_in_which_there_are_images(how: str) -> None:
 
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("how", ["plain", "deep"])
-def test_sequence_parallelism_with_images(how: str) -> None:
+def test_sequence_parallelism_with_images_matches_one_device(how: str) -> None:
     plain = seer(how)
     policy: Any = policy_class(how)()
     assert policy.no_sequence_parallel is None and not policy.unproven["enable_sequence_parallelism"]
@@ -195,7 +195,7 @@ def test_sequence_parallelism_with_images(how: str) -> None:
 
 
 @pytest.mark.full
-def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
+def test_hidden_states_between_layers_are_gathered_only_if_read() -> None:
     plain = seer("deep")
     deep: Any = policy_of(plain)
     without = copy.deepcopy(deep)
@@ -215,7 +215,7 @@ def test_what_no_code_reads_between_two_layers_is_not_gathered() -> None:
     assert sent(deep) == sent(without)
 
 
-def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> None:
+def test_batches_with_unsupported_images_raise_on_all_ranks() -> None:
     plain = seer("again")
     policy: Any = policy_of(plain)
     assert policy.no_pipeline is None and "pixel_values" in policy.unproven["pipe"]
@@ -231,11 +231,11 @@ def test_where_images_cannot_be_batches_with_them_are_refused_on_all_ranks() -> 
     run_as_threads(refused, pipe=2)
 
 
-def test_a_policy_that_was_not_tried_with_images_gives_an_error_and_no_nan() -> None:
+def test_an_unvalidated_policy_with_images_raises_instead_of_nan() -> None:
     plain = seer()
-    twin = reduce_model(plain)
+    reduced = reduce_model(plain)
     with torch.enable_grad():
-        policy = derive_policy_on(twin.model, twin.run)()
+        policy = derive_policy_on(reduced.model, reduced.run)()
 
     def step(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
@@ -246,7 +246,7 @@ def test_a_policy_that_was_not_tried_with_images_gives_an_error_and_no_nan() -> 
 
 
 class Strange(Seer):
-    """Takes its images in a way that nobody knows."""
+    """A model with an unknown image layout."""
 
     def get_image_features(self, pixel_values: Tensor) -> Tensor:
         if pixel_values.shape[1:] != (1, 48):
@@ -255,7 +255,7 @@ class Strange(Seer):
 
 
 @pytest.mark.filterwarnings("ignore:The attention of Strange cannot read")
-def test_images_that_could_not_be_tried_are_refused_over_sequences_and_never_nan_over_stages() -> None:
+def test_unvalidated_images_raise_over_sequences_and_are_never_nan_over_stages() -> None:
     torch.manual_seed(0)
     plain = Strange().double()
     policy: Any = policy_of(plain)
@@ -276,7 +276,7 @@ def test_images_that_could_not_be_tried_are_refused_over_sequences_and_never_nan
         run_as_threads(step, pipe=2)
 
 
-def test_a_tower_of_another_stage_has_its_dtype_and_no_parameters_of_its_own() -> None:
+def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() -> None:
     plain = seer().float()
     policy = policy_of(seer())
 

@@ -1,4 +1,4 @@
-"""Policies that the program finds by itself: as the written ones, right wherever they cut, whole where they cannot."""
+"""Derived policies match the registered ones, are correct where they shard, and replicate other modules."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.policies.toy import ToyLM
 # family -> its class, and what share of the linear weights of its layers the policy cuts
 BY_HAND = {"albert", "beit", "blip-2", "chatglm", "falcon", "gptj", "sam", "swin", "swinv2"}
 FOUND = {family for family in FAMILIES if family in SMALL_CONFIGS} - BY_HAND
-"""The registered families whose table inference finds by itself."""
+"""Registered families whose policy can be derived."""
 UNDESCRIBED = {
     "opt": ("OPTForCausalLM", 1.0),
     "gptj": ("GPTJForCausalLM", 1.0),
@@ -66,7 +66,7 @@ def small(family: str) -> nn.Module:
 
 
 def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
-    """What the policy replaces by what, and the stacks."""
+    """Return the replacements and stacks of a policy."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
@@ -78,7 +78,7 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=7)
 @pytest.mark.parametrize("family", sorted(FOUND))
-def test_the_registered_families_are_found_as_they_are_written(family: str) -> None:
+def test_derived_policies_match_registered_policies(family: str) -> None:
     model = SmallModel(family)()
     assert _without_hints(cut_lines(model, derive_policy(model))) == _without_hints(
         cut_lines(model, FAMILIES[family].load()())
@@ -86,14 +86,14 @@ def test_the_registered_families_are_found_as_they_are_written(family: str) -> N
 
 
 def _without_hints(lines: list[str]) -> list[str]:
-    """Without what only says that the bias may be fused with the activation, and what only a cross-attention needs."""
+    """Remove options for fused bias activation and for cross-attention."""
     return [line.replace("activated=True", "activated=False").split(", context=")[0] for line in lines]
 
 
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=10, first=6)
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
-def test_a_family_that_nobody_described(family: str) -> None:
+def test_unregistered_families_are_sharded(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
     reference = ReferenceGradients.of(model.double().eval(), forward_call(model, example_batches(model)[0]))
@@ -136,12 +136,12 @@ def test_a_family_that_nobody_described(family: str) -> None:
 def test_what_sequence_parallelism_needs_is_found(
     family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    twin = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
-    policy = derive_policy_on(twin.model, twin.run)()
+    reduced = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
+    policy = derive_policy_on(reduced.model, reduced.run)()
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
     assert f'"{name}"' in policy_module_source(policy), "it is written down too"
-    reference = ReferenceGradients.of(twin.model, twin.run)
+    reference = ReferenceGradients.of(reduced.model, reduced.run)
     assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
     without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
     monkeypatch.setattr(type(policy), "stack", without)
@@ -149,7 +149,7 @@ def test_what_sequence_parallelism_needs_is_found(
 
 
 @pytest.mark.slow
-def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
+def test_describe_sharding_reports_a_derived_policy() -> None:
     def shard(context: ParallelContext) -> str:
         return str(shardformer.describe_sharding(shard_model(small("convbert"), context=context)))
 
@@ -162,7 +162,7 @@ def test_it_is_the_last_link_of_the_chain_and_said_so() -> None:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", ["opt", "phi3", "bart"])
-def test_what_is_printed_is_the_policy(family: str) -> None:
+def test_printed_source_defines_the_same_policy(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
     names: dict[str, Any] = {}
@@ -172,7 +172,7 @@ def test_what_is_printed_is_the_policy(family: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["albert", "convbert"])
-def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> None:
+def test_printed_source_contains_sequence_hints(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
     exec(policy_module_source(derive_policy(model), "Written"), names)
@@ -181,7 +181,7 @@ def test_what_is_printed_says_what_is_given_the_whole_sequence(family: str) -> N
 
 
 @pytest.mark.slow
-def test_of_a_config() -> None:
+def test_a_policy_is_derived_from_a_config() -> None:
     config = transformers.AutoConfig.for_model("opt", architectures=["OPTForCausalLM"])
     assert "decoder.layers" in str(derive_policy(config).stack)
 
@@ -215,20 +215,20 @@ class NoAttribute(WholeMLP):
 
 
 @pytest.mark.parametrize("policy", [Interleaved, RowTwice, NoAttribute])
-def test_a_wrong_table_is_not_proven(policy: type[GPT2Policy]) -> None:
+def test_a_wrong_policy_fails_validation(policy: type[GPT2Policy]) -> None:
     model = SmallModel("gpt2")().double().eval()
     reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
     assert validate_policy(reference, WholeMLP, 2) is None
     assert "does not run" in (said := str(validate_policy(reference, policy, 2))) or "differs" in said
 
 
-def test_a_cut_that_does_not_run_is_said_in_words_before_the_raw_error() -> None:
+def test_a_failure_describes_the_problem_before_the_raw_error() -> None:
     model = SmallModel("gpt2")().double().eval()
     said = validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2)
     assert said is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", said)
 
 
-def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
+def test_blocks_that_fail_over_four_ranks_are_replicated() -> None:
     config = shrink_config(transformers.OPTConfig())
     config.num_attention_heads = 3
     model = transformers.OPTForCausalLM(config).double().eval()
@@ -237,7 +237,7 @@ def test_blocks_that_hold_over_two_ranks_but_not_over_four_stay_whole() -> None:
     assert "no candidate for sharding it passed validation: A tensor size of 4 is more than the 3" in policy.notes[1]
 
 
-def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> None:
+def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
     model = SmallModel("gpt2")().double().eval()
     reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
     before = {name: p.clone() for name, p in model.named_parameters()}
@@ -246,7 +246,7 @@ def test_a_proof_leaves_the_model_without_gradients_and_its_numbers_alone() -> N
 
 
 @pytest.mark.slow
-def test_what_cannot_be_inferred_says_why() -> None:
+def test_a_failed_derivation_reports_the_reason() -> None:
     with pytest.raises(PolicyError, match=r"The inputs of ToyLM are unknown.*batch="):
         derive_policy(ToyLM())
     with pytest.raises(PolicyError, match="a config of transformers"):
@@ -256,7 +256,7 @@ def test_what_cannot_be_inferred_says_why() -> None:
 
 
 def odd_one(num_layers: int) -> Any:
-    """A model whose last layer is made of other modules than the others."""
+    """A model whose last layer contains different modules."""
     config = shrink_config(transformers.Olmo2Config())
     config.num_hidden_layers = num_layers
     model: Any = transformers.Olmo2ForCausalLM(config)
@@ -282,13 +282,13 @@ def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
 
 
 @pytest.mark.slow
-def test_a_small_model_whose_twin_lacks_a_layer_is_its_own_twin() -> None:
+def test_a_small_model_is_copied_if_the_reduced_model_lacks_a_layer() -> None:
     stack = derive_policy(odd_one(3)).stack
     assert isinstance(stack, LayerStack)
     assert "mlp" not in [block.at for block in stack.blocks]
 
 
-def test_a_twin_has_a_layer_of_each_kind() -> None:
+def test_a_reduced_model_has_a_layer_of_each_kind() -> None:
     config = transformers.MllamaTextConfig(cross_attention_layers=[3], num_hidden_layers=8)
     with torch.device("meta"):
         model = transformers.MllamaForCausalLM(config)
@@ -296,8 +296,8 @@ def test_a_twin_has_a_layer_of_each_kind() -> None:
 
 
 @pytest.mark.slow
-def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> None:
-    """Its mask is the lowest number of fp64, on which a softmax in fp32 gives none; and it attends on (S, B, H)."""
+def test_a_model_with_infinite_gradients_in_fp64_is_validated_in_fp32() -> None:
+    """Its mask is the lowest fp64 value, for which softmax in fp32 is not finite, and its inputs are (S, B, H)."""
     model = transformers.LongformerForMaskedLM(shrink_config(transformers.LongformerConfig()))
     assert next(reduce_model(model).model.parameters()).dtype == torch.float32
     policy: Any = derive_policy(model)
@@ -305,7 +305,7 @@ def test_a_model_whose_gradients_are_not_finite_in_fp64_is_proven_in_fp32() -> N
 
 
 @pytest.mark.slow
-def test_a_twin_that_gives_nothing_to_compare_is_none() -> None:
+def test_a_reduced_model_without_finite_outputs_is_refused() -> None:
     class NoNumber(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input).log() * 0
@@ -325,7 +325,7 @@ OTHER_STATES = {
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize("name", OTHER_STATES)
-def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> None:
+def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
     native: Any = getattr(transformers, name)
     policy: Any = derive_policy(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
@@ -335,18 +335,18 @@ def test_states_that_enter_by_further_arguments_of_the_attention(name: str) -> N
     assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 
-def test_a_number_for_each_layer_is_shrunk_and_one_for_each_stage_is_not() -> None:
+def test_lists_per_layer_are_shortened_and_lists_per_stage_are_not() -> None:
     assert shrink_config(transformers.LEDConfig(attention_window=[512] * 12)).attention_window == [8, 8]
     assert list(shrink_config(transformers.PvtConfig()).num_attention_heads) == [1, 2, 5, 8]
 
 
-def test_the_twin_of_a_model_that_attends_in_blocks_does_so_too() -> None:
-    """BigBird puts another class in the attention's place where a batch is short."""
-    twin = reduce_model(transformers.BigBirdForMaskedLM(shrink_config(transformers.BigBirdConfig()))).model
-    assert "BigBirdBlockSparseAttention" in {type(module).__name__ for module in twin.modules()}
+def test_a_reduced_bigbird_uses_block_sparse_attention() -> None:
+    """BigBird replaces the attention class for short batches."""
+    reduced = reduce_model(transformers.BigBirdForMaskedLM(shrink_config(transformers.BigBirdConfig()))).model
+    assert "BigBirdBlockSparseAttention" in {type(module).__name__ for module in reduced.modules()}
 
 
-def test_sequence_parallelism_that_was_not_proven_is_refused() -> None:
+def test_sequence_parallelism_that_failed_validation_is_refused() -> None:
     policy = DerivedPolicy()
     policy.set_model(ToyLM())
     policy.no_sequence_parallel = "the output differs"

@@ -1,4 +1,4 @@
-"""Models that nobody has described, over a pipeline: right, or refused in words, never wrong and never NaN."""
+"""Unregistered models over a pipeline are correct or refused with an error, never wrong or NaN."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ XLM = "XLMWithLMHeadModel"  # its attentions and its MLPs stand in two lists
 
 @dataclass(frozen=True)
 class Small:
-    """A small model of four layers, or of two in each of two stacks."""
+    """Build a small model with four layers, or two layers in each of two stacks."""
 
     family: str
     name: str
@@ -84,20 +84,20 @@ def report_of(pool: WorkerPool, family: str, name: str) -> Report:
 @pytest.mark.reduced(one_in=7)
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
-def test_a_model_that_nobody_described(pool2: WorkerPool, family: str) -> None:
+def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool, family: str) -> None:
     assert family not in FAMILIES
     report = report_of(pool2, family, CLASSES[family])
     assert report.passed, str(report)
     assert any("over pipe (activation)" in name for name in report.collectives)
 
 
-def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
+def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerPool) -> None:
     with pytest.raises(ShardFormerError, match=r"ffns.*which is computed of parameters that another stage holds"):
         report_of(pool2, "xlm", XLM)
 
 
 @pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
-def test_how_many_things_layers_return_is_found_and_written_down(family: str, returns: int) -> None:
+def test_the_number_of_layer_outputs_is_found_and_printed(family: str, returns: int) -> None:
     policy = derive_policy(Small(family, CLASSES[family])())
     assert isinstance(policy.stack, LayerStack) and policy.stack.stages.num_outputs == returns
     assert (f"num_outputs={returns}" in policy_module_source(policy)) == (returns > 0)

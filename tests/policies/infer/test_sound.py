@@ -1,4 +1,4 @@
-"""What inference gives back is what it has proven, in the call that training makes."""
+"""A derived policy is returned as it was validated, in the call that training makes."""
 
 from __future__ import annotations
 
@@ -36,16 +36,16 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])
-def test_states_of_the_encoder_enter_once_although_a_pipeline_knows_where_they_come_in(name: str) -> None:
+def test_encoder_states_enter_a_block_once_with_cross_states(name: str) -> None:
     native: Any = getattr(transformers, name)
-    twin = reduce_model(build_meta_model(native.config_class(architectures=[name])))
-    policy: Any = derive_policy_on(twin.model, twin.run)
+    reduced = reduce_model(build_meta_model(native.config_class(architectures=[name])))
+    policy: Any = derive_policy_on(reduced.model, reduced.run)
     assert policy.no_pipeline is None and policy.stack[1].cross_states == ("decoder", "encoder_hidden_states")
     assert any(block.inputs.arguments for block in policy.stack[1].blocks if isinstance(block, Attention))
-    assert validate_policy(ReferenceGradients.of(twin.model, twin.run), policy, 2) is None
+    assert validate_policy(ReferenceGradients.of(reduced.model, reduced.run), policy, 2) is None
 
 
-def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -> None:
+def test_a_policy_with_states_that_enter_twice_is_refused() -> None:
     linears = AttentionProjections(q="q", k="k", v="v", out="o")
     cross = Attention("cross", linears, inputs=AttentionInputs(cross_attention=True))
     other = Attention("attn", linears, inputs=AttentionInputs(arguments=["states"]))
@@ -54,7 +54,7 @@ def test_states_that_a_table_lets_enter_twice_are_refused_when_it_is_written() -
     LayerStack("layers", [cross, other], cross_states=("decoder", "other_states"))
 
 
-def test_a_view_of_what_has_entered_does_not_enter_again() -> None:
+def test_a_view_of_a_block_input_does_not_enter_again() -> None:
     def twice(context: ParallelContext) -> None:
         x = torch.ones(2, 3, 4, requires_grad=True)
         enter_region(enter_region(x, context.tensor).transpose(0, 1), context.tensor)
@@ -63,14 +63,14 @@ def test_a_view_of_what_has_entered_does_not_enter_again() -> None:
         run_as_threads(twice, tensor=2)
 
 
-def test_the_proof_is_the_call_that_training_makes() -> None:
-    twin = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
-    assert twin.model.training and "labels" in twin.batch
-    output = twin.run(twin.model)
-    assert output.loss.requires_grad and torch.equal(output.loss, twin.run(twin.model).loss)
+def test_validation_uses_a_training_call() -> None:
+    reduced = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    assert reduced.model.training and "labels" in reduced.batch
+    output = reduced.run(reduced.model)
+    assert output.loss.requires_grad and torch.equal(output.loss, reduced.run(reduced.model).loss)
 
 
-def test_a_twin_that_is_random_without_dropout_is_proven_in_eval_mode() -> None:
+def test_a_random_reduced_model_is_validated_in_eval_mode() -> None:
     class Noisy(nn.Linear):
         def forward(self, input: torch.Tensor) -> torch.Tensor:
             return super().forward(input + torch.rand(()) * self.training)
@@ -82,12 +82,12 @@ def test_a_twin_that_is_random_without_dropout_is_proven_in_eval_mode() -> None:
 
 @pytest.fixture(scope="module")
 def bird() -> tuple[nn.Module, Any]:
-    """BigBird, and what is inferred of it. In training each head attends to blocks that it draws itself."""
+    """BigBird and its derived policy. In training, each head attends to random blocks."""
     model = build_meta_model(transformers.BigBirdConfig(architectures=["BigBirdForMaskedLM"]))
     return reduce_model(model).model, derive_policy(model)
 
 
-def test_heads_that_differ_by_their_index_in_training_stay_whole(bird: tuple[nn.Module, Any]) -> None:
+def test_heads_that_depend_on_their_index_are_replicated(bird: tuple[nn.Module, Any]) -> None:
     assert [type(block) for block in bird[1].stack.blocks] == [MLP]
 
 
@@ -99,8 +99,10 @@ BIRD = Attention(
 
 
 @pytest.mark.parametrize("cuts_attention", [False, True])
-def test_a_module_that_takes_an_entrys_place_in_the_forward(bird: tuple[nn.Module, Any], cuts_attention: bool) -> None:
-    """BigBird puts another class in the attention's place where a batch is short."""
+def test_a_module_class_that_changes_in_forward_is_refused_if_sharded(
+    bird: tuple[nn.Module, Any], cuts_attention: bool
+) -> None:
+    """BigBird replaces the attention class for short batches."""
     native, policy = bird
     whole: Any = type(policy)
     cut = {"stack": LayerStack(whole.stack.layers, [BIRD, *whole.stack.blocks])}
@@ -123,10 +125,8 @@ def test_a_module_that_takes_an_entrys_place_in_the_forward(bird: tuple[nn.Modul
 @pytest.mark.slow
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("hidden", "width"), [(32, 16), (16, 16)])
-def test_of_experts_as_wide_as_the_hidden_states_the_dim_is_cut_that_was_proven_on_the_twin(
-    hidden: int, width: int
-) -> None:
-    """Twice the features of an expert are the hidden ones, as in the released OLMoE; or once."""
+def test_experts_as_wide_as_the_hidden_states_use_the_validated_dim(hidden: int, width: int) -> None:
+    """The hidden size is once or twice (as in OLMoE) the features of an expert."""
     sizes = {"hidden_size": hidden, "intermediate_size": width, "vocab_size": 60, "num_experts": 4}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "num_hidden_layers": 2, "num_experts_per_tok": 2}
     model = transformers.OlmoeForCausalLM(transformers.OlmoeConfig(**sizes, **heads)).double()
@@ -139,7 +139,7 @@ def test_of_experts_as_wide_as_the_hidden_states_the_dim_is_cut_that_was_proven_
     )
 
 
-def test_dims_that_sizes_do_not_tell_are_asked_for() -> None:
+def test_ambiguous_expert_dims_must_be_specified() -> None:
     layer = nn.ModuleDict({"experts": nn.Module()})
     for name in ("up", "down"):
         layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
@@ -153,31 +153,31 @@ def test_dims_that_sizes_do_not_tell_are_asked_for() -> None:
     }
 
 
-def test_what_a_pipeline_needs_is_left_out_where_ranks_would_differ_with_it(
+def test_pipeline_hints_that_break_tensor_parallelism_are_omitted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    twin = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
-    native: Any = derive_policy_on(twin.model, twin.run)
+    reduced = reduce_model(transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2)))
+    native: Any = derive_policy_on(reduced.model, reduced.run)
     attention, *others = native.stack.blocks
     torn = [replace(native.stack, blocks=[replace(attention, local_attrs={}), *others])]
     monkeypatch.setattr(
         "shardformer.discovery.derive_policy.find_pipeline_hints", lambda reference, policy: (torn, None)
     )
-    policy: Any = derive_policy_on(twin.model, twin.run)
+    policy: Any = derive_policy_on(reduced.model, reduced.run)
     assert policy.stack.blocks == native.stack.blocks
     assert "the sharded model does not run" in policy.no_pipeline
 
 
 @pytest.mark.slow
 @torch.no_grad()
-def test_a_policy_is_found_although_no_gradients_are_wanted() -> None:
+def test_a_policy_is_derived_under_no_grad() -> None:
     model = transformers.OPTForCausalLM(transformers.OPTConfig(vocab_size=60, num_hidden_layers=2))
     assert derive_policy(model).no_pipeline is None
 
 
-def test_what_cancels_out_in_fp32_inside_is_rounding_and_what_is_left_out_is_not() -> None:
+def test_fp32_cancellation_is_tolerated_and_missing_terms_are_not() -> None:
     class Inside(nn.Module):
-        """A scale whose gradient is a sum of much larger numbers, computed in fp32."""
+        """A scale whose gradient is a sum of much larger terms in fp32."""
 
         def __init__(self) -> None:
             super().__init__()

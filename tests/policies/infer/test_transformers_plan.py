@@ -1,4 +1,4 @@
-"""transformers' own tensor-parallel plan is the first draft of a policy, and is never trusted."""
+"""The tensor parallel plan of transformers is the first draft of a policy and is always validated."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ def count_validations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return sizes
 
 
-def test_the_plan_has_the_paths_of_the_whole_model() -> None:
+def test_the_plan_has_paths_in_the_full_model() -> None:
     plan = transformers_plan_of(qwen())
     assert plan["model.layers.*.mlp.down_proj"] == "rowwise"
     assert len(plan) == len(transformers.Qwen2Config.base_model_tp_plan)
 
 
 @pytest.mark.slow
-def test_a_draft_is_validated_once_and_gives_the_policy_of_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_draft_is_validated_once_and_equals_the_searched_policy(monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = count_validations(monkeypatch)
     drafted, with_plan = str(derive_policy(qwen())), len(sizes)
     assert str(derive_policy(qwen({}))) == drafted
@@ -48,7 +48,7 @@ def test_a_draft_is_validated_once_and_gives_the_policy_of_the_search(monkeypatc
 
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["self_attn", "mlp"])
-def test_what_a_plan_of_the_user_leaves_out_is_derived(left_out: str) -> None:
+def test_entries_missing_from_a_plan_are_derived(left_out: str) -> None:
     plan = {name: style for name, style in transformers.Qwen2Config.base_model_tp_plan.items() if left_out not in name}
     assert str(derive_policy(qwen(plan))) == str(derive_policy(qwen({})))
 
@@ -68,7 +68,7 @@ def test_a_wrong_draft_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drafted
 
 
-def test_a_plan_selects_the_role_whose_weights_it_shards_in_the_same_way() -> None:
+def test_a_plan_selects_the_role_that_shards_the_same_weights() -> None:
     mlp, other = MLP("m", up=["gate?", "up"], down="down"), MLP("m", up=["gate", "down"], down="up")
     assert role_in_plan(PLAN, "l", [other, mlp]) == mlp
     assert role_in_plan({**PLAN, "l.*.m.up": "replicate"}, "l", [other, mlp]) is None
@@ -84,6 +84,6 @@ def test_stacked_experts_are_packed_as_the_plan_describes(style: str, fused: int
     assert role_in_plan(transposed, "l", roles) == roles[1]
 
 
-def test_heads_that_lie_in_one_matrix_are_searched() -> None:
+def test_fused_heads_are_searched() -> None:
     plan = {"l.*.a.qkv": "colwise_gather_output", "l.*.a.out": "rowwise_split_input"}
     assert role_in_plan(plan, "l", [Attention("a", AttentionProjections(qkv="qkv", out="out"))]) is None

@@ -1,4 +1,4 @@
-"""A registered policy is used for the code that it was written for; what else runs in layers is proven, or refused."""
+"""A registered policy is used for library code; user code in layers is validated or refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallMo
 
 
 class OverFeatures(LlamaMLP):
-    """What it gives depends on all features at once."""
+    """The output depends on all features."""
 
     def forward(self, x: Tensor) -> Tensor:
         found: Tensor = self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).softmax(-1))
@@ -30,7 +30,7 @@ class OverFeatures(LlamaMLP):
 
 
 class OtherOrder(LlamaMLP):
-    """The same, written otherwise."""
+    """The same computation, written differently."""
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
@@ -44,7 +44,7 @@ class Squared(nn.Module):
 
 
 class OwnLlama(transformers.LlamaForCausalLM):
-    """A user's class that builds its own MLPs."""
+    """A user class that builds its own MLPs."""
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
@@ -96,7 +96,7 @@ def with_activation() -> Any:
 
 
 @pytest.mark.parametrize("make", [of_class(OtherOrder), patched(OtherOrder.forward), with_activation], ids=range(3))
-def test_what_a_proof_covers_is_cut(make: Callable[[], Any]) -> None:
+def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
     expected = float(make()(**batch).loss.detach())
 
@@ -124,7 +124,7 @@ def test_what_the_policy_does_not_know_is_refused(make: Callable[[], Any]) -> No
         assert "shardformer.derive_policy(model)" in said
 
 
-def test_where_nothing_is_cut_by_tensor_anything_goes() -> None:
+def test_user_code_is_not_validated_without_tensor_parallelism() -> None:
     def do(context: ParallelContext) -> None:
         shardformer.shard_model(of_class(OverFeatures)(), context=context)(
             **RandomBatches(DEFAULT_HEAD["llama"])(0)
@@ -133,7 +133,7 @@ def test_where_nothing_is_cut_by_tensor_anything_goes() -> None:
     run_as_threads(do, data=2)
 
 
-def test_a_policy_that_a_user_gives_is_tried_on_such_code_too() -> None:
+def test_a_passed_policy_is_validated_on_user_code() -> None:
     from shardformer.policies.models.llama import LlamaPolicy
 
     def do(context: ParallelContext) -> str:
@@ -146,7 +146,7 @@ def test_a_policy_that_a_user_gives_is_tried_on_such_code_too() -> None:
 
 
 def wrap(module: nn.Module) -> None:
-    """As accelerate wraps a forward: copies of the module share the wrapper, and with it the module."""
+    """Wrap a forward as accelerate does: copies of the module share the wrapper and the original module."""
     forward = module.forward
 
     @wraps(forward)
@@ -158,7 +158,7 @@ def wrap(module: nn.Module) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", ["model.layers.1", "model.layers.0.input_layernorm"])
-def test_a_wrapped_forward_that_copies_of_the_model_share_is_refused(path: str) -> None:
+def test_a_wrapped_forward_shared_by_copies_is_refused(path: str) -> None:
     models = [plain() for _ in range(2)]
 
     def shard(context: ParallelContext) -> None:

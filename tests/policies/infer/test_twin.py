@@ -1,4 +1,4 @@
-"""The small twin of a model: which relations its config keeps, what it is fed, and what is found on it."""
+"""Reduced models: ratios in the config, generated inputs and derived policies."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
 
 
 def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
-    """The last two names of each linear in the layers that the policy cuts everywhere."""
+    """Return the last two names of each linear that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     cut = make_plan(model, policy).sharded_parameter_ids()
@@ -47,12 +47,14 @@ def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
     ],
 )
 @pytest.mark.filterwarnings("ignore:`acoustic_tokenizer_chunk_size` is deprecated")  # transformers 5.17 of its own call
-def test_a_twin_of_special_sizes_or_inputs_runs(model_type: str, name: str, shapes: dict[str, tuple[int, ...]]) -> None:
+def test_reduced_models_with_special_sizes_or_inputs_run(
+    model_type: str, name: str, shapes: dict[str, tuple[int, ...]]
+) -> None:
     batch = reduce_model(native(model_type, name)).batch
     assert {name: tuple(batch[name].shape) for name in shapes} == shapes
 
 
-def test_a_class_derives_sizes_from_the_small_ones() -> None:
+def test_a_config_class_recomputes_derived_sizes() -> None:
     small = shrink_config(transformers.ZambaConfig(), anew=True)
     assert small.attention_hidden_size == 2 * ODD.heads * ODD.head_dim
     assert small.attention_head_dim == 2 * ODD.head_dim
@@ -67,35 +69,35 @@ def test_a_class_derives_sizes_from_the_small_ones() -> None:
         ("blt", "BltForCausalLM"),  # a size that only the config around its parts knows
     ],
 )
-def test_a_config_is_made_anew_where_its_fields_alone_do_not_fit(model_type: str, name: str) -> None:
+def test_a_config_is_rebuilt_if_its_reduced_fields_are_inconsistent(model_type: str, name: str) -> None:
     model = native(model_type, name)
     assert layer_kinds(reduce_model(model).model) == layer_kinds(model)
 
 
-def test_a_head_inside_another_model_is_cut_with_the_embedding_whose_weight_it_has() -> None:
+def test_a_tied_head_of_a_nested_model_is_sharded_with_its_embedding() -> None:
     model = native("shieldgemma2", "ShieldGemma2ForImageClassification")
     assert derive_policy(model).head == ("model.lm_head",)
 
 
-def test_layers_that_read_the_keys_and_values_of_earlier_ones_are_cut_with_them() -> None:
+def test_layers_that_share_keys_and_values_are_sharded() -> None:
     layer_types = ["sliding_attention", "full_attention"] * 4
     model = native(
         "gemma4_text", "Gemma4ForCausalLM", num_hidden_layers=8, layer_types=layer_types, num_kv_shared_layers=4
     )
-    twin = reduce_model(model).model
-    assert layer_kinds(twin) == layer_kinds(model)
+    reduced = reduce_model(model).model
+    assert layer_kinds(reduced) == layer_kinds(model)
     policy = derive_policy(model)
     cut = cut_in_layers(model, policy)
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= cut
 
 
-def test_a_model_of_stages_is_shrunk_to_a_small_image() -> None:
+def test_the_image_size_of_a_staged_model_is_reduced() -> None:
     mobilevit = reduce_model(native("mobilevit", "MobileViTForImageClassification"))
     assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])
     assert max(shrink_config(transformers.CvtConfig()).depth) == 3
 
 
-def test_layers_in_a_sequential_are_layers_and_projections_of_convolved_states_are_cut() -> None:
+def test_layers_in_a_sequential_and_convolved_projections_are_sharded() -> None:
     sizes = {"embed_dim": (12, 24, 48), "num_heads": (1, 2, 4), "depth": (1, 2, 3)}
     policy = derive_policy(native("cvt", "CvtForImageClassification", **sizes))
     assert isinstance(policy.stack, LayerStack)

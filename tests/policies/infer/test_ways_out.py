@@ -1,4 +1,4 @@
-"""Where no policy is found, what is said fits the reason, and what it says to write works."""
+"""Errors for models without a policy state the reason, and their suggestions work."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 
 class Fed(nn.Module):
-    """An MLP between an embedding and a head, whose input has a name of its own."""
+    """An MLP between an embedding and a head, with an unknown input name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Fed(nn.Module):
 
 
 class Convolved(nn.Module):
-    """No linear gives to another."""
+    """A model without linears that feed each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,10 +55,10 @@ class Convolved(nn.Module):
 
 
 class Attending(nn.Module):
-    """A layer that is its attention, and adds its residual itself; with an MLP where that is asked for.
+    """A layer that is an attention with its residual, optionally followed by an MLP.
 
     Args:
-        heads: what it takes its features apart by.
+        heads: shape of the heads for unflatten.
     """
 
     def __init__(self, heads: tuple[int, int], up: int) -> None:
@@ -93,7 +93,7 @@ def shard(model: nn.Module) -> Any:
     return run_as_threads(lambda context: shardformer.shard_model(model, context=context), tensor=2)
 
 
-def test_a_model_with_an_input_of_its_own_is_told_how_to_give_one_and_that_works() -> None:
+def test_the_error_for_unknown_inputs_shows_a_working_call() -> None:
     torch.manual_seed(0)
     model = Fed()
     with pytest.raises(PolicyError) as error:
@@ -118,7 +118,7 @@ def fed_like(model: nn.Module) -> nn.Module:
     return copied
 
 
-def test_what_is_printed_of_a_policy_is_python_that_says_the_same() -> None:
+def test_printed_source_with_notes_is_valid_python() -> None:
     said = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
     names: dict[str, Any] = {}
     exec(said, names)
@@ -128,7 +128,7 @@ def test_what_is_printed_of_a_policy_is_python_that_says_the_same() -> None:
 
 
 @pytest.mark.parametrize("kind", ["mamba", "convolutions"])
-def test_where_nothing_can_be_cut_by_tensor_what_can_be_done_is_said(kind: str) -> None:
+def test_the_error_without_shardable_layers_lists_alternatives(kind: str) -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     with pytest.raises(PolicyError) as error:
         shard(transformers.MambaForCausalLM(config) if kind == "mamba" else Convolved())
@@ -138,7 +138,7 @@ def test_where_nothing_can_be_cut_by_tensor_what_can_be_done_is_said(kind: str) 
     assert "Attention(" not in said
 
 
-def test_others_are_shown_a_policy_to_write() -> None:
+def test_other_errors_show_an_example_policy() -> None:
     class Odd(nn.Module):
         def forward(self, pixel_values: Tensor) -> Tensor:
             return pixel_values.missing  # type: ignore[attr-defined, no-any-return]
@@ -147,7 +147,7 @@ def test_others_are_shown_a_policy_to_write() -> None:
         shard(Odd())
 
 
-def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_policy_nearest_to_it() -> None:
+def test_the_error_quotes_the_failing_line_and_the_closest_policy() -> None:
     with pytest.raises(PolicyError) as error:
         shard(AttentionModel((3, 8)))
     said = str(error.value)
@@ -162,7 +162,7 @@ def test_an_attention_in_a_layer_is_told_the_line_that_keeps_it_whole_and_the_po
     trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as it says: with -1 for the number of heads
 
 
-def test_an_attention_beside_what_is_cut_has_its_line_and_its_role_among_the_notes() -> None:
+def test_notes_quote_the_failing_line_and_the_closest_role() -> None:
     notes = " ".join(shardformer.derive_policy(AttentionModel((3, 8), up=40)).notes)
     assert re.search(
         r"Replicated, because .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes
@@ -170,7 +170,7 @@ def test_an_attention_beside_what_is_cut_has_its_line_and_its_role_among_the_not
     assert 'The closest role for layers: Attention("", AttentionProjections(out="o", q="q", k="k", v="v")' in notes
 
 
-def test_heads_that_nobody_counts_are_counted_by_their_features() -> None:
+def test_uncounted_heads_are_derived_from_their_features() -> None:
     policy = shardformer.derive_policy(AttentionModel((-1, 4)))
     assert "num_heads=6" in str(policy)
     trains_alike(AttentionModel((-1, 4)), type(policy), ranks=3)
