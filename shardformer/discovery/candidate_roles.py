@@ -420,10 +420,10 @@ def _parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[di
 
 def _arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
     """Return arguments of the attention, except the first, with a dim that counts heads or samples times heads."""
-    given = list(trace.inputs.get(group.entry, {}).items())
-    samples = given[0][1].shape[0] if given else 0
+    arguments = list(trace.inputs.get(group.entry, {}).items())
+    samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
-    dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in given[1:]}
+    dims = {name: [d for d, n in enumerate(x.shape) if n in counts] for name, x in arguments[1:]}
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
@@ -431,11 +431,11 @@ def _inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[s
     """Return further arguments that the columns of the attention read, if one ever differs from the first argument."""
     names: dict[str, bool] = {}
     for like in _in_all_layers(model, group.entry):
-        given = list(trace.inputs.get(like, {}).items())
+        arguments = list(trace.inputs.get(like, {}).items())
         read = [x for c in group.columns for x in trace.read.get(like + c.removeprefix(group.entry), [])]
-        for name, x in given[1:]:
+        for name, x in arguments[1:]:
             if any(x is r for r in read):
-                names[name] = names.get(name, False) or x is not given[0][1]
+                names[name] = names.get(name, False) or x is not arguments[0][1]
     return list(names) if any(names.values()) else []
 
 
@@ -484,8 +484,8 @@ def _final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | Non
         return None
     last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
     out = trace.outputs.get(last)
-    for path, given in trace.inputs.items():
-        first = next(iter(given.values()), None)
+    for path, arguments in trace.inputs.items():
+        first = next(iter(arguments.values()), None)
         if first is out and out is not None and not path.startswith(f"{layers}."):
             module = model.get_submodule(path)
             if "norm" in type(module).__name__.lower() and not list(module.children()):

@@ -206,8 +206,8 @@ def rotary_features(number: ConfigField) -> set[int]:
 
 
 def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bool:
-    beside = [n for n in found if n.path[:-1] == number.path[:-1]]
-    return len(beside) > 1 and number.matrices() >= {name for other in beside for name in other.matrices()}
+    neighbors = [n for n in found if n.path[:-1] == number.path[:-1]]
+    return len(neighbors) > 1 and number.matrices() >= {name for other in neighbors for name in other.matrices()}
 
 
 def _form_a_product(number: ConfigField, other: ConfigField) -> bool:

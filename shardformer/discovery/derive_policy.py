@@ -495,7 +495,7 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
         return _unknown_inputs_error(model, reason)
     if isinstance(error, NothingShardedError):
         return _nothing_sharded_error(model, reason, tensor, error.nearest)
-    tried = f"its model type is {family!r}" if family else "it has no config with a model type"
+    tried = f"model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}",
         rule=f"The registered families are {', '.join(FAMILIES)}",

@@ -209,10 +209,10 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
     config, text = getattr(model, "config", None), inputs.get("input_ids")
     if text is None:
         return
-    known = [[(kind, way, counts) for way, counts in _accepted_layouts(model, kind, inputs)] for kind in MODALITIES]
-    for chosen in product(*(ways for ways in known if ways)):
+    known = [[(m, layout, counts) for layout, counts in _accepted_layouts(model, m, inputs)] for m in MODALITIES]
+    for chosen in product(*filter(None, known)):
         if chosen:
-            places = {kind: (_token(config, kind), counts) for kind, _, counts in chosen}
+            places = {modality: (_token(config, modality), counts) for modality, _, counts in chosen}
             out = _insert_tokens(text, places)
             if "attention_mask" in inputs:
                 mask_BS = inputs["attention_mask"]
@@ -242,12 +242,12 @@ def feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
 
 
 def _accepted_layouts(
-    model: nn.Module, kind: str, inputs: Mapping[str, Tensor]
+    model: nn.Module, modality: str, inputs: Mapping[str, Tensor]
 ) -> Iterator[tuple[MediaLayout, list[int]]]:
     """Yield the media layouts that a model accepts, with the number of media tokens of each sample."""
-    features = _find_method(model, f"get_{kind}_features")
-    if features is not None and _token(getattr(model, "config", None), kind) is not None:
-        for way in _media_layouts(kind, model, inputs):
+    features = _find_method(model, f"get_{modality}_features")
+    if features is not None and _token(getattr(model, "config", None), modality) is not None:
+        for way in _media_layouts(modality, model, inputs):
             parts = _features(model, features, {**_required_inputs(features, inputs), **way})
             # a later projection may change the width to that of the text
             widths = dict.fromkeys([text_width(model), *(x.shape[-1] for x in parts[:1])])
@@ -256,9 +256,9 @@ def _accepted_layouts(
                     yield way, list(counts)
 
 
-def _token(config: Any, kind: str) -> int | None:
+def _token(config: Any, modality: str) -> int | None:
     ids = special_token_ids(config)
-    return next((ids[name] for name in ids if name.startswith(f"{kind}_token")), None)
+    return next((ids[name] for name in ids if name.startswith(f"{modality}_token")), None)
 
 
 _VALUES = {"image": ("pixel_values",), "audio": ("input_features", "input_values")}
@@ -268,23 +268,23 @@ _LAYOUT = ("pixel_values", "spatial_shapes", "pixel_attention_mask", "input_feat
 def _insert_tokens(text_BS: Tensor, places: Mapping[str, tuple[int | None, list[int]]]) -> MediaLayout:
     """Return texts of equal length with media tokens inserted, and the modality of each token."""
     longest = max(sum(counts[row] for _, counts in places.values()) for row in range(len(text_BS)))
-    rows, kinds = [], []
+    rows, token_types = [], []
     for row, words in enumerate(text_BS):
-        put = [(token, MODALITIES[kind], counts[row]) for kind, (token, counts) in places.items()]
+        put = [(token, MODALITIES[modality], counts[row]) for modality, (token, counts) in places.items()]
         missing = longest - sum(count for _, _, count in put)
         ids = [*words[:LEADING_TOKENS], *(token for token, _, count in put for _ in range(count))]
-        of = [0] * LEADING_TOKENS + [kind for _, kind, count in put for _ in range(count)]
-        rest = [*words[torch.arange(missing) % len(words)], *words[LEADING_TOKENS:]]
-        rows.append([int(token) for token in (*ids, *rest) if token is not None])
-        kinds.append(of + [0] * len(rest))
-    return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(kinds)}
+        of = [0] * LEADING_TOKENS + [modality for _, modality, count in put for _ in range(count)]
+        remaining = [*words[torch.arange(missing) % len(words)], *words[LEADING_TOKENS:]]
+        rows.append([int(token) for token in (*ids, *remaining) if token is not None])
+        token_types.append(of + [0] * len(remaining))
+    return {"input_ids": torch.tensor(rows), KINDS: torch.tensor(token_types)}
 
 
-def _media_layouts(kind: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
+def _media_layouts(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
     names = {*inspect.signature(model.forward).parameters}
     return (
         _image_layouts(getattr(model, "config", None), inputs, names)
-        if kind == "image"
+        if modality == "image"
         else _audio_layouts(inputs, names)
     )
 
@@ -357,8 +357,8 @@ def _features_per_sample(parts: Sequence[Tensor], way: MediaLayout, width: int) 
     units = _patches_per_image(way)
     samples = len(units) or len(next(iter(way.values())))
     if len(parts) == 1 and units:
-        share, rest = divmod(sum(units) * width, parts[0].numel())
-        return [] if rest or not share else [n // share for n in units]
+        share, remaining = divmod(sum(units) * width, parts[0].numel())
+        return [] if remaining or not share else [n // share for n in units]
     if len(parts) == 1:
         return [parts[0].numel() // width // samples] * samples
     counts = [x.numel() // width for x in parts]

@@ -103,18 +103,18 @@ def layer_paths(model: nn.Module, layers: str) -> list[str]:
 
 def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
     """Return the number of outputs of the layers of each stack; 0 if layers return only a tensor."""
-    given: dict[str, int] = {}
+    counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in stacks:
-            given[layers] = 0
+            counts[layers] = 0
 
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
-                given[layers] = len(out) if isinstance(out, tuple | list) else 0
+                counts[layers] = len(out) if isinstance(out, tuple | list) else 0
 
             for path in layer_paths(model, layers):
                 stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
         run(model)
-    return given
+    return counts
 
 
 class _TensorOrigins(TorchDispatchMode):
@@ -136,13 +136,13 @@ class _TensorOrigins(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        given = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
-        marked = [marks for _, marks in given if marks]
+        inputs = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        marked = [marks for _, marks in inputs if marks]
         if not marked:
             return out
         marks = frozenset().union(*marked)
         if len(marked) > 1 and any(name in str(func) for name in MERGING_OPS):
-            self.merged.setdefault(marks, next(x.shape[-1] for x, of_x in given if of_x))
+            self.merged.setdefault(marks, next(x.shape[-1] for x, of_x in inputs if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
                 self.put(x, marks)
@@ -166,12 +166,12 @@ class _ForwardTracer:
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             every = {**dict(zip(names, args, strict=False)), **kwargs}
-            given = {name: x for name, x in every.items() if isinstance(x, Tensor)}
-            self.flow.inputs.setdefault(path, given)
-            if given and "norm" in type(module).__name__.lower() and not module._modules:
-                self.flow.normed.setdefault(path, self.marks.of(next(iter(given.values()))))
-            if path in self._linears and given:
-                x = next(iter(given.values()))
+            tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
+            self.flow.inputs.setdefault(path, tensors)
+            if tensors and "norm" in type(module).__name__.lower() and not module._modules:
+                self.flow.normed.setdefault(path, self.marks.of(next(iter(tensors.values()))))
+            if path in self._linears and tensors:
+                x = next(iter(tensors.values()))
                 self.flow.read.setdefault(path, []).append(x)
                 self._feeding[path] = self.marks.of(x)
 
@@ -221,26 +221,28 @@ class _ForwardTracer:
         per_token_args = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
         path = common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
-        given = self._given(path)
-        group.enters = source is given or (group.attends and _is_of(source, given))
+        module_input = self._first_input(path)
+        group.enters = source is module_input or (group.attends and _is_of(source, module_input))
         group.entry = path if group.enters or len(per_token_args) > 1 else per_token_args[0]
         group.enters = group.enters or len(per_token_args) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             inner, outer = common_parent(group.columns), common_parent([*group.columns, group.row])
-            given = self._given(outer)
-            other_columns = [c for c, x in first.items() if not _is_of(x, given)]
+            module_input = self._first_input(outer)
+            other_columns = [c for c, x in first.items() if not _is_of(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
-                group.entry = inner if self._given(inner) is given else outer
+                group.entry = inner if self._first_input(inner) is module_input else outer
                 group.other_columns, group.enters = other_columns, True
 
-    def _given(self, path: str) -> Tensor | None:
+    def _first_input(self, path: str) -> Tensor | None:
         """Return the first tensor argument of a module."""
         return next(iter(self.flow.inputs.get(path, {}).values()), None)
 
 
-def _is_of(read: Tensor, given: Tensor | None) -> bool:
-    """Return whether ``read`` is ``given`` or a view of it with the same memory."""
-    return given is not None and read.data_ptr() == given.data_ptr() and read.numel() == given.numel()
+def _is_of(read: Tensor, module_input: Tensor | None) -> bool:
+    """Return whether ``read`` is ``module_input`` or a view of it with the same memory."""
+    return (
+        module_input is not None and read.data_ptr() == module_input.data_ptr() and read.numel() == module_input.numel()
+    )
 
 
 def common_parent(paths: Sequence[str]) -> str:
@@ -287,13 +289,13 @@ class ModuleCall:
     output: Any
 
     @property
-    def given(self) -> Tensor | None:
+    def hidden_states(self) -> Tensor | None:
         """The hidden states passed to the module."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
         return first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
-    def gave(self) -> Tensor | None:
+    def first_output(self) -> Tensor | None:
         first = self.output[0] if isinstance(self.output, tuple | list) else self.output
         return first if isinstance(first, Tensor) else None
 
@@ -318,24 +320,24 @@ class TokenUse:
                     note = partial(self._note, path)
                     stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             reference.run(self._model)
-        first = next((self._calls[path].given for path in self.paths if path in self._calls), None)
+        first = next((self._calls[path].hidden_states for path in self.paths if path in self._calls), None)
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
         self._calls.setdefault(path, ModuleCall(args, kwargs, output))
 
-    def by_token(self, x: Tensor | None) -> bool:
+    def has_token_dim(self, x: Tensor | None) -> bool:
         """Return whether ``x`` has an entry for each token: (B, S, ...) or (B*S, ...)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
-    def is_given_tokens(self, path: str) -> bool:
+    def receives_tokens(self, path: str) -> bool:
         """Return whether a module receives tokens; True for a module that this forward did not call."""
-        return path not in self._calls or self.by_token(self._calls[path].given)
+        return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
-    def is_given_numbers(self, path: str) -> bool:
+    def receives_numbers(self, path: str) -> bool:
         """Return whether a module receives one number per token, (B, S), in addition to its hidden states."""
         return any(isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._named(path).values())
 
@@ -346,11 +348,11 @@ class TokenUse:
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
-    def is_fed(self, path: str) -> bool:
+    def maps_tokens(self, path: str) -> bool:
         """Return whether a module maps the tokens of the stack (B, S, ...) to as many outputs."""
-        if (call := self._calls.get(path)) is None or (x := call.given) is None:
+        if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
-        return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.by_token(call.gave)
+        return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
     def children(self) -> Iterator[tuple[str, str]]:
         """Yield the modules that a layer may call: (path of the layer, name in the layer)."""
@@ -375,9 +377,9 @@ class TokenUse:
         call = self._calls.get(path)
         if call is None:
             return True
-        x, y = call.given, call.gave
+        x, y = call.hidden_states, call.first_output
         if x is None or y is None or tuple(x.shape[:2]) != self.shape or tuple(y.shape[:2]) != self.shape:
-            return self.is_given_tokens(path)
+            return self.receives_tokens(path)
         for token, others in ((0, slice(1, None)), (-1, slice(None, -1))):
             changed = x.detach().clone()
             changed[:, token] += torch.linspace(0.5, 1.5, x.shape[-1], dtype=x.dtype, device=x.device).square()
@@ -385,7 +387,7 @@ class TokenUse:
             named = {name: changed if a is x else a for name, a in call.kwargs.items()}
             try:
                 with torch.no_grad():
-                    again = ModuleCall((), {}, module(*own, **named)).gave
+                    again = ModuleCall((), {}, module(*own, **named)).first_output
             except Exception:  # a module may raise anything if it is called outside its forward
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
@@ -399,7 +401,7 @@ class TokenUse:
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
                 for name, x in self._named(path).items():
-                    if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.by_token(x):
+                    if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.has_token_dim(x):
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
     def _named(self, path: str) -> dict[str, Any]:
@@ -408,7 +410,7 @@ class TokenUse:
             return {}
         names = inspect.signature(self._model.get_submodule(path).forward).parameters
         named = {**dict(zip(names, call.args, strict=False)), **call.kwargs}
-        return {name: x for name, x in named.items() if x is not call.given}
+        return {name: x for name, x in named.items() if x is not call.hidden_states}
 
 
 def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:

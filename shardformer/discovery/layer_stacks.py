@@ -48,9 +48,9 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
     calls = list(dict.fromkeys(_calls_in_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    given = outputs_per_layer(model, reference.run, in_order)
+    counts = outputs_per_layer(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
-    return [LayerStack(path, [], stages=PipelineHints(num_outputs=given[path])) for path in in_order]
+    return [LayerStack(path, [], stages=PipelineHints(num_outputs=counts[path])) for path in in_order]
 
 
 def _is_layer(module: nn.Module) -> bool:
@@ -269,8 +269,8 @@ class _SequenceHintCandidates:
     def hints(self, way: frozenset[str]) -> SequenceParallelHints:
         gathers = self.mixing if "mixing" in way else ()
         around = _unique(name for part in ("attentions", "containers") if part in way for name in getattr(self, part))
-        given = {"", *gathers, *around}
-        per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in given)
+        gathered = {"", *gathers, *around}
+        per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in gathered)
         return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in way)
 
 
@@ -320,15 +320,15 @@ def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _S
             containers.append(name)
     for block in blocks:
         above = tokens.above(block.entry)
-        fed = [name for name, path in above.items() if tokens.is_fed(path)]
+        fed = [name for name, path in above.items() if tokens.maps_tokens(path)]
         if block.arguments is not None:
             exits = tokens.above(block.row)
             attentions += [name for name in fed if name in exits][-1:]
-        elif above and not tokens.is_given_tokens(block.entry):
+        elif above and not tokens.receives_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:
-            containers += [name for name in fed if tokens.is_given_numbers(above[name])]
+            containers += [name for name in fed if tokens.receives_numbers(above[name])]
     return _SequenceHintCandidates(
         *map(_unique, (mixing, attentions, containers, without_tokens, tokens.per_token_args()))
     )

@@ -206,8 +206,8 @@ class _ReadDetector(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
-        held = (x for x in (*model.parameters(), *model.buffers()) if has_data(x) and x.layout == torch.strided)
-        self._storages = {x.untyped_storage().data_ptr() for x in held if x.numel()}
+        tensors = (x for x in (*model.parameters(), *model.buffers()) if has_data(x) and x.layout == torch.strided)
+        self._storages = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
         self.found = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

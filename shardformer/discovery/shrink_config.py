@@ -75,8 +75,8 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
         """Return whether only neighboring lists of this length shorten the model."""
-        beside = (values for at, values in list_fields(config) if at[:-1] == path[:-1])
-        is_candidate = path in dict(integer_fields(config)) and any(len(values) == count for values in beside)
+        neighbors = (values for at, values in list_fields(config) if at[:-1] == path[:-1])
+        is_candidate = path in dict(integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(built(config_fields.with_fields(few, {path: count})))
 
     for path, count in [*integer_fields(config), *((path, len(kinds)) for path, kinds in list_fields(config, of=str))]:
@@ -126,8 +126,9 @@ def small_rotations(config: Any, model: nn.Module) -> None:
                 rope = getattr(small, "rope_parameters", None)
                 if small.model_type == large.model_type and isinstance(rope, dict):
                     share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
-                    total, rest = int(_head_dim(small) * share) // 2, len(sections) - 1
-                    rope["mrope_section"] = [total - rest * (total // (rest + 1)), *[total // (rest + 1)] * rest]
+                    total, count = int(_head_dim(small) * share) // 2, len(sections)
+                    size = total // count
+                    rope["mrope_section"] = [total - (count - 1) * size, *[size] * (count - 1)]
 
 
 def _head_dim(config: Any) -> int:
@@ -151,8 +152,8 @@ def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int)
         zip(*[v for v in of_each.values() if not _enumerates_layers(v)], [i < count - shared for i in range(count)])
     )
     chosen = {i for i, kind in enumerate(kinds) if i < first or kinds[:i].count(kind) < each}
-    rest = [i for i in range(count) if i not in chosen]
-    kept = sorted({*chosen, *rest[: max(0, LAYERS - len(chosen))]})
+    remaining = [i for i in range(count) if i not in chosen]
+    kept = sorted({*chosen, *remaining[: max(0, LAYERS - len(chosen))]})
     if field not in of_each:
         setattr(place, field, len(kept))
     for name, values in of_each.items():
@@ -221,9 +222,9 @@ class ConfigShrinker:
         every = self._with_layers(0, 1)
         if layer_kinds(model) - layer_kinds(self.make(copy.deepcopy(every))):
             every = self._with_layers(layers_per_kind(model), 1)
-        measured = config_fields.measure_fields(self.make, every)
-        self.found = [number for number in measured if number.path[-1] not in STAGE_FIELDS]
-        self.kinds = config_fields.field_meanings(self.found)
+        measurements = config_fields.measure_fields(self.make, every)
+        self.fields = [number for number in measurements if number.path[-1] not in STAGE_FIELDS]
+        self.kinds = config_fields.field_meanings(self.fields)
 
     def _with_layers(self, first: int, each: int) -> Any:
         if (first, each) not in self._few:
@@ -249,15 +250,17 @@ class ConfigShrinker:
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
         few = self._with_layers(layers, 0 if layers else 1)
-        small = config_fields.with_fields(few, small_numbers(self.found, self.kinds, sizes) | named)
+        small = config_fields.with_fields(few, small_numbers(self.fields, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
-            small = config_fields.with_fields(few, small_numbers(self.found, self.kinds, fewer) | named)
-        given: dict[str, int] = {}
+            small = config_fields.with_fields(few, small_numbers(self.fields, self.kinds, fewer) | named)
+        assigned: dict[str, int] = {}
         for path, value in [*integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
-                last = sizes.words - 1 - len(given) % RESERVED  # different ids for images and audio
-                new = 3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else given.setdefault(path[-1], last)
+                last = sizes.words - 1 - len(assigned) % RESERVED  # different ids for images and audio
+                new = (
+                    3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else assigned.setdefault(path[-1], last)
+                )
                 setattr(sub_config(small, path[:-1]), path[-1], new)
         small_images(small)
         small_rotations(small, self.model)
@@ -323,13 +326,13 @@ def model_class(name: str) -> type[nn.Module] | None:
 
 def rebuild_config(small: Any, kept: Collection[str]) -> Any:
     """Rebuild a config from its fields, so that its class recomputes derived sizes except those in ``kept``."""
-    default, now, given = vars(type(small)()), vars(small), {}
+    default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)
         derived = field.default is None and default.get(name) is not None and type(now[name]) is int
         if name in now and not (derived and name not in kept):
-            given[field.name] = now[name]
-    return type(small)(**given)
+            assigned[field.name] = now[name]
+    return type(small)(**assigned)
 
 
 HEAD = (config_fields.SizeRole.MATRIX, config_fields.SizeRole.VECTOR)  # Roles of the vocabulary size in a head
@@ -346,11 +349,11 @@ def same_config_fields(number: ConfigField, others: Sequence[ConfigField]) -> li
 
 
 def small_numbers(
-    found: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
+    measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
 ) -> dict[Path, int]:
     """Return the reduced value of each field; fields that are not in the result are unchanged."""
     small: dict[Path, int] = {}
-    of = {kind: [number for number in found if kinds.get(number.path) is kind] for kind in FieldMeaning}
+    of = {kind: [number for number in measured if kinds.get(number.path) is kind] for kind in FieldMeaning}
     hidden = {n.value: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     words = {n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes())}
     for number in of[FieldMeaning.HEADS]:
@@ -368,15 +371,15 @@ def small_numbers(
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
     for number in of[FieldMeaning.WIDTH]:
-        product = _width_of_heads(number, same_config_fields(number, found), kinds, small)
+        product = _width_of_heads(number, same_config_fields(number, measured), kinds, small)
         if number.value in hidden or product:
             small[number.path] = product or hidden[number.value]
         else:
             widths.append(number)
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
-    small |= dict(_head_dims_of_widths(found, of, small))
-    return small | _equal_fields(found, kinds, small)
+    small |= dict(_head_dims_of_widths(measured, of, small))
+    return small | _equal_fields(measured, kinds, small)
 
 
 def _reduced_hidden_size(number: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
@@ -388,19 +391,19 @@ def _reduced_hidden_size(number: ConfigField, every: Sequence[ConfigField], size
     return sizes.hidden * (1 + (number.value > most)) // (1 + (number.value < most))
 
 
-def _parts_per_head(number: ConfigField, beside: Sequence[ConfigField]) -> int:
+def _parts_per_head(number: ConfigField, neighbors: Sequence[ConfigField]) -> int:
     """Return the number of parts of the features of a head that neighboring fields count."""
-    if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(beside, 2)):
+    if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
-    part = next((n.value for n in beside if n.value in config_fields.rotary_features(number)), number.value)
+    part = next((n.value for n in neighbors if n.value in config_fields.rotary_features(number)), number.value)
     return max(1, number.value // part)
 
 
 def _width_of_heads(
-    number: ConfigField, beside: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+    number: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> int | None:
     """Return the reduced width of a field that equals heads times features of a head; None for other fields."""
-    for heads, dim in product(beside, beside):
+    for heads, dim in product(neighbors, neighbors):
         if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == number.value and heads is not dim:
             if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):
                 return small[heads.path] * small.get(dim.path, dim.value)
@@ -408,7 +411,7 @@ def _width_of_heads(
 
 
 def _head_dims_of_widths(
-    found: Sequence[ConfigField], of: Mapping[FieldMeaning, Sequence[ConfigField]], small: Mapping[Path, int]
+    measured: Sequence[ConfigField], of: Mapping[FieldMeaning, Sequence[ConfigField]], small: Mapping[Path, int]
 ) -> Iterator[tuple[Path, int]]:
     """Yield fields that are the features per head of a width that is proportional to the hidden size."""
     widths = {
@@ -416,7 +419,7 @@ def _head_dims_of_widths(
         for number in of[FieldMeaning.HIDDEN]
         for spot, times in number.times.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
-    for number in found:
+    for number in measured:
         for heads in same_config_fields(number, of[FieldMeaning.HEADS]):
             width = widths.get((number.path[:-1], number.value * heads.value), 0)
             if number.path not in small and width and width % small[heads.path] == 0:
@@ -424,15 +427,15 @@ def _head_dims_of_widths(
 
 
 def _equal_fields(
-    found: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+    measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> dict[Path, int]:
     """Return reduced values of unknown fields that equal a known field of the same config, or any large field."""
     # later meanings take precedence
     meanings = ("ROWS", "WIDTH", "HIDDEN", "HEAD_DIM", "HEADS")
-    ordered = [n for name in meanings for n in found if kinds.get(n.path) is FieldMeaning[name]]
+    ordered = [n for name in meanings for n in measured if kinds.get(n.path) is FieldMeaning[name]]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
-    unknown = [n for n in found if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.shows_indirectly())]
+    unknown = [n for n in measured if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.shows_indirectly())]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
     return {path: size for path, size in new.items() if size is not None}
 

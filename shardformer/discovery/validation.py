@@ -214,16 +214,16 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
     """Compare the outputs of the last stage with the reference, and run backward on both."""
-    whole, given = _floats(reference.run(reference.model)), _floats(output)
-    here = [at for at, x in enumerate(given) if not is_placeholder(x)]
-    if len(whole) != len(given) or 0 not in here:
+    expected, stage_outputs = _floats(reference.run(reference.model)), _floats(output)
+    here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
+    if len(expected) != len(stage_outputs) or 0 not in here:
         raise MismatchError("the output depends on parameters of an earlier stage")
     for at in here:
-        a, b = whole[at], given[at]
+        a, b = expected[at], stage_outputs[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
             raise MismatchError("the output differs")
     reference.model.zero_grad()
-    for outputs in (whole, given):
+    for outputs in (expected, stage_outputs):
         torch.stack([reduced_model.weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
 
 

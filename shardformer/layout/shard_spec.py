@@ -288,8 +288,8 @@ class ShardSpec:
         """Return the boxes of the full tensor that the rank at ``coords`` stores, in local order."""
         dims = [list(_with_local_starts(self.slices_of(d, coords))) for d in range(len(self.shape))]
         return tuple(
-            Box(tuple(a for a, _, _ in piece), tuple(at for _, at, _ in piece), tuple(n for _, _, n in piece))
-            for piece in product(*dims)
+            Box(tuple(a for a, _, _ in runs), tuple(at for _, at, _ in runs), tuple(n for _, _, n in runs))
+            for runs in product(*dims)
         )
 
     def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
@@ -321,8 +321,8 @@ class ShardSpec:
             )
         local = full
         for dim in self.splits:
-            pieces = [local.narrow(dim, a, b - a) for a, b in self.slices_of(dim, coords) or [(0, 0)]]
-            local = torch.cat(pieces, dim) if len(pieces) != 1 else pieces[0]
+            chunks = [local.narrow(dim, a, b - a) for a, b in self.slices_of(dim, coords) or [(0, 0)]]
+            local = torch.cat(chunks, dim) if len(chunks) != 1 else chunks[0]
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
@@ -395,7 +395,7 @@ def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]
 
 
 def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Convert ``inner``, slices of the concatenation of ``held``, to slices of the full dim."""
+    """Convert ``inner``, slices of the concatenation of ``local``, to slices of the full dim."""
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
         for c, d in inner

@@ -158,7 +158,7 @@ def test_numbers_of_families_count_what_they_are_called(
     model_type: str, name: str, expected: dict[str, FieldMeaning | None]
 ) -> None:
     model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
-    kinds = field_meanings(ConfigShrinker(model).found)
+    kinds = field_meanings(ConfigShrinker(model).fields)
     assert {field: kinds.get((field,)) for field in expected} == expected
 
 
