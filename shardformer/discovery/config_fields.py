@@ -66,38 +66,28 @@ class ConfigField:
     def times(self) -> dict[SizeOccurrence, Fraction]:
         """Occurrence -> ratio of its size to ``value``, for sizes that are proportional to it."""
         return {
-            occurrence: Fraction(old) / self.value
-            for occurrence, (old, new) in self.moved.items()
+            place: Fraction(old) / self.value
+            for place, (old, new) in self.moved.items()
             if isinstance(old, int) and new * self.value == old * self.other
         }
 
     def adds(self) -> list[Fraction]:
         """Return the growth of matrix dims inside layers per unit of the value."""
-        inside = (
-            pair for occurrence, pair in self.moved.items() if occurrence.depth and occurrence.role is SizeRole.MATRIX
-        )
+        inside = (pair for place, pair in self.moved.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
 
     def matrices(self) -> set[str]:
         """Return the matrices inside layers whose size depends on the value."""
-        return {occurrence.name for occurrence in self.moved if occurrence.role is SizeRole.MATRIX and occurrence.depth}
+        return {place.name for place in self.moved if place.role is SizeRole.MATRIX and place.depth}
 
     def shrinks(self) -> bool:
         """Return whether a tensor shrinks as the value grows, because the value divides another number."""
-        return any((new - old) * (self.other - self.value) < 0 for _, (old, new) in self._tensors())
-
-    def _tensors(self) -> Iterator[tuple[SizeOccurrence, tuple[float, float]]]:
-        return (
-            (occurrence, pair) for occurrence, pair in self.moved.items() if occurrence.role is not SizeRole.ATTRIBUTE
-        )
+        tensors = [sizes for place, sizes in self.moved.items() if place.role is not SizeRole.ATTRIBUTE]
+        return any((new - old) * (self.other - self.value) < 0 for old, new in tensors)
 
     def sizes(self) -> list[SizeOccurrence]:
         """Return the tensor dims and list lengths that equal the value."""
-        return [
-            occurrence
-            for occurrence, times in self.times.items()
-            if times == 1 and occurrence.role is not SizeRole.ATTRIBUTE
-        ]
+        return [place for place, times in self.times.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
     def shows_indirectly(self) -> bool:
         """Return whether only attributes that are computed from the value depend on it."""
@@ -109,7 +99,7 @@ class ConfigField:
         ratio = Fraction(self.value, self.other)
         if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
             return False  # image patches
-        inside = (pair for occurrence, pair in self.moved.items() if occurrence.depth)
+        inside = (pair for place, pair in self.moved.items() if place.depth)
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     @cached_property
@@ -142,9 +132,7 @@ class FieldMeaning(Enum):
 def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     """Return the meanings of config fields, where they could be determined."""
     meanings = {number.path: meaning for number in found if (meaning := _measured_meaning(number)) is not None}
-    by_heads = {
-        occurrence for number in found if meanings.get(number.path) is FieldMeaning.HEADS for occurrence in number.moved
-    }
+    by_heads = {place for number in found if meanings.get(number.path) is FieldMeaning.HEADS for place in number.moved}
     for number in found:
         if meanings.get(number.path) is FieldMeaning.HEAD_DIM and (
             number.scaled & by_heads or _sizes_every_matrix(number, found)
@@ -153,8 +141,8 @@ def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
     for number, other in combinations(found, 2):
         known = {meanings.get(number.path), meanings.get(other.path)}
-        is_hidden = number.value * other.value in hidden and _share_a_tensor(number, other)
-        pair = is_hidden or _form_a_product(number, other)
+        shared_tensors = {place.name for place in number.sizes()} & {place.name for place in other.sizes()}
+        pair = (number.value * other.value in hidden and shared_tensors) or _form_a_product(number, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
             heads, dim = sorted((number, other), key=lambda n: n.value)
             if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
@@ -169,7 +157,7 @@ def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     least = min((n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for number in found:
-        if number.path not in meanings and _tensor_roles(number) == {SizeRole.BUFFER}:
+        if number.path not in meanings and {o.role for o in number.moved} - {SizeRole.ATTRIBUTE} == {SizeRole.BUFFER}:
             is_part = number.value <= largest or rotary_features(number) & {*parts}
             meanings[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
     return meanings
@@ -179,12 +167,12 @@ def _head_meaning(
     number: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
     """Decide whether a field of unknown meaning counts heads or features of a head."""
-    if any(occurrence.role is SizeRole.CHANNEL for occurrence in number.moved):
+    if any(place.role is SizeRole.CHANNEL for place in number.moved):
         return None
     inside = {s: k for s, k in number.times.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
     hidden = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN}
     heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
-    alone = any(times == 1 and occurrence.dim == 0 for occurrence, times in inside.items())
+    alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
         times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
         for times in inside.values()
@@ -196,13 +184,9 @@ def _head_meaning(
     return None
 
 
-def _share_a_tensor(number: ConfigField, other: ConfigField) -> bool:
-    return bool({occurrence.name for occurrence in number.sizes()} & {occurrence.name for occurrence in other.sizes()})
-
-
 def rotary_features(number: ConfigField) -> set[int]:
     """Return the numbers of rotary features of a head, which are twice the sizes of the buffers."""
-    return {2 * int(old) for occurrence, (old, _) in number.moved.items() if occurrence.role is SizeRole.BUFFER}
+    return {2 * int(old) for place, (old, _) in number.moved.items() if place.role is SizeRole.BUFFER}
 
 
 def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bool:
@@ -213,21 +197,17 @@ def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bo
 def _form_a_product(number: ConfigField, other: ConfigField) -> bool:
     """Return whether a size is a multiple of the product of both fields."""
     times, other_times = number.times, other.times
-    shared = (occurrence for occurrence in times.keys() & other_times.keys() if occurrence.depth)
+    shared = (place for place in times.keys() & other_times.keys() if place.depth)
     return any(times[s] % other.value == 0 and other_times[s] % number.value == 0 for s in shared)
-
-
-def _tensor_roles(number: ConfigField) -> set[SizeRole]:
-    return {occurrence.role for occurrence in number.moved} - {SizeRole.ATTRIBUTE}
 
 
 def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
     units = number.sizes()
-    inside = any(occurrence.role is SizeRole.MATRIX and occurrence.depth for occurrence in units)
-    outside = any(occurrence.role in SIZES and not occurrence.depth for occurrence in units)
-    if any(occurrence.role is SizeRole.LAYERS and occurrence.depth for occurrence in units):
+    inside = any(place.role is SizeRole.MATRIX and place.depth for place in units)
+    outside = any(place.role in SIZES and not place.depth for place in units)
+    if any(place.role is SizeRole.LAYERS and place.depth for place in units):
         return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
-    if any(occurrence.role is SizeRole.ROWS for occurrence in number.moved):
+    if any(place.role is SizeRole.ROWS for place in number.moved):
         return FieldMeaning.ROWS
     if {2, 4, 8} <= {*number.times.values()}:
         return FieldMeaning.CHANNELS
@@ -235,15 +215,13 @@ def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
         return FieldMeaning.HIDDEN
     if number.divides():
         return FieldMeaning.HEADS
-    if any(occurrence.role is SizeRole.EMBEDDED and not occurrence.depth for occurrence in units):
+    if any(place.role is SizeRole.EMBEDDED and not place.depth for place in units):
         return FieldMeaning.HIDDEN
-    if any(occurrence.role is SizeRole.STACK and occurrence.depth for occurrence in units):
+    if any(place.role is SizeRole.STACK and place.depth for place in units):
         return FieldMeaning.EXPERTS
     if number.scaled:
         return FieldMeaning.HEAD_DIM
-    matrices = (
-        times for occurrence, times in number.times.items() if occurrence.role is SizeRole.MATRIX and occurrence.depth
-    )
+    matrices = (times for place, times in number.times.items() if place.role is SizeRole.MATRIX and place.depth)
     most = max(matrices, default=Fraction(0))
     is_width = (inside or most == HALF) and most <= MAX_FUSED and number.value >= MIN_WIDTH
     return FieldMeaning.WIDTH if is_width else None

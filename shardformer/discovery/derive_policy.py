@@ -6,7 +6,7 @@ Also formats a policy as Python source, and builds the error for a model without
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
 from textwrap import indent
@@ -242,8 +242,13 @@ def derive_policy_on(
     find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
     stacks, why = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
     policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), why
+    unvalidated = [
+        f"With {what}, a batch with {name} raises an error: {why}."
+        for what, inputs in policy.unproven.items()
+        for name, why in inputs.items()
+    ]
     closest = [f"The closest role for {b.layers}: {role_source(b.roles[0])}." for b in cache.nearest]
-    policy.notes = [*_notes(replicated, policy.no_pipeline), *_unvalidated_notes(policy), *closest]
+    policy.notes = [*_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
     policy.keep_replicated = _unsharded_matrices(model, policy())
     return policy
 
@@ -354,12 +359,6 @@ def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
         validated,
         *(f"Replicated, because {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items()),
     ]
-
-
-def _unvalidated_notes(policy: type[DerivedPolicy]) -> Iterator[str]:
-    for what, inputs in policy.unproven.items():
-        for name, why in inputs.items():
-            yield f"With {what}, a batch with {name} raises an error: {why}."
 
 
 def _is_in_layers(model: nn.Module, path: str) -> bool:

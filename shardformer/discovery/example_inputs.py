@@ -291,13 +291,9 @@ def _media_layouts(modality: str, model: nn.Module, inputs: Mapping[str, Tensor]
 
 def _audio_layouts(inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
     if (audio := inputs.get("input_features")) is not None:
-        masks = {n: torch.ones(len(audio), audio.shape[-1]).long() for n in names if _is_audio_mask(n)}
+        masks = {n: torch.ones(len(audio), audio.shape[-1]).long() for n in names if "mask" in n and "feature" in n}
         yield {"input_features": audio, **masks}
         yield {"input_features": audio.mT.contiguous(), **masks}
-
-
-def _is_audio_mask(name: str) -> bool:
-    return "mask" in name and "feature" in name
 
 
 def _image_layouts(config: Any, inputs: Mapping[str, Tensor], names: set[str]) -> Iterator[MediaLayout]:
@@ -354,7 +350,8 @@ def _required_inputs(features: Callable[..., Any], inputs: Mapping[str, Tensor])
 
 def _features_per_sample(parts: Sequence[Tensor], way: MediaLayout, width: int) -> list[int]:
     """Return the number of features per sample, each of size ``width``; empty if the sizes do not fit."""
-    units = _patches_per_image(way)
+    # patches of all images are concatenated
+    units = to_list(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
     samples = len(units) or len(next(iter(way.values())))
     if len(parts) == 1 and units:
         share, remaining = divmod(sum(units) * width, parts[0].numel())
@@ -363,11 +360,6 @@ def _features_per_sample(parts: Sequence[Tensor], way: MediaLayout, width: int) 
         return [parts[0].numel() // width // samples] * samples
     counts = [x.numel() // width for x in parts]
     return counts if len(counts) == samples and all(counts) else []
-
-
-def _patches_per_image(way: MediaLayout) -> list[int]:
-    """Return the number of patches of each image, for layouts that concatenate the patches of all images."""
-    return to_list(way["image_grid_thw"].prod(-1)) if "image_grid_thw" in way else []
 
 
 def text_width(model: nn.Module) -> int:

@@ -12,7 +12,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -58,7 +57,6 @@ class ForwardTrace:
 
     Args:
         groups: groups of linears, in call order of their rows.
-        called: linear -> number of calls.
         inputs: module -> tensor arguments of its first call, by name.
         read: linear -> its input in each call.
         outputs: module -> first tensor of its output.
@@ -68,7 +66,6 @@ class ForwardTrace:
     """
 
     groups: list[LinearGroup] = field(default_factory=list)
-    called: dict[str, int] = field(default_factory=dict)
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
     read: dict[str, list[Tensor]] = field(default_factory=dict)
     outputs: dict[str, Tensor] = field(default_factory=dict)
@@ -192,7 +189,6 @@ class _ForwardTracer:
 
     def _update_marks(self, path: str, out: Tensor) -> None:
         feeding = self._feeding.pop(path)
-        self.flow.called[path] = self.flow.called.get(path, 0) + 1
         if path in self._replicated:
             self.marks.put(out, feeding)
         elif feeding:
@@ -317,14 +313,14 @@ class TokenUse:
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:
                 for path, module in self._model.get_submodule(outer).named_modules(prefix=outer):
-                    note = partial(self._note, path)
+
+                    def note(_: nn.Module, args: Any, kwargs: Any, output: Any, path: str = path) -> None:
+                        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
+
                     stack.callback(module.register_forward_hook(note, with_kwargs=True).remove)
             reference.run(self._model)
         first = next((self._calls[path].hidden_states for path in self.paths if path in self._calls), None)
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
-
-    def _note(self, path: str, _: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        self._calls.setdefault(path, ModuleCall(args, kwargs, output))
 
     def has_token_dim(self, x: Tensor | None) -> bool:
         """Return whether ``x`` has an entry for each token: (B, S, ...) or (B*S, ...)."""

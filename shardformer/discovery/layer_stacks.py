@@ -213,7 +213,9 @@ def _find_cross_input(reference: ReferenceGradients, before: str, layers: str) -
         def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             names = inspect.signature(module.forward).parameters
             for name, value in [*list(zip(names, args, strict=False))[1:], *kwargs.items()]:
-                if made and isinstance(value, Tensor) and value.requires_grad and _depends_on(value, made[0]):
+                if not made or not isinstance(value, Tensor) or not value.requires_grad:
+                    continue
+                if torch.autograd.grad(value.sum(), made[0], retain_graph=True, allow_unused=True)[0] is not None:
                     found.append((path, name))
 
         return look
@@ -229,10 +231,6 @@ def _find_cross_input(reference: ReferenceGradients, before: str, layers: str) -
                 stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
         reference.run(model)
     return found[0] if found else None
-
-
-def _depends_on(value: Tensor, on: Tensor) -> bool:
-    return torch.autograd.grad(value.sum(), on, retain_graph=True, allow_unused=True)[0] is not None
 
 
 HINT_CANDIDATES = (

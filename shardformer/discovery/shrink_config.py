@@ -126,13 +126,10 @@ def small_rotations(config: Any, model: nn.Module) -> None:
                 rope = getattr(small, "rope_parameters", None)
                 if small.model_type == large.model_type and isinstance(rope, dict):
                     share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
-                    total, count = int(_head_dim(small) * share) // 2, len(sections)
+                    head_dim = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
+                    total, count = int(int(head_dim) * share) // 2, len(sections)
                     size = total // count
                     rope["mrope_section"] = [total - (count - 1) * size, *[size] * (count - 1)]
-
-
-def _head_dim(config: Any) -> int:
-    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
 
 
 def _layer_counts(model: nn.Module) -> dict[str, int]:

@@ -343,7 +343,8 @@ class _PolicyTrial:
             raise _NotValidated("the model draws random numbers, which differ between a shard and the full tensor")
         role, fault = next(self._faulty_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
-        by = f"{name} over {self._tensor} ranks" if role is None else f"the {_role_text(role)} of {name} alone"
+        text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
+        by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
             f"Sharded by {by}, {model} {fault.what}",
             rule=RULE,
@@ -435,10 +436,6 @@ def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, Role
     for kind, paths in {"embeddings": policy.embeddings, "head": policy.head}.items():
         if paths:
             yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**{kind: paths})
-
-
-def _role_text(role: Role | str) -> str:
-    return role if isinstance(role, str) else f"{type(role).__name__} {role.at!r}"
 
 
 def _module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
