@@ -502,7 +502,7 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 
 
 def transformers_plan_of(model: nn.Module) -> dict[str, str]:
-    """Return path in ``model``, with ``*`` for an index -> style, from the plans of all configs in the model."""
+    """Collect the tensor parallel plans of all configs in a model, as path with ``*`` -> style."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)

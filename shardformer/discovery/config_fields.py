@@ -95,7 +95,7 @@ class ConfigField:
         return bool(self.moved) and not self.builds and all(computed)
 
     def divides(self) -> bool:
-        """Return whether a number inside a layer is inversely proportional to the value, as for heads of a width."""
+        """Return whether a size in a layer is inversely proportional to the value, like the features of a head."""
         ratio = Fraction(self.value, self.other)
         if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
             return False  # image patches
@@ -104,7 +104,7 @@ class ConfigField:
 
     @cached_property
     def scaled(self) -> set[SizeOccurrence]:
-        """Scale factors of attention scores that depend on the value, as they do on the features of a head."""
+        """Scale factors of attention scores that depend on the value."""
         factors = ((s, old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
         return {s for s, old, new in factors if (new - old) * (old - 1) * (self.other - self.value) > 0}
 

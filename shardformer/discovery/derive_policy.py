@@ -133,7 +133,7 @@ class DerivedPolicy(RolePolicy):
 
 
 def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
-    """Derive a policy from a traced forward of a reduced model and validate it there, in a few seconds.
+    """Derive a policy for a model and validate it on a reduced model, in a few seconds.
 
     Args:
         model: a model, or a transformers config, of which the first architecture is used.
@@ -273,7 +273,7 @@ def _find_hints(
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints that are valid for all batches, or for the first batch alone; record the others as unvalidated."""
+    """Find hints for all batches, or only for the first, and record the other inputs as unvalidated."""
     stacks, failure = find(references, policy)
     first_only = None
     if failure is not None and references.also:
@@ -290,7 +290,7 @@ def _find_hints(
 def _find_blocks(
     cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks that pass validation separately or match ``plan``, and path -> reason of replicated linears."""
+    """Return the blocks that pass validation or match ``plan``, and path -> reason of replicated linears."""
     model, run = cache.reference.model, cache.reference.run
     replicated = {
         path: OUTSIDE_LAYERS_REASON
@@ -331,7 +331,7 @@ class _ValidationCache:
 
 
 def _unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
-    """Return the matrices that no role shards, as policy paths: ``*`` for an index, a leading dot outside the base."""
+    """Return the policy paths of matrices without a role; paths outside the base model have a leading dot."""
     policy.set_model(model)
     cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
@@ -506,7 +506,7 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
 def _unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
     batch = ", ".join(f'"{name}": ...' for name in required_arguments(model))
     return PolicyError(
-        f"No policy for {type(model).__name__} could be derived, because that takes one forward: {reason}",
+        f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
         rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"

@@ -101,7 +101,7 @@ def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
 
 
 def with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mapping[str, Tensor]]:
-    """Yield the batch with labels from which the model may compute its loss: tokens, or one class per sample.
+    """Yield copies of the batch with labels: tokens, or one class per sample.
 
     The first candidate omits ``decoder_input_ids``, which some models derive from the labels.
     """
@@ -177,7 +177,7 @@ def _field(config: Any, name: str, *parts: str) -> Any:
 
 
 def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
-    """Return a function that calls a model with the batch in the dtype of ``model``, without a KV cache.
+    """Return a function that runs a forward on the batch, in the dtype of ``model`` and without a KV cache.
 
     Every call uses the same random seed.
     """
@@ -231,7 +231,7 @@ def media_inputs(model: nn.Module) -> list[str]:
 
 
 def feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
-    """Return the width of the model's image features if it differs from the width of its text; otherwise 0."""
+    """Return the width of image features if it differs from the width of the text; otherwise 0."""
     features = _find_method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0

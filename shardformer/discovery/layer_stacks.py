@@ -59,7 +59,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Return the stacks of a policy with pipeline hints, and why the model cannot be split into stages, or None."""
+    """Find pipeline hints for the stacks of a policy; return the stacks and the reason for failure, if any."""
     return _PipelineHintSearch(reference, policy).of(stacks_of(policy))
 
 
@@ -275,7 +275,7 @@ class _SequenceHintCandidates:
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Return the stacks with sequence parallel hints, and why sequence parallelism is not possible, or None.
+    """Find sequence parallel hints for the stacks of a policy; return the stacks and the reason for failure, if any.
 
     Args:
         layers: path of each stack in the full model.

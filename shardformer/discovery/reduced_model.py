@@ -92,7 +92,7 @@ class ReferenceGradients:
         return ReferenceGradients(model, run, loss.item(), gradients)
 
     def check_finite(self) -> None:
-        """Raise ValueError if the loss or a gradient is not finite, as with masks that overflow in another dtype."""
+        """Raise ValueError if the loss or a gradient is not finite, for example because a mask overflows."""
         of = [("the output", torch.tensor(self.loss)), *(("a gradient", g) for g in self.gradients.values())]
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
@@ -171,7 +171,7 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
-        raise ValueError(f"it lacks the module {next(iter(missing))[0]}, whose forward was replaced")
+        raise ValueError(f"the reduced model lacks the module {next(iter(missing))[0]}, whose forward was replaced")
 
 
 def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
@@ -220,10 +220,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def validation_key(model: nn.Module) -> Hashable | None:
-    """Return a key; a validation result applies to all models with the same key, with any number of layers.
-
-    Returns None for a model without a config or with user code, whose results are not cached.
-    """
+    """Return a cache key for validation results; None for a model without a config or with user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -292,7 +289,7 @@ class ReducedModel:
 def reduce_model(
     model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, together: bool = False
 ) -> ReducedModel:
-    """Build a small model of the class of ``model`` that trains on the CPU in fp64, or in fp32 if fp64 fails.
+    """Build a small model of the same class that trains on the CPU, in fp64 if possible.
 
     Args:
         batch: keyword arguments of one forward; generated if None.
@@ -344,7 +341,7 @@ def _small_copies(model: nn.Module) -> list[Callable[[], nn.Module]]:
 
 
 def copy_small_model(model: nn.Module) -> ReducedModel:
-    """Copy a small model, without its hooks, to train on the CPU; guess its inputs if their names are unknown.
+    """Copy a small model without its hooks, and find a batch with which it trains on the CPU.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
@@ -421,12 +418,12 @@ def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
         model = _with_matching_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = num_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"with a reduced config it still has {numel:,} parameters")
+        raise ValueError(f"the reduced model still has {numel:,} parameters")
     return model
 
 
 def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
-    """Change a nested config so that image features have the width of the text, if a field controls that width."""
+    """Return a model whose image features have the width of the text, if a nested config field controls it."""
     made = dict(example_inputs.generated_inputs(model))
     if width := example_inputs.feature_width(model, made):
         for path, value in integer_fields(small):
@@ -499,7 +496,7 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[FurtherCall]:
-    """Yield a call with the first accepted batch of images or audio, in the text or separate, if ``fed`` has none."""
+    """Yield a call with images or audio, if the reduced model accepts such a batch and ``batch_used`` has none."""
     made = dict(example_inputs.generated_inputs(reduced))
     for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]

@@ -39,7 +39,7 @@ def layer_kinds(model: nn.Module) -> frozenset[BuildModel]:
 
 
 def min_layers(model: nn.Module) -> int:
-    """Return the layers needed for one of each kind; 0 if the default suffices or the number is too large."""
+    """Return the number of layers for one of each kind; 0 if the default suffices or the number is too large."""
     return needed if LAYERS < (needed := layers_per_kind(model)) <= MAX_LAYERS else 0
 
 
@@ -57,7 +57,7 @@ def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 
 
 def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
-    """Reduce a config to the ``first`` layers and ``each`` layers of each kind, in each list of the model.
+    """Reduce the number of layers in a config to the ``first`` ones and ``each`` layers of each kind.
 
     A field counts layers if a smaller value shortens a list of the model. If the model cannot be built because layers
     share weights, one more layer of each kind is kept.
@@ -314,7 +314,7 @@ def first_architecture(config: Any) -> str:
 
 
 def model_class(name: str) -> type[nn.Module] | None:
-    """Return the transformers model class of this name; None if there is none, since files may contain any name."""
+    """Return the transformers model class of this name, or None if there is none."""
     transformers = load_transformers()
     found = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)

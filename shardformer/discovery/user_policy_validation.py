@@ -76,7 +76,7 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
 
 
 def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List the attributes that an attention reads, that equal its head count and that its role does not name."""
+    """List attributes that an attention reads and its role does not name, if they equal the head count."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)

@@ -48,7 +48,7 @@ MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors o
 
 
 def error_in_sentence(error: BaseException) -> str:
-    """Format an error for the middle of a sentence, with the location in user code if there is one."""
+    """Format an error, with its location in user code, for use within a sentence."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
     return f"{text}{user_code_location(error)}"
 
@@ -231,9 +231,7 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
     expected = _summed_gradients(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise MismatchError(
-            f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient either only with or only without stages"
-        )
+        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in only one of the two models")
     bounds = reduced_model.gradient_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:

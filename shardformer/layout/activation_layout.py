@@ -100,7 +100,7 @@ class ActivationLayout:
     block: tuple[str, ...] = ("tensor",)
 
     def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return the shards of the inputs of a module in ``region``; a block gathers those that begin at the stack."""
+        """Return the activation shards that a module in ``region`` reads."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])

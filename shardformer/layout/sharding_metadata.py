@@ -257,7 +257,7 @@ class ShardingMetadata:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Store this metadata on the model and on each module with parameters, and mark slices in their state dicts."""
+        """Store this metadata on the model and its modules with parameters, and mark shards in state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
         is_stage, sharded_ids = self._is_stage, self._refuse_pickling()

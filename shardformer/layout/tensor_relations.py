@@ -54,7 +54,7 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
 
 
 def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Return the names of a buffer or attribute and of a parameter that share memory; None if there are none."""
+    """Find a buffer or attribute that shares memory with a parameter, and return both names."""
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}

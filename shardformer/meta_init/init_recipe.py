@@ -201,7 +201,7 @@ def random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
 
 
 def recipe_as_text(deferred: DeferredStorage) -> str:
-    """Return the operators of a recipe and a hash of its arguments; equal for the same model with different seeds."""
+    """Describe a recipe by its operators and a hash of its arguments, independent of random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 

@@ -31,7 +31,7 @@ def has_meta_tensors(model: nn.Module) -> bool:
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to the tensors of a lazily built model; a null context for other models."""
+    """Return a context that records changes to a lazily built model, or a null context for other models."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
@@ -103,7 +103,7 @@ def _device_of(device: torch.device | str | None) -> torch.device | None:
 
 
 def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Replace tensors without values, one at a time, so that the intermediate tensors of each recipe are freed early.
+    """Replace tensors without values one at a time, which limits the peak memory.
 
     Raises:
         ConfigError: if a weight file changed while it was read.
