@@ -173,22 +173,14 @@ PARTITIONS = 4
 
 @dataclass(frozen=True)
 class BlockCandidates:
-    """A group of linears in a stack of layers, with candidate roles in order of likelihood.
+    """A group of linears in a stack of layers, with candidate roles in order of likelihood."""
 
-    Args:
-        layers: path of the ModuleList, with ``*`` for the index of a stage that contains one.
-        columns: paths, in every layer, of the linears to replicate if no candidate passes validation.
-        why: reason for replication, if known without validation.
-        final_norm: path of the norm after the last layer.
-        context: (path of a module, name of its argument) through which the states of another stack enter.
-    """
-
-    layers: str
+    layers: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
-    columns: Sequence[str]
-    why: str = ""
-    final_norm: str | None = None
-    context: tuple[str, str] | None = None
+    columns: Sequence[str]  # paths, in every layer, of the linears to replicate if no candidate passes validation
+    why: str = ""  # reason for replication, if known without validation
+    final_norm: str | None = None  # path of the norm after the last layer
+    context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
 
 
 def candidate_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:

@@ -33,34 +33,23 @@ class SizeRole(Enum):
 
 @dataclass(frozen=True)
 class SizeOccurrence:
-    """A place in a model where a number occurs.
+    """A place in a model where a number occurs."""
 
-    Args:
-        name: path of the parameter, buffer, list or attribute.
-        dim: dim of the tensor.
-        depth: number of module lists that contain it.
-    """
-
-    name: str
-    dim: int
+    name: str  # path of the parameter, buffer, list or attribute
+    dim: int  # dim of the tensor
     role: SizeRole
-    depth: int
+    depth: int  # number of module lists that contain it
 
 
 @dataclass(frozen=True)
 class ConfigField:
-    """An integer of a config, or a list with the same integer for each layer, and the sizes that change with it.
-
-    Args:
-        moved: occurrence -> its size with ``value``, and its size with ``other``.
-        builds: whether the model with ``other`` has different occurrences.
-    """
+    """An integer of a config, or a list with the same integer for each layer, and the sizes that change with it."""
 
     path: Path
     value: int
     other: int
-    moved: Mapping[SizeOccurrence, tuple[float, float]]
-    builds: bool
+    moved: Mapping[SizeOccurrence, tuple[float, float]]  # place -> its size with ``value``, and with ``other``
+    builds: bool  # whether the model with ``other`` has different occurrences
 
     @cached_property
     def times(self) -> dict[SizeOccurrence, Fraction]:

@@ -30,48 +30,28 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 @dataclass
 class LinearGroup:
-    """Linears whose outputs feed one other linear.
+    """Linears whose outputs feed one other linear."""
 
-    Args:
-        row: path of the linear that is fed.
-        columns: paths of the linears that feed it, in call order.
-        entry: path of the module around the first columns, or of a single column.
-        enters: whether the columns read the first tensor argument of that module.
-        apart: columns with another input (the states of cross-attention).
-        attends: whether the outputs are combined as queries and keys.
-        head_dim: features of a head, from the last dim of the first operand; 0 without attention.
-    """
-
-    row: str
-    columns: list[str]
-    entry: str = ""
-    enters: bool = True
-    other_columns: list[str] = field(default_factory=list)
-    attends: bool = False
-    head_dim: int = 0
+    row: str  # path of the linear that is fed
+    columns: list[str]  # paths of the linears that feed it, in call order
+    entry: str = ""  # path of the module around the first columns, or of a single column
+    enters: bool = True  # whether the columns read the first tensor argument of that module
+    other_columns: list[str] = field(default_factory=list)  # columns with another input, as in cross-attention
+    attends: bool = False  # whether the outputs are combined as queries and keys
+    head_dim: int = 0  # features of a head, from the last dim of the first operand; 0 without attention
 
 
 @dataclass
 class ForwardTrace:
-    """Trace of one forward. All keys are module paths.
+    """Trace of one forward. All keys are module paths."""
 
-    Args:
-        groups: groups of linears, in call order of their rows.
-        inputs: module -> tensor arguments of its first call, by name.
-        read: linear -> its input in each call.
-        outputs: module -> first tensor of its output.
-        numbers: module -> integer attributes that were read during the forward.
-        normed: norm -> columns whose output it normalized.
-        projections: linears whose outputs were directly combined as queries and keys.
-    """
-
-    groups: list[LinearGroup] = field(default_factory=list)
-    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)
-    read: dict[str, list[Tensor]] = field(default_factory=dict)
-    outputs: dict[str, Tensor] = field(default_factory=dict)
-    numbers: dict[str, dict[str, int]] = field(default_factory=dict)
-    normed: dict[str, frozenset[str]] = field(default_factory=dict)
-    projections: list[frozenset[str]] = field(default_factory=list)
+    groups: list[LinearGroup] = field(default_factory=list)  # groups of linears, in call order of their rows
+    inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
+    read: dict[str, list[Tensor]] = field(default_factory=dict)  # linear -> its input in each call
+    outputs: dict[str, Tensor] = field(default_factory=dict)  # module -> first tensor of its output
+    numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> integer attributes that were read
+    normed: dict[str, frozenset[str]] = field(default_factory=dict)  # norm -> columns whose output it normalized
+    projections: list[frozenset[str]] = field(default_factory=list)  # linears combined as queries and keys
 
 
 TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and ranks may be threads

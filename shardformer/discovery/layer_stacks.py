@@ -247,22 +247,13 @@ HINT_CANDIDATES = (
 
 @dataclass(frozen=True)
 class _SequenceHintCandidates:
-    """Candidate hints for the layers of a stack, from the way its modules process tokens.
+    """Candidate hints for the layers of a stack, from the way its modules process tokens."""
 
-    Args:
-        mixing: children of layers that mix tokens and contain no block.
-        attentions: modules that contain an attention block from its entry to its exit.
-        holders: modules whose blocks receive something other than tokens, or that receive a number per token (a router
-            that reads token ids).
-        apart: modules that receive no tokens.
-        beside: arguments per token in addition to the hidden states.
-    """
-
-    mixing: tuple[str, ...]
-    attentions: tuple[str, ...]
-    containers: tuple[str, ...]
-    without_tokens: tuple[str, ...]
-    per_token_args: tuple[str, ...]
+    mixing: tuple[str, ...]  # children of layers that mix tokens and contain no block
+    attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
+    containers: tuple[str, ...]  # modules around blocks with inputs other than tokens, or with a number per token
+    without_tokens: tuple[str, ...]  # modules that receive no tokens
+    per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
     def hints(self, way: frozenset[str]) -> SequenceParallelHints:
         gathers = self.mixing if "mixing" in way else ()

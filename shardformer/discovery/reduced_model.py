@@ -41,17 +41,13 @@ OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """An unsharded model, with the loss and gradients of one batch. The loss is the mean square of the outputs.
-
-    Args:
-        also: references of further batches with other inputs (images).
-    """
+    """An unsharded model, with the loss and gradients of one batch. The loss is the mean square of the outputs."""
 
     model: nn.Module
     run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
-    also: tuple[ReferenceGradients, ...] = ()
+    also: tuple[ReferenceGradients, ...] = ()  # references of further batches with other inputs (images)
 
     @cached_property
     def allowed(self) -> dict[str, float]:
@@ -242,30 +238,21 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 @dataclass(frozen=True)
 class FurtherCall:
-    """A call with further inputs, such as images or audio in the text.
-
-    Args:
-        names: names of the further inputs.
-    """
+    """A call with further inputs, such as images or audio in the text."""
 
     run: Forward
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # names of the further inputs
 
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """A reduced model, a function that calls it with a batch, and the batch.
-
-    Args:
-        further: calls with further inputs.
-        untried: image and audio inputs for which no batch could be generated.
-    """
+    """A reduced model, a function that calls it with a batch, and the batch."""
 
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
-    further: tuple[FurtherCall, ...] = ()
-    untried: tuple[str, ...] = ()
+    further: tuple[FurtherCall, ...] = ()  # calls with further inputs
+    untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
     def reference(self, run: Forward | None = None) -> ReferenceGradients:
         """Compute the reference of the first batch, or of ``run``, and of the further batches."""

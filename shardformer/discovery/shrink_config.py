@@ -169,23 +169,16 @@ def _enumerates_layers(values: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Sizes of a reduced model. All differ, and most are not divisible by four.
+    """Sizes of a reduced model. All differ, and most are not divisible by four."""
 
-    Args:
-        heads: largest number of heads in a config.
-        fewer, more: head counts of another kind (KV heads, state space heads) that divide ``heads`` or are multiples.
-        widths: widths inside the layers, largest first: MLPs, experts, low ranks.
-        fewer_channels: divisor of the channels.
-    """
-
-    heads: int = 6
-    fewer: int = 2
-    more: int = 12
+    heads: int = 6  # largest number of heads in a config
+    fewer: int = 2  # another head count that divides ``heads``
+    more: int = 12  # another head count, a multiple of ``heads``
     head_dim: int = 8
-    widths: Sequence[int] = (70, 20, 16, 14, 10)
+    widths: Sequence[int] = (70, 20, 16, 14, 10)  # widths inside the layers: MLPs, experts, low ranks
     words: int = 127
     positions: int = 64
-    fewer_channels: int = 1
+    fewer_channels: int = 1  # divisor of the channels
     experts: int = 16
 
     @property

@@ -257,15 +257,10 @@ def _summed_gradients(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str
 
 @dataclass(frozen=True)
 class ContextValidation:
-    """Result of validating context parallelism on a reduced model.
+    """Result of validating context parallelism on a reduced model."""
 
-    Args:
-        against: why the sequence cannot be sharded; None if validation passed.
-        learned: sequence dims of arguments, and modules that receive the full sequence.
-    """
-
-    against: str | None
-    learned: ContextFindings = field(default_factory=ContextFindings)
+    against: str | None  # why the sequence cannot be sharded; None if validation passed
+    learned: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
 
 
 Result = TypeVar("Result")
@@ -371,17 +366,11 @@ def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class GridValidation:
-    """Result of validating a tensor grid on a reduced model.
+    """Result of validating a tensor grid on a reduced model."""
 
-    Args:
-        against: why the model cannot be sharded over the grid; None if validation passed.
-        samples: batch dim of each argument of an attention; None for arguments without one.
-        unproven: input -> why the layout was not validated with it.
-    """
-
-    against: str | None
-    samples: ArgumentSamples = field(default_factory=dict)
-    unproven: Mapping[str, str] = field(default_factory=dict)
+    against: str | None  # why the model cannot be sharded over the grid; None if validation passed
+    samples: ArgumentSamples = field(default_factory=dict)  # attention argument -> batch dim, None without one
+    unproven: Mapping[str, str] = field(default_factory=dict)  # input -> why the layout was not validated with it
 
 
 _GRID_RESULTS: dict[Hashable, GridValidation] = {}

@@ -27,19 +27,12 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction of the gradient of a parameter.
+    """Reduction of the gradient of a parameter."""
 
-    Args:
-        sum_over: axes over which the gradient is all-reduced.
-        divisor: divisor of the sum. It may differ from the group size, even for a group of one rank.
-        norm_over: axes whose ranks have different shards of the gradient, or of which only one rank has the gradient.
-        stages: ranks of ``pipe`` that share the parameter, if there are several.
-    """
-
-    sum_over: tuple[str, ...] = ()
-    divisor: float = 1.0
-    norm_over: tuple[str, ...] = ()
-    stages: tuple[int, ...] = ()
+    sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
+    divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
+    norm_over: tuple[str, ...] = ()  # axes whose ranks have different shards of the gradient, or no gradient
+    stages: tuple[int, ...] = ()  # ranks of ``pipe`` that share the parameter, if there are several
 
 
 def reduction_of(
@@ -94,17 +87,11 @@ class ReplacementRecord:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """Options and policy with which a model was sharded.
+    """Options and policy with which a model was sharded."""
 
-    Args:
-        source: where the policy was found.
-        options: options of the config.
-        extra: ``extra_kwargs`` of the config.
-    """
-
-    source: str = ""
-    options: Mapping[str, bool | str] = field(default_factory=dict)
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    source: str = ""  # where the policy was found
+    options: Mapping[str, bool | str] = field(default_factory=dict)  # options of the config
+    extra: Mapping[str, Any] = field(default_factory=dict)  # ``extra_kwargs`` of the config
     policy: Any = None
 
 
@@ -173,45 +160,25 @@ class RegionHook(Protocol):
 
 @dataclass(eq=False)
 class ShardingMetadata:
-    """Metadata of a sharded model.
+    """Metadata of a sharded model."""
 
-    Args:
-        context: process grid of the model.
-        request: options and policy with which the model was sharded.
-        activations: layout of the activations between blocks.
-        entries: parameters, each once.
-        stages: pipeline stages (``shardformer.pipeline.stage_manager.Stages``); None without a pipeline.
-        replacements: replaced modules, attributes and methods, in order.
-        notes: remarks for the user, such as the chosen attention kernel.
-        reducers: gradient reducers.
-        region_hooks: hooks of the regions in which ranks have different activations.
-        unproven: forward argument -> why the sharded model was not validated with this argument.
-        check_call: raises ConfigError for forward arguments that the sharded model does not support.
-        layer_axes: axes of the parallel layers of a model that was written with them, not sharded.
-        number: index of the model in the order in which this process sharded or copied models.
-        gradient_owner: optimizer that stores the gradients; None if ``param.grad`` stores them.
-        parameter_owner: optimizer that stores the parameters (ZeRO stage 3); None if the model does.
-        context_run: context parallel state, see ``shardformer.context_parallel``; None without context parallelism.
-        monitor: detector of diverging ranks; None without one.
-    """
-
-    context: ParallelContext
-    request: ShardingRequest = field(default_factory=ShardingRequest)
-    activations: ActivationLayout = field(default_factory=ActivationLayout)
-    entries: list[ParamEntry] = field(default_factory=list)
-    stages: Any = None
-    replacements: list[ReplacementRecord] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    reducers: list[Reducer] = field(default_factory=list)
-    region_hooks: list[RegionHook] = field(default_factory=list)
-    unproven: Mapping[str, str] = field(default_factory=dict)
-    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None
-    layer_axes: Mapping[str, Axis] = field(default_factory=dict)
-    number: int = 0
-    gradient_owner: GradientOwner | None = None
-    parameter_owner: ParameterOwner | None = None
-    context_run: Any = None
-    monitor: ConsistencyMonitorProtocol | None = None
+    context: ParallelContext  # process grid of the model
+    request: ShardingRequest = field(default_factory=ShardingRequest)  # options and policy of ``shard_model``
+    activations: ActivationLayout = field(default_factory=ActivationLayout)  # layout of the activations between blocks
+    entries: list[ParamEntry] = field(default_factory=list)  # parameters, each once
+    stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``); None without a pipeline
+    replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
+    notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
+    reducers: list[Reducer] = field(default_factory=list)  # gradient reducers
+    region_hooks: list[RegionHook] = field(default_factory=list)  # regions in which ranks have different activations
+    unproven: Mapping[str, str] = field(default_factory=dict)  # forward argument -> why it was not validated
+    check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None  # checks forward arguments
+    layer_axes: Mapping[str, Axis] = field(default_factory=dict)  # axes of a model written with parallel layers
+    number: int = 0  # index of the model in the order in which this process sharded or copied models
+    gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients; None if ``param.grad`` does
+    parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
+    context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
+    monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
         """Copy the metadata for a copied model, which has no optimizer."""

@@ -56,22 +56,14 @@ class TensorView:
 
 @dataclass(eq=False)
 class InitStep:
-    """A recorded operation.
+    """A recorded operation."""
 
-    Args:
-        func: a torch operator or a ``SafetensorsSource``.
-        args, kwargs: arguments, with each tensor without values as a ``TensorView``.
-        out: output views by position; None for an output that is not a new tensor.
-        before: the steps that wrote the inputs.
-        state: generator state before the operation, if it draws random numbers.
-    """
-
-    func: Any
-    args: tuple[Any, ...]
+    func: Any  # a torch operator or a ``SafetensorsSource``
+    args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
     kwargs: dict[str, Any]
-    out: tuple[TensorView | None, ...] = ()
-    before: tuple[InitStep, ...] = ()
-    state: Tensor | None = None
+    out: tuple[TensorView | None, ...] = ()  # output views; None for an output that is not a new tensor
+    before: tuple[InitStep, ...] = ()  # the steps that wrote the inputs
+    state: Tensor | None = None  # generator state before the operation, if it draws random numbers
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
     def deferred_storages(self) -> list[DeferredStorage]:

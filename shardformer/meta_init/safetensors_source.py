@@ -27,18 +27,12 @@ TENSOR_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """Fingerprint of the contents of a file, independent of its path.
+    """Fingerprint of the contents of a file, independent of its path."""
 
-    Args:
-        size: file size in bytes.
-        header, sampled: SHA-256 of the header and of the sampled bytes.
-        whole: SHA-256 of all bytes; empty if not computed.
-    """
-
-    size: int
-    header: str
-    sampled: str
-    whole: str = ""
+    size: int  # in bytes
+    header: str  # SHA-256
+    sampled: str  # SHA-256 of the sampled bytes
+    whole: str = ""  # SHA-256 of all bytes, if computed
 
     def __str__(self) -> str:
         return f"{self.size} {self.header} {self.sampled} {self.whole}"
@@ -148,14 +142,10 @@ def _offsets(header: bytes) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """One tensor of a file. A call maps the tensor into memory; only accessed pages are read from disk.
-
-    Args:
-        key: name of the tensor in the file.
-    """
+    """One tensor of a file. A call maps the tensor into memory; only accessed pages are read from disk."""
 
     file: WeightsFile
-    key: str
+    key: str  # name of the tensor in the file
 
     is_borrowed = True  # the result shares memory with the file
 
