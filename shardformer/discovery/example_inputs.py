@@ -201,7 +201,7 @@ MediaLayout = dict[str, Tensor]  # Consistent inputs of one modality: values, si
 
 
 def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
-    """Yield the batch ``made`` with placeholder tokens for images and audio in its texts.
+    """Yield ``inputs`` with placeholder tokens for images and audio inserted into the texts.
 
     Yields one batch for each media layout that the model accepts, and none if the config defines no media tokens.
     """

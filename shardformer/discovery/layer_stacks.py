@@ -239,7 +239,7 @@ HINT_CANDIDATES = (
     frozenset({"mixing", "attentions", "containers"}),
     frozenset({"mixing", "attentions", "containers", "between"}),
 )
-"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintSearch``."""
+"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintCandidates``."""
 
 
 @dataclass(frozen=True)
