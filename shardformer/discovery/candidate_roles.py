@@ -16,8 +16,8 @@ from typing import Any
 
 from torch import nn
 
-from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, layer_paths
-from shardformer.discovery.reduced_model import num_parameters
+from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
+from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
 from shardformer.policies.lowering import find_expert_dims
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
@@ -34,7 +34,7 @@ class HeadCount:
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def projections_of(names: Mapping[str, str]) -> list[dict[str, Any]]:
+def candidate_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
     """Return candidate assignments of linears to projections, by the first letters of names or by call order."""
     called = list(names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
@@ -56,7 +56,7 @@ def projections_of(names: Mapping[str, str]) -> list[dict[str, Any]]:
     return []
 
 
-def head_counts(
+def find_head_counts(
     model: nn.Module,
     at: str,
     projections: Mapping[str, Any],
@@ -96,10 +96,7 @@ def _number_or(name: str) -> int | str:
 
 
 def _possible_head_counts(config: Any, module: nn.Module) -> dict[str, int]:
-    """Return integers of the config, its nested configs and the module that may count heads.
-
-    These are the integers with "head" in their names, or all integers if there are none.
-    """
+    """Return integers of the configs and the module that have "head" in their names, or all if there are none."""
     places = {"": config, ".config.": getattr(module, "config", None), ".": module}
     inner = {f"{n}.": c for n, c in _fields(config).items() if hasattr(c, "model_type")}
     every = {
@@ -143,7 +140,7 @@ def _fit_shapes(
     )
 
 
-def counted_numbers(numbers: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
+def classify_attributes(numbers: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
     """Classify the attributes that an attention module reads, if they count heads or features of heads."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
@@ -183,7 +180,7 @@ class BlockCandidates:
     context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
 
 
-def candidate_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
+def find_candidate_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
     """Return all blocks in forward order; the first layer with a block represents all layers."""
     blocks, seen = [], set()
     for group in trace.groups:
@@ -254,7 +251,7 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
         return False
-    return 2 * num_parameters(blocks) > num_parameters(stage)
+    return 2 * count_parameters(blocks) > count_parameters(stage)
 
 
 def _is_list(model: nn.Module, path: str) -> bool:
@@ -284,7 +281,7 @@ def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str
 def _is_optional(model: nn.Module, layers: str, inside: str) -> bool:
     """Return whether some layer has no module at the path ``inside``."""
     names = [name for name, _ in model.named_modules()]
-    return any(not match_paths(f"{layer}.{inside}", names) for layer in layer_paths(model, layers))
+    return any(not match_paths(f"{layer}.{inside}", names) for layer in find_layer_paths(model, layers))
 
 
 def _mlps(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
@@ -315,12 +312,12 @@ def _attentions(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer
     inside = [] if reads_context or arguments else other_columns
     layers = len(_in_all_layers(model, group.row))
     lacking = {name for c, name in names.items() if len(_in_all_layers(model, c)) < layers}
-    for projections in projections_of(names):
+    for projections in candidate_projections(names):
         fields: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
-        for count in head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = counted_numbers(_numbers(model, trace, group.entry, count), count, width)
+        for count in find_head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
+            numbers = classify_attributes(_numbers(model, trace, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
@@ -351,10 +348,7 @@ def _attentions(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer
 
 
 def _numbers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that a module, or the same module of another layer, reads.
-
-    If head counts differ by layer, attributes that match the head count in only some layers are omitted.
-    """
+    """Return integer attributes that a module reads in any layer, except those that match heads by coincidence."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {like: m for like in _in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)}
     numbers = {name: getattr(module, name) for like in places for name in trace.numbers.get(like, {})}

@@ -147,7 +147,7 @@ def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
     largest = max([*parts, *(width // least for width in hidden)], default=0)
     for number in found:
         if number.path not in meanings and {o.role for o in number.moved} - {SizeRole.ATTRIBUTE} == {SizeRole.BUFFER}:
-            is_part = number.value <= largest or rotary_features(number) & {*parts}
+            is_part = number.value <= largest or get_rotary_features(number) & {*parts}
             meanings[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
     return meanings
 
@@ -173,7 +173,7 @@ def _head_meaning(
     return None
 
 
-def rotary_features(number: ConfigField) -> set[int]:
+def get_rotary_features(number: ConfigField) -> set[int]:
     """Return the numbers of rotary features of a head, which are twice the sizes of the buffers."""
     return {2 * int(old) for place, (old, _) in number.moved.items() if place.role is SizeRole.BUFFER}
 
@@ -218,12 +218,12 @@ def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
 
 def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
     """Measure how each integer above 1 of a config affects the model that ``make`` builds."""
-    before = size_occurrences(make(config))
+    before = find_size_occurrences(make(config))
     found = []
-    for path, value in list_entries(config):
+    for path, value in iter_integers(config):
         for other in (2 * value, value + 1, value // 2):
             try:
-                after = size_occurrences(make(with_fields(config, {path: other})))
+                after = find_size_occurrences(make(replace_fields(config, {path: other})))
             except Exception:  # the model cannot be built with this number
                 continue
             moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
@@ -232,64 +232,66 @@ def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[Config
     return found
 
 
-def integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
+def iter_integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield the integers above 1 of a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from integer_fields(value, (*at, name))
+            yield from iter_integer_fields(value, (*at, name))
         elif type(value) is int and value > 1:
             yield (*at, name), value
 
 
-def list_entries(config: Any) -> Iterator[tuple[Path, int]]:
+def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
     """Yield the integers above 1, including lists that repeat one integer."""
-    yield from integer_fields(config)
-    yield from ((path, values[0]) for path, values in list_fields(config) if values[0] > 1 and len(set(values)) == 1)
+    yield from iter_integer_fields(config)
+    for path, values in iter_list_fields(config):
+        if values[0] > 1 and len(set(values)) == 1:
+            yield path, values[0]
 
 
-def list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
+def iter_list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
     """Yield the lists of integers, or of another type, of a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from list_fields(value, (*at, name), of)
+            yield from iter_list_fields(value, (*at, name), of)
         elif isinstance(value, list | tuple) and value and all(type(n) is of for n in value):
             yield (*at, name), value
 
 
-def with_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
+def replace_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
     """Return a copy of a config with other numbers; a number fills a list."""
     config = copy.deepcopy(config)
     for path, number in numbers.items():
-        owner = sub_config(config, path[:-1])
+        owner = get_sub_config(config, path[:-1])
         old = vars(owner)[path[-1]]  # some configs raise on getattr if layers have different values
         is_list = isinstance(old, list | tuple) and not isinstance(number, list | tuple)
         setattr(owner, path[-1], type(old)([number] * len(old)) if is_list else number)
     return config
 
 
-def sub_config(config: Any, path: Path) -> Any:
+def get_sub_config(config: Any, path: Path) -> Any:
     for name in path:
         config = vars(config)[name]
     return config
 
 
-def nested_configs(config: Any) -> Iterator[Any]:
+def iter_configs(config: Any) -> Iterator[Any]:
     """Yield a config and its nested configs."""
     yield config
     for value in vars(config).values():
         if is_config(value):
-            yield from nested_configs(value)
+            yield from iter_configs(value)
 
 
 def is_config(value: Any) -> bool:
     return hasattr(value, "to_dict") and hasattr(value, "model_type")
 
 
-def size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
+def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
     """Return all numbers in a model: tensor sizes, list lengths and attributes of modules."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[SizeOccurrence, float] = {}

@@ -17,13 +17,18 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery import reduced_model
-from shardformer.discovery.candidate_roles import BlockCandidates, candidate_blocks, role_in_plan, transformers_plan_of
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, required_arguments
-from shardformer.discovery.forward_trace import layer_paths, outputs_per_layer, trace_forward
+from shardformer.discovery.candidate_roles import (
+    BlockCandidates,
+    find_candidate_blocks,
+    role_in_plan,
+    transformers_plan_of,
+)
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, get_required_arguments
+from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
 from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
-from shardformer.discovery.validation import stacks_of, validate_policy
+from shardformer.discovery.validation import get_stacks, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear
 from shardformer.policies.registry import FAMILIES, family_of
@@ -40,7 +45,7 @@ def policy_as_python(policy: RolePolicy, name: str = "MyPolicy") -> str:
 
 def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """Return the source of a module that defines ``policy`` as the class ``name``."""
-    stacks = stacks_of(policy)
+    stacks = get_stacks(policy)
     used: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
@@ -123,7 +128,7 @@ class DerivedPolicy(RolePolicy):
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
         for layers, made in self.layers.items():
-            for path in layer_paths(self.model, layers):
+            for path in find_layer_paths(self.model, layers):
                 if layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
                         f"The layer {path} contains other modules than the layers on which the policy was validated",
@@ -176,7 +181,7 @@ def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy
         reference = reduced.reference()
         found = find_layer_stacks(reference)
         first = _stacks_only_policy(found, reference, reduced)
-        sizes = {s.layers: reduced_model.num_parameters(reduced.model.get_submodule(s.layers)) for s in found}
+        sizes = {s.layers: reduced_model.count_parameters(reduced.model.get_submodule(s.layers)) for s in found}
         alone = found if len(found) > 1 and first.no_pipeline else []
         largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
         others = (_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
@@ -215,29 +220,29 @@ def derive_policy_on(
     for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
         blocks, replicated = _find_blocks(cache, ranks, draft)
         vocabulary = _vocabulary_paths(model)
-        if blocks and cache.of(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            if (failure := cache.of(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
+        if blocks and cache.failure_of(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
+            if (failure := cache.failure_of(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_policy(model, blocks, vocabulary)
         no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
-        problem = cache.of(policy, VALIDATION_RANKS) if blocks else no_blocks
+        problem = cache.failure_of(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None:
             break
         if not (blocks or draft):
             raise _underived_error(model, cache, problem, NothingShardedError)
     if problem is not None:
         raise _underived_error(model, cache, problem, PolicyError)
-    outputs = outputs_per_layer(model, run, policy.layers)
+    outputs = count_layer_outputs(model, run, policy.layers)
     policy.stack = validated = [
         replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
-        for stack, layers in zip(stacks_of(policy), policy.layers, strict=True)
+        for stack, layers in zip(get_stacks(policy), policy.layers, strict=True)
     ]
-    references = replace(cache.reference, also=reduced.also())
-    failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.also else None
+    references = replace(cache.reference, further_batches=reduced.further_references())
+    failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.further_batches else None
     policy.unproven = {"tensor": reduced.unproven(failure)} if failure is not None else {}
     policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
-    if (problem := cache.of(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
+    if (problem := cache.failure_of(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
     find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
     stacks, why = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
@@ -276,8 +281,8 @@ def _find_hints(
     """Find hints for all batches, or only for the first, and record the other inputs as unvalidated."""
     stacks, failure = find(references, policy)
     first_only = None
-    if failure is not None and references.also:
-        stacks_of_first, why = find(replace(references, also=()), policy)
+    if failure is not None and references.further_batches:
+        stacks_of_first, why = find(replace(references, further_batches=()), policy)
         if why is None:
             stacks, failure, first_only = stacks_of_first, None, failure
     unproven = reduced.unproven(first_only)
@@ -300,7 +305,7 @@ def _find_blocks(
     while True:
         blocks, again = _validate_blocks(
             cache,
-            candidate_blocks(model, trace_forward(model, run, replicated)),
+            find_candidate_blocks(model, trace_forward(model, run, replicated)),
             replicated,
             ranks,
             plan,
@@ -319,9 +324,9 @@ class _ValidationCache:
         """First candidates of attentions for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
-    def of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
+    def failure_of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
         """Return why ``policy`` fails on the first failing size of ``ranks``; None if it passes on all."""
-        key = str([stacks_of(policy), policy.embeddings, policy.head])
+        key = str([get_stacks(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
                 self._tried[key, size] = validate_policy(self.reference, policy, size)
@@ -344,7 +349,7 @@ def _with_wildcards(path: str) -> str:
 
 
 def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
-    return frozenset(layer_kind(model.get_submodule(path)) for path in layer_paths(model, layers))
+    return frozenset(layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layers))
 
 
 def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
@@ -392,7 +397,7 @@ def _validate_blocks(
         for role in block.roles[:MAX_CANDIDATES]:
             alone = replace(block, roles=[role])
             if (
-                problem := cache.of(_build_policy(cache.reference.model, [alone], {}), _ranks_for(role, ranks))
+                problem := cache.failure_of(_build_policy(cache.reference.model, [alone], {}), _ranks_for(role, ranks))
             ) is None:
                 validated.append(alone)
                 break
@@ -504,7 +509,7 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
 
 
 def _unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
-    batch = ", ".join(f'"{name}": ...' for name in required_arguments(model))
+    batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return PolicyError(
         f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
         rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",

@@ -44,7 +44,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         UnknownInputsError: if no argument of the forward is known.
     """
     names = inspect.signature(model.forward).parameters
-    inputs = dict(generated_inputs(model))
+    inputs = dict(generate_inputs(model))
     if not inputs:
         raise UnknownInputsError(
             f"The inputs of {type(model).__name__} are unknown: its forward takes {', '.join(names)}",
@@ -62,13 +62,13 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return ways
 
 
-def guessed_batches(model: nn.Module) -> list[dict[str, Tensor]]:
+def guess_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return batches for a model with unknown argument names, with values for all required arguments.
 
     The values are tokens if the model has an embedding; otherwise floats with the input features or channels of the
     first weight.
     """
-    needed = required_arguments(model)
+    needed = get_required_arguments(model)
     modules = list(model.modules())
     words = min((m.num_embeddings for m in modules if isinstance(m, nn.Embedding)), default=0)
     generator = torch.Generator().manual_seed(0)
@@ -84,7 +84,7 @@ def guessed_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     return [{name: torch.randn(*shape, generator=generator) for name in needed} for shape in shapes]
 
 
-def required_arguments(model: nn.Module) -> list[str]:
+def get_required_arguments(model: nn.Module) -> list[str]:
     """Return the names of required forward arguments."""
     arguments = inspect.signature(model.forward).parameters.values()
     named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -93,9 +93,9 @@ def required_arguments(model: nn.Module) -> list[str]:
 
 def unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
     """Return the forward arguments for which no input is generated: the required ones and the optional tensors."""
-    known = {name for name, _ in generated_inputs(model)}
+    known = {name for name, _ in generate_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
-    needed = [name for name in required_arguments(model) if name in others]
+    needed = [name for name in get_required_arguments(model) if name in others]
     tensors = [n for n, p in others.items() if "Tensor" in str(p.annotation) and not any(w in n for w in NO_INPUTS)]
     return needed, [name for name in tensors if name not in needed]
 
@@ -116,7 +116,7 @@ def with_labels(model: nn.Module, batch: Mapping[str, Tensor]) -> Iterator[Mappi
     yield {**batch, "labels": torch.arange(next(iter(batch.values())).shape[0]) % 2}
 
 
-def generated_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def generate_inputs(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a value for each forward argument with a known name."""
     names = inspect.signature(model.forward).parameters
     config: Any = getattr(model, "config", None)
@@ -201,7 +201,7 @@ MediaLayout = dict[str, Tensor]  # Consistent inputs of one modality: values, si
 
 
 def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Iterator[MediaLayout]:
-    """Yield the batch ``made`` with placeholder tokens for images and audio in its texts.
+    """Yield ``inputs`` with placeholder tokens for images and audio inserted into the texts.
 
     Yields one batch for each media layout that the model accepts, and none if the config defines no media tokens.
     """
@@ -224,20 +224,20 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
             yield {name: x for name, x in {**out, **own, **found}.items() if name in names}
 
 
-def media_inputs(model: nn.Module) -> list[str]:
+def find_media_inputs(model: nn.Module) -> list[str]:
     """Return the image and audio inputs that a model accepts."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 
 
-def feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
+def get_image_feature_width(model: nn.Module, inputs: Mapping[str, Tensor]) -> int:
     """Return the width of image features if it differs from the width of the text; otherwise 0."""
     features = _find_method(model, "get_image_features")
     if features is None or _token(getattr(model, "config", None), "image") is None:
         return 0
     for way in _media_layouts("image", model, inputs):
         if parts := _features(model, features, {**_required_inputs(features, inputs), **way}):
-            return 0 if parts[0].shape[-1] == text_width(model) else parts[0].shape[-1]
+            return 0 if parts[0].shape[-1] == get_text_width(model) else parts[0].shape[-1]
     return 0
 
 
@@ -250,7 +250,7 @@ def _accepted_layouts(
         for way in _media_layouts(modality, model, inputs):
             parts = _features(model, features, {**_required_inputs(features, inputs), **way})
             # a later projection may change the width to that of the text
-            widths = dict.fromkeys([text_width(model), *(x.shape[-1] for x in parts[:1])])
+            widths = dict.fromkeys([get_text_width(model), *(x.shape[-1] for x in parts[:1])])
             for counts in dict.fromkeys(tuple(_features_per_sample(parts, way, width)) for width in widths):
                 if counts:
                     yield way, list(counts)
@@ -362,7 +362,7 @@ def _features_per_sample(parts: Sequence[Tensor], way: MediaLayout, width: int) 
     return counts if len(counts) == samples and all(counts) else []
 
 
-def text_width(model: nn.Module) -> int:
+def get_text_width(model: nn.Module) -> int:
     """Return the width of a token embedding."""
     table: Any = model.get_input_embeddings()  # type: ignore[operator]  # a method of transformers' models
     return int(table.weight.shape[-1])

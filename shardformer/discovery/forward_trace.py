@@ -63,22 +63,22 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
-                module.register_forward_pre_hook(observer.before(path, module), with_kwargs=True),
-                module.register_forward_hook(observer.after(path)),
+                module.register_forward_pre_hook(observer.make_pre_hook(path, module), with_kwargs=True),
+                module.register_forward_hook(observer.make_hook(path)),
             ):
                 stack.callback(hook.remove)
-            stack.callback(_watch_numbers(module, observer.flow.numbers.setdefault(path, {})))
+            stack.callback(_watch_numbers(module, observer.trace.numbers.setdefault(path, {})))
         with TRACE_LOCK, torch.no_grad(), observer.marks, observer.last:
             run(model)
-    return observer.finish()
+    return observer.build_trace()
 
 
-def layer_paths(model: nn.Module, layers: str) -> list[str]:
+def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
     """Return the paths of the layers in the list at ``layers``, which may contain ``*``."""
     return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
 
 
-def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
+def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
     """Return the number of outputs of the layers of each stack; 0 if layers return only a tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
@@ -88,7 +88,7 @@ def outputs_per_layer(model: nn.Module, run: Callable[[nn.Module], Any], stacks:
             def note(_: nn.Module, __: Any, out: Any, layers: str = layers) -> None:
                 counts[layers] = len(out) if isinstance(out, tuple | list) else 0
 
-            for path in layer_paths(model, layers):
+            for path in find_layer_paths(model, layers):
                 stack.callback(model.get_submodule(path).register_forward_hook(note).remove)
         run(model)
     return counts
@@ -103,17 +103,17 @@ class _TensorOrigins(TorchDispatchMode):
         self._tensors: list[Tensor] = []  # prevents reuse of ids
         self.merged: dict[frozenset[str], int] = {}
 
-    def of(self, x: Any) -> frozenset[str]:
+    def get_marks(self, x: Any) -> frozenset[str]:
         return self._marks.get(id(x), frozenset())
 
-    def put(self, x: Tensor, marks: frozenset[str]) -> None:
+    def set_marks(self, x: Tensor, marks: frozenset[str]) -> None:
         self._marks[id(x)] = marks
         self._tensors.append(x)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        inputs = [(x, self.of(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+        inputs = [(x, self.get_marks(x)) for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
         marked = [marks for _, marks in inputs if marks]
         if not marked:
             return out
@@ -122,15 +122,15 @@ class _TensorOrigins(TorchDispatchMode):
             self.merged.setdefault(marks, next(x.shape[-1] for x, of_x in inputs if of_x))
         for x in tree_leaves(out):
             if isinstance(x, Tensor):
-                self.put(x, marks)
+                self.set_marks(x, marks)
         if schema_of(func).is_mutable and isinstance(args[0], Tensor):
-            self.put(args[0], self.of(args[0]) | marks)
+            self.set_marks(args[0], self.get_marks(args[0]) | marks)
         return out
 
 
 class _ForwardTracer:
     def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
-        self.flow, self.marks, self.last = ForwardTrace(), _TensorOrigins(), _TensorOrigins()
+        self.trace, self.marks, self.last = ForwardTrace(), _TensorOrigins(), _TensorOrigins()
         self._replicated = replicated
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
         self._feeding: dict[str, frozenset[str]] = {}
@@ -138,30 +138,30 @@ class _ForwardTracer:
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def before(self, path: str, native: nn.Module) -> Callable[..., None]:
+    def make_pre_hook(self, path: str, native: nn.Module) -> Callable[..., None]:
         names = list(inspect.signature(native.forward).parameters)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             every = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: x for name, x in every.items() if isinstance(x, Tensor)}
-            self.flow.inputs.setdefault(path, tensors)
+            self.trace.inputs.setdefault(path, tensors)
             if tensors and "norm" in type(module).__name__.lower() and not module._modules:
-                self.flow.normed.setdefault(path, self.marks.of(next(iter(tensors.values()))))
+                self.trace.normed.setdefault(path, self.marks.get_marks(next(iter(tensors.values()))))
             if path in self._linears and tensors:
                 x = next(iter(tensors.values()))
-                self.flow.read.setdefault(path, []).append(x)
-                self._feeding[path] = self.marks.of(x)
+                self.trace.read.setdefault(path, []).append(x)
+                self._feeding[path] = self.marks.get_marks(x)
 
         return hook
 
-    def after(self, path: str) -> Callable[..., None]:
+    def make_hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             first = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
             if first is None:
                 return
-            self.flow.outputs[path] = first
+            self.trace.outputs[path] = first
             if path in self._linears:
-                self.last.put(first, frozenset({path}))
+                self.last.set_marks(first, frozenset({path}))
             if path in self._linears and path in self._feeding:
                 self._update_marks(path, first)
 
@@ -170,39 +170,39 @@ class _ForwardTracer:
     def _update_marks(self, path: str, out: Tensor) -> None:
         feeding = self._feeding.pop(path)
         if path in self._replicated:
-            self.marks.put(out, feeding)
+            self.marks.set_marks(out, feeding)
         elif feeding:
-            self.marks.put(out, frozenset())
+            self.marks.set_marks(out, frozenset())
             group = self._groups.setdefault(path, LinearGroup(path, []))
             group.columns += [c for c in self._order if c in feeding and c not in group.columns]
             size = next((size for merged, size in self.marks.merged.items() if merged <= feeding), None)
             group.attends |= size is not None
             group.head_dim = group.head_dim or size or 0
         else:
-            self.marks.put(out, frozenset({path}))
+            self.marks.set_marks(out, frozenset({path}))
             if path not in self._order:
                 self._order.append(path)
 
-    def finish(self) -> ForwardTrace:
+    def build_trace(self) -> ForwardTrace:
         for group in self._groups.values():
             self._find_entry(group)
-        self.flow.groups = list(self._groups.values())
-        self.flow.projections = list(self.last.merged)
-        return self.flow
+        self.trace.groups = list(self._groups.values())
+        self.trace.projections = list(self.last.merged)
+        return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
         """Determine the module through which the input of the columns enters."""
-        first = {c: self.flow.read[c][0] for c in group.columns}
+        first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         per_token_args = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
-        path = common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
+        path = find_common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
         module_input = self._first_input(path)
         group.enters = source is module_input or (group.attends and _is_of(source, module_input))
         group.entry = path if group.enters or len(per_token_args) > 1 else per_token_args[0]
         group.enters = group.enters or len(per_token_args) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
-            inner, outer = common_parent(group.columns), common_parent([*group.columns, group.row])
+            inner, outer = find_common_parent(group.columns), find_common_parent([*group.columns, group.row])
             module_input = self._first_input(outer)
             other_columns = [c for c, x in first.items() if not _is_of(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
@@ -211,7 +211,7 @@ class _ForwardTracer:
 
     def _first_input(self, path: str) -> Tensor | None:
         """Return the first tensor argument of a module."""
-        return next(iter(self.flow.inputs.get(path, {}).values()), None)
+        return next(iter(self.trace.inputs.get(path, {}).values()), None)
 
 
 def _is_of(read: Tensor, module_input: Tensor | None) -> bool:
@@ -221,7 +221,7 @@ def _is_of(read: Tensor, module_input: Tensor | None) -> bool:
     )
 
 
-def common_parent(paths: Sequence[str]) -> str:
+def find_common_parent(paths: Sequence[str]) -> str:
     """Return the path of the innermost module that contains all of ``paths``."""
     split = [path.split(".")[:-1] for path in paths]
     shared = []
@@ -288,7 +288,7 @@ class TokenUse:
 
     def __init__(self, reference: ReferenceGradients, layers: str) -> None:
         self.layers, self._model = layers, reference.model
-        self.paths = layer_paths(self._model, layers)
+        self.paths = find_layer_paths(self._model, layers)
         self._calls: dict[str, ModuleCall] = {}
         with ExitStack() as stack, torch.no_grad():
             for outer in self.paths:
@@ -317,7 +317,7 @@ class TokenUse:
         """Return whether a module receives one number per token, (B, S), in addition to its hidden states."""
         return any(isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._named(path).values())
 
-    def above(self, path: str) -> dict[str, str]:
+    def enclosing_modules(self, path: str) -> dict[str, str]:
         """Return the modules of a layer that contain ``path``, and itself, outermost first: name -> path."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
@@ -330,7 +330,7 @@ class TokenUse:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
-    def children(self) -> Iterator[tuple[str, str]]:
+    def callable_children(self) -> Iterator[tuple[str, str]]:
         """Yield the modules that a layer may call: (path of the layer, name in the layer)."""
         for outer in self.paths:
             for name, _ in _called(self._model.get_submodule(outer)):

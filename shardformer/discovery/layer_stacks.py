@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.forward_trace import TokenUse, outputs_per_layer
+from shardformer.discovery.forward_trace import TokenUse, count_layer_outputs
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import (
     ONE_LAYER,
-    bound_policy,
-    layer_sequence_of,
-    stacks_of,
+    bind_policy,
+    build_layer_sequence,
+    get_stacks,
     validate_policy,
     validate_stages,
 )
@@ -48,7 +48,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
     calls = list(dict.fromkeys(_calls_in_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
-    counts = outputs_per_layer(model, reference.run, in_order)
+    counts = count_layer_outputs(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
     return [LayerStack(path, [], stages=PipelineHints(num_outputs=counts[path])) for path in in_order]
 
@@ -60,7 +60,7 @@ def _is_layer(module: nn.Module) -> bool:
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
     """Find pipeline hints for the stacks of a policy; return the stacks and the reason for failure, if any."""
-    return _PipelineHintSearch(reference, policy).of(stacks_of(policy))
+    return _PipelineHintSearch(reference, policy).find(get_stacks(policy))
 
 
 class _PipelineHintSearch:
@@ -68,10 +68,10 @@ class _PipelineHintSearch:
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy, reference.model
-        self._last_reference = (reference, *reference.also)[-1]  # the forward that calls most modules
-        self._base = bound_policy(policy, reference.model).base
+        self._last_reference = (reference, *reference.further_batches)[-1]  # the forward that calls most modules
+        self._base = bind_policy(policy, reference.model).base
 
-    def of(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
+    def find(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
         """Return the stacks with validated hints and None, or the stacks unchanged and the reason for failure."""
         if (missing := self._uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
@@ -87,7 +87,7 @@ class _PipelineHintSearch:
         return validate_stages(self._reference, self._policy, stacks)
 
     def _chain(self, stacks: LayerStacks) -> LayerSequence:
-        return layer_sequence_of(self._model, self._policy, stacks)
+        return build_layer_sequence(self._model, self._policy, stacks)
 
     def _relative(self, path: str) -> str:
         return path.removeprefix(f"{self._base}.") if self._base else path
@@ -105,7 +105,7 @@ class _PipelineHintSearch:
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
-            for with_lists in (False, True) if self._reference.also else (False,):
+            for with_lists in (False, True) if self._reference.further_batches else (False,):
                 if everywhere := self._before_layers(self._chain(way), with_lists=with_lists):
                     yield [_with_hints(stack, on_every_stage=everywhere) for stack in way]
 
@@ -132,10 +132,7 @@ class _PipelineHintSearch:
         return tuple(dict.fromkeys(self._relative(re.split(r"\.\d", path)[0]) for path in paths))
 
     def _place_by_calls(self, stacks: LayerStacks) -> LayerStacks:
-        """Move modules to the stage of their call if the order of registration differs.
-
-        BART, for example, registers the norm of its embeddings after the layers.
-        """
+        """Place modules by call order if registration differs, as for the embedding norm of BART."""
         chain = self._chain(stacks)
         owners, outside = owner_layers(self._model, chain), self._modules_outside_layers(chain)
         calls = _calls_in_order(self._last_reference, (*outside, *chain.layer_calls))
@@ -242,7 +239,7 @@ HINT_CANDIDATES = (
     frozenset({"mixing", "attentions", "containers"}),
     frozenset({"mixing", "attentions", "containers", "between"}),
 )
-"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintSearch``."""
+"""Groups of modules that receive the full sequence, in order of validation: see ``_SequenceHintCandidates``."""
 
 
 @dataclass(frozen=True)
@@ -271,7 +268,7 @@ def find_sequence_hints(
     Args:
         layers: path of each stack in the full model.
     """
-    stacks_of_policy = stacks_of(policy)
+    stacks_of_policy = get_stacks(policy)
     first = _sequence_failure(reference, policy, stacks_of_policy, ranks)
     if first is None:
         return stacks_of_policy, None
@@ -308,10 +305,10 @@ def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _S
         elif all(block.arguments is None for block in inside):  # an attention gathers its own inputs
             containers.append(name)
     for block in blocks:
-        above = tokens.above(block.entry)
+        above = tokens.enclosing_modules(block.entry)
         fed = [name for name, path in above.items() if tokens.maps_tokens(path)]
         if block.arguments is not None:
-            exits = tokens.above(block.row)
+            exits = tokens.enclosing_modules(block.row)
             attentions += [name for name in fed if name in exits][-1:]
         elif above and not tokens.receives_tokens(block.entry):
             containers += fed[-1:]

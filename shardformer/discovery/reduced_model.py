@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
-from shardformer.discovery.config_fields import integer_fields, with_fields
+from shardformer.discovery.config_fields import iter_integer_fields, replace_fields
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, with_labels
-from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, layer_kinds, min_layers
+from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, count_min_layers, layer_kinds
 from shardformer.errors import PolicyError, first_line
 from shardformer.meta_init.materialization import is_lazy, materialized_copy
 from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
@@ -47,12 +47,12 @@ class ReferenceGradients:
     run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
-    also: tuple[ReferenceGradients, ...] = ()  # references of further batches with other inputs (images)
+    further_batches: tuple[ReferenceGradients, ...] = ()  # references of further batches with other inputs (images)
 
     @cached_property
     def allowed(self) -> dict[str, float]:
         """Tolerance of each gradient."""
-        return gradient_tolerances(self.gradients)
+        return compute_tolerances(self.gradients)
 
     @cached_property
     def rounding(self) -> dict[str, float]:
@@ -95,7 +95,7 @@ class ReferenceGradients:
                 raise ValueError(f"{what} is not finite in {next(self.model.parameters()).dtype}")
 
 
-def gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
+def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the tolerance of each gradient."""
     inputs = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in inputs.items()}
@@ -103,7 +103,7 @@ def gradient_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, flo
     return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
 
-def num_parameters(module: nn.Module) -> int:
+def count_parameters(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
@@ -118,10 +118,10 @@ def copy_sharing_values(model: nn.Module) -> nn.Module:
 def probe_loss(output: Any, *, alike: bool = False) -> Tensor:
     """Return the sum of weighted mean squares of all outputs; with ``alike``, all samples have equal weights."""
     floats = [x for x in tree_leaves(output_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([weighted(x, x.shape[alike:]).double() for x in floats]).sum()
+    return torch.stack([weighted_mean_square(x, x.shape[alike:]).double() for x in floats]).sum()
 
 
-def weighted(x: Tensor, shape: torch.Size) -> Tensor:
+def weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
     """Return a weighted mean square; entries within the last dims of size ``shape`` have different weights."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
@@ -215,7 +215,7 @@ class _ReadDetector(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def validation_key(model: nn.Module) -> Hashable | None:
+def make_validation_key(model: nn.Module) -> Hashable | None:
     """Return a cache key for validation results; None for a model without a config or with user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
@@ -256,9 +256,9 @@ class ReducedModel:
 
     def reference(self, run: Forward | None = None) -> ReferenceGradients:
         """Compute the reference of the first batch, or of ``run``, and of the further batches."""
-        return replace(ReferenceGradients.of(self.model, run or self.run), also=self.also())
+        return replace(ReferenceGradients.of(self.model, run or self.run), further_batches=self.further_references())
 
-    def also(self) -> tuple[ReferenceGradients, ...]:
+    def further_references(self) -> tuple[ReferenceGradients, ...]:
         """Compute the references of the further batches."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
@@ -302,7 +302,7 @@ def reduce_model(
                 run, batch_used = _trainable_call(reduced, batch, together=together)
             further = () if batch is not None or together else tuple(_further(reduced, batch_used))
             tried = {*batch_used, *(name for each in further for name in each.names)}
-            media = example_inputs.media_inputs(reduced) if batch is None else []
+            media = example_inputs.find_media_inputs(reduced) if batch is None else []
             return ReducedModel(reduced, run, batch_used, further, tuple(name for name in media if name not in tried))
         except UnknownInputsError:
             raise  # applies to every reduced model
@@ -324,7 +324,7 @@ def _error_text(error: Exception) -> str:
 
 def _small_copies(model: nn.Module) -> list[Callable[[], nn.Module]]:
     copies = partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)
-    return [copies] if num_parameters(model) <= SMALL_NUMEL else []
+    return [copies] if count_parameters(model) <= SMALL_NUMEL else []
 
 
 def copy_small_model(model: nn.Module) -> ReducedModel:
@@ -393,7 +393,7 @@ def _reduced_models(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
         return
     shrinker = ConfigShrinker(model)
     # with the default number of layers, or as many as needed for one of each kind
-    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, min_layers(model)))):
+    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, count_min_layers(model)))):
         yield partial(_reduced_model, shrinker, even=even, layers=layers, anew=anew)
 
 
@@ -403,7 +403,7 @@ def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
     if (numel := shrinker.numel(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
         model = _with_matching_widths(model, small) if hasattr(model, "get_input_embeddings") else model
-        numel = num_parameters(model)
+        numel = count_parameters(model)
     if numel > SMALL_NUMEL:
         raise ValueError(f"the reduced model still has {numel:,} parameters")
     return model
@@ -411,13 +411,13 @@ def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
 
 def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
     """Return a model whose image features have the width of the text, if a nested config field controls it."""
-    made = dict(example_inputs.generated_inputs(model))
-    if width := example_inputs.feature_width(model, made):
-        for path, value in integer_fields(small):
+    made = dict(example_inputs.generate_inputs(model))
+    if width := example_inputs.get_image_feature_width(model, made):
+        for path, value in iter_integer_fields(small):
             if value == width and len(path) > 1:
                 try:
-                    other: nn.Module = type(model)(with_fields(small, {path: example_inputs.text_width(model)}))
-                    if not example_inputs.feature_width(other, made):
+                    other: nn.Module = type(model)(replace_fields(small, {path: example_inputs.get_text_width(model)}))
+                    if not example_inputs.get_image_feature_width(other, made):
                         return other
                 except Exception:  # an unrelated field of the same value
                     continue
@@ -427,10 +427,7 @@ def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
 def _trainable_call(
     reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, together: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
-    """Return a training call with the first batch that the reduced model accepts, and the batch.
-
-    If possible, the batch has labels, and the model is set to training mode.
-    """
+    """Return a call with the first accepted batch, with labels if possible, and set training mode if possible."""
     problem: Exception | None = None
     for inputs in [batch] if batch is not None else _batches(reduced, together=together, guesses=guesses):
         for candidate in (*with_labels(reduced, inputs), inputs):
@@ -450,14 +447,14 @@ def _trainable_call(
 
 def _batches(reduced: nn.Module, *, together: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
     """Yield candidate batches; with ``together``, those with media in the text first. Guessed batches are last."""
-    guessed = example_inputs.guessed_batches(reduced) if guesses else []
+    guessed = example_inputs.guess_batches(reduced) if guesses else []
     try:
         known = example_inputs.example_batches(reduced)
     except UnknownInputsError:
         if not guessed:
             raise
         known = []
-    ways = [example_inputs.insert_media_tokens(reduced, dict(example_inputs.generated_inputs(reduced))), known]
+    ways = [example_inputs.insert_media_tokens(reduced, dict(example_inputs.generate_inputs(reduced))), known]
     for way in ways if together else reversed(ways):
         yield from way
     yield from guessed
@@ -484,7 +481,7 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[FurtherCall]:
     """Yield a call with images or audio, if the reduced model accepts such a batch and ``batch_used`` has none."""
-    made = dict(example_inputs.generated_inputs(reduced))
+    made = dict(example_inputs.generate_inputs(reduced))
     for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
         adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)

@@ -14,7 +14,14 @@ import torch
 from torch import nn
 
 from shardformer.discovery import config_fields
-from shardformer.discovery.config_fields import ConfigField, FieldMeaning, Path, integer_fields, list_fields, sub_config
+from shardformer.discovery.config_fields import (
+    ConfigField,
+    FieldMeaning,
+    Path,
+    get_sub_config,
+    iter_integer_fields,
+    iter_list_fields,
+)
 from shardformer.errors import PolicyError
 from shardformer.transformers_compat import load_transformers
 
@@ -38,12 +45,12 @@ def layer_kinds(model: nn.Module) -> frozenset[BuildModel]:
     return frozenset(layer_kind(layer) for layers in _module_lists(model).values() for layer in layers.children())
 
 
-def min_layers(model: nn.Module) -> int:
+def count_min_layers(model: nn.Module) -> int:
     """Return the number of layers for one of each kind; 0 if the default suffices or the number is too large."""
-    return needed if LAYERS < (needed := layers_per_kind(model)) <= MAX_LAYERS else 0
+    return needed if LAYERS < (needed := count_layers_per_kind(model)) <= MAX_LAYERS else 0
 
 
-def layers_per_kind(model: nn.Module) -> int:
+def count_layers_per_kind(model: nn.Module) -> int:
     """Return the number of first layers that contain one layer of each kind, in every list."""
     needed = 0
     for layers in _module_lists(model).values():
@@ -56,7 +63,7 @@ def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
 
-def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
+def reduce_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
     """Reduce the number of layers in a config to the ``first`` ones and ``each`` layers of each kind.
 
     A field counts layers if a smaller value shortens a list of the model. If the model cannot be built because layers
@@ -75,11 +82,12 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
         """Return whether only neighboring lists of this length shorten the model."""
-        neighbors = (values for at, values in list_fields(config) if at[:-1] == path[:-1])
-        is_candidate = path in dict(integer_fields(config)) and any(len(values) == count for values in neighbors)
-        return is_candidate and is_shorter(built(config_fields.with_fields(few, {path: count})))
+        neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
+        is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
+        return is_candidate and is_shorter(built(config_fields.replace_fields(few, {path: count})))
 
-    for path, count in [*integer_fields(config), *((path, len(kinds)) for path, kinds in list_fields(config, of=str))]:
+    kinds = [(path, len(names)) for path, names in iter_list_fields(config, of=str)]
+    for path, count in [*iter_integer_fields(config), *kinds]:
         if count not in lengths.values():
             continue
         few = _with_few_layers(config, path, count, first, each)
@@ -87,33 +95,33 @@ def fewer_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module]
             now = built(few := _with_few_layers(config, path, count, first, each + 1))
         if is_shorter(now) and not counts_stages(path, count, few):
             config, lengths = few, now or lengths
-    for path, values in list_fields(config):
+    for path, values in iter_list_fields(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class requires as many layers as stages
-            few = config_fields.with_fields(config, {path: [min(n, most) for n in values]})
+            few = config_fields.replace_fields(config, {path: [min(n, most) for n in values]})
             if is_shorter(now := built(few)):
                 config, lengths = few, now or lengths
                 break
     return config
 
 
-def small_images(config: Any) -> None:
+def reduce_image_sizes(config: Any) -> None:
     """Reduce the image size of vision submodels, and of models whose configs have list entries per stage."""
-    for path, size in [*integer_fields(config)]:
-        place = sub_config(config, path[:-1])
+    for path, size in [*iter_integer_fields(config)]:
+        place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
         if path[-1] == "image_size" and len(path) > 1 and type(patch) is int:  # a vision submodel
             place.image_size = min(size, PATCHES * patch)
             if points := getattr(config, "image_grid_pinpoints", None):  # image sizes for tiling
                 config.image_grid_pinpoints = [[n * place.image_size // size for n in point] for point in points]
-    for path in {path[:-1] for path, values in list_fields(config) if len(values) > 1}:
-        place = sub_config(config, path)
+    for path in {path[:-1] for path, values in iter_list_fields(config) if len(values) > 1}:
+        place = get_sub_config(config, path)
         if "image_size" in vars(place):
             for name, size in STAGE_FIELDS.items():
                 if (old := vars(place).get(name)) is not None:
                     setattr(place, name, type(old)([size] * len(old)) if isinstance(old, list | tuple) else size)
 
 
-def small_rotations(config: Any, model: nn.Module) -> None:
+def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
     """Reduce multimodal rotary sections: the features of a head that are rotated by time, height and width.
 
     The sections are read from modules of ``model``, the original model, since configs may lack them.
@@ -122,7 +130,7 @@ def small_rotations(config: Any, model: nn.Module) -> None:
         sections: Any = getattr(module, "mrope_section", None)
         large: Any = getattr(module, "config", None)
         if isinstance(sections, list | tuple) and len(sections) and config_fields.is_config(large):
-            for small in config_fields.nested_configs(config):
+            for small in config_fields.iter_configs(config):
                 rope = getattr(small, "rope_parameters", None)
                 if small.model_type == large.model_type and isinstance(rope, dict):
                     share = rope.get("partial_rotary_factor", getattr(small, "partial_rotary_factor", None)) or 1
@@ -141,7 +149,7 @@ def _layer_counts(model: nn.Module) -> dict[str, int]:
 def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int) -> Any:
     """Return a copy of the config with fewer layers and shortened lists with one entry per layer."""
     few = copy.deepcopy(config)
-    place, field = sub_config(few, path[:-1]), path[-1]
+    place, field = get_sub_config(few, path[:-1]), path[-1]
     fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
     shared = fields.get(KV_SHARED) or 0
     of_each = {n: v for n, v in fields.items() if isinstance(v, list | tuple) and len(v) == count}
@@ -211,14 +219,14 @@ class ConfigShrinker:
         self._few: dict[tuple[int, int], Any] = {}
         every = self._with_layers(0, 1)
         if layer_kinds(model) - layer_kinds(self.make(copy.deepcopy(every))):
-            every = self._with_layers(layers_per_kind(model), 1)
+            every = self._with_layers(count_layers_per_kind(model), 1)
         measurements = config_fields.measure_fields(self.make, every)
         self.fields = [number for number in measurements if number.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.field_meanings(self.fields)
 
     def _with_layers(self, first: int, each: int) -> Any:
         if (first, each) not in self._few:
-            self._few[first, each] = fewer_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
+            self._few[first, each] = reduce_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
         return self._few[first, each]
 
     def numel(self, config: Any) -> int:
@@ -236,24 +244,24 @@ class ConfigShrinker:
             anew: whether to recompute derived fields of the config from the reduced fields.
         """
         sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
-        every = {path for path, _ in config_fields.list_entries(self.model.config)}
+        every = {path for path, _ in config_fields.iter_integers(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
         few = self._with_layers(layers, 0 if layers else 1)
-        small = config_fields.with_fields(few, small_numbers(self.fields, self.kinds, sizes) | named)
+        small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, sizes) | named)
         if self.numel(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
-            small = config_fields.with_fields(few, small_numbers(self.fields, self.kinds, fewer) | named)
+            small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, fewer) | named)
         assigned: dict[str, int] = {}
-        for path, value in [*integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
+        for path, value in [*iter_integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 last = sizes.words - 1 - len(assigned) % RESERVED  # different ids for images and audio
                 new = (
                     3 if path[-1].startswith(("bos", "eos", "pad", "decoder")) else assigned.setdefault(path[-1], last)
                 )
-                setattr(sub_config(small, path[:-1]), path[-1], new)
-        small_images(small)
-        small_rotations(small, self.model)
+                setattr(get_sub_config(small, path[:-1]), path[-1], new)
+        reduce_image_sizes(small)
+        reduce_rotary_sections(small, self.model)
         if anew:
             heads = {path[-1] for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
             small = rebuild_config(small, heads)
@@ -271,7 +279,7 @@ def _unnamed_tokens(config: Any) -> list[Path]:
 def shrink_config(config: Any, **how: Any) -> Any:
     """Reduce a transformers config, keeping layers of each kind. See ``ConfigShrinker.config`` for the options."""
     model = build_meta_model(config)
-    return ConfigShrinker(model).config(**{"layers": min_layers(model), **how})
+    return ConfigShrinker(model).config(**{"layers": count_min_layers(model), **how})
 
 
 def build_meta_model(config: Any) -> nn.Module:
@@ -333,12 +341,12 @@ MAX_HEAD_DIM = 256
 MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
 
 
-def same_config_fields(number: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
+def filter_same_config(number: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
     """Return the fields of the same config, excluding nested and enclosing configs."""
     return [other for other in others if other.path[:-1] == number.path[:-1]]
 
 
-def small_numbers(
+def reduce_fields(
     measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
 ) -> dict[Path, int]:
     """Return the reduced value of each field; fields that are not in the result are unchanged."""
@@ -347,10 +355,10 @@ def small_numbers(
     hidden = {n.value: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     words = {n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes())}
     for number in of[FieldMeaning.HEADS]:
-        counts = {n.value for n in same_config_fields(number, of[FieldMeaning.HEADS])}
+        counts = {n.value for n in filter_same_config(number, of[FieldMeaning.HEADS])}
         small[number.path] = _reduced_head_counts(counts, sizes)[number.value]
     for number in of[FieldMeaning.HEAD_DIM]:
-        dim = sizes.head_dim * _parts_per_head(number, same_config_fields(number, of[FieldMeaning.HEAD_DIM]))
+        dim = sizes.head_dim * _parts_per_head(number, filter_same_config(number, of[FieldMeaning.HEAD_DIM]))
         small[number.path] = dim if number.value >= MIN_HEAD_DIM else number.value
     small |= {n.path: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
     for number in of[FieldMeaning.ROWS]:
@@ -361,7 +369,7 @@ def small_numbers(
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
     for number in of[FieldMeaning.WIDTH]:
-        product = _width_of_heads(number, same_config_fields(number, measured), kinds, small)
+        product = _width_of_heads(number, filter_same_config(number, measured), kinds, small)
         if number.value in hidden or product:
             small[number.path] = product or hidden[number.value]
         else:
@@ -375,7 +383,7 @@ def small_numbers(
 def _reduced_hidden_size(number: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
     """Return the reduced hidden size; sizes other than the most frequent one stay larger or smaller."""
     matrices: dict[int, set[str]] = {}
-    for other in same_config_fields(number, every):
+    for other in filter_same_config(number, every):
         matrices.setdefault(other.value, set()).update(other.matrices())
     most = max(matrices, key=lambda value: len(matrices[value]))
     return sizes.hidden * (1 + (number.value > most)) // (1 + (number.value < most))
@@ -385,7 +393,7 @@ def _parts_per_head(number: ConfigField, neighbors: Sequence[ConfigField]) -> in
     """Return the number of parts of the features of a head that neighboring fields count."""
     if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
-    part = next((n.value for n in neighbors if n.value in config_fields.rotary_features(number)), number.value)
+    part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(number)), number.value)
     return max(1, number.value // part)
 
 
@@ -410,7 +418,7 @@ def _head_dims_of_widths(
         for spot, times in number.times.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
     for number in measured:
-        for heads in same_config_fields(number, of[FieldMeaning.HEADS]):
+        for heads in filter_same_config(number, of[FieldMeaning.HEADS]):
             width = widths.get((number.path[:-1], number.value * heads.value), 0)
             if number.path not in small and width and width % small[heads.path] == 0:
                 yield number.path, width // small[heads.path]

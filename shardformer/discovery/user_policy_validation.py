@@ -23,7 +23,7 @@ from shardformer.discovery.derive_policy import DerivedPolicy
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
 from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sharing_values
 from shardformer.discovery.shrink_config import SMALL_NUMEL, layer_kind
-from shardformer.discovery.validation import MismatchError, stacks_of, validate_policy
+from shardformer.discovery.validation import MismatchError, get_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.kernels.fused_ops import is_elementwise
 from shardformer.layout.tensor_relations import max_difference
@@ -81,7 +81,7 @@ def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
     heads = role.num_heads or policy.num_heads
-    for stack in stacks_of(policy):
+    for stack in get_stacks(policy):
         paths = match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
         for path in paths[:1]:
             is_attribute = str(heads).startswith(".")
@@ -107,7 +107,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     copied = copy.copy(policy)
     copied.set_model(model)
     layers = [stack.layers for stack in copied.stacks()]
-    user_modules = dict(user_code_modules(model, layers))
+    user_modules = dict(find_user_code_modules(model, layers))
     if not user_modules:
         return
     path, module = next(iter(user_modules.items()))
@@ -124,7 +124,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         )
 
 
-def user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
+def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
     """Yield the modules in ``layers`` that run user code, except element-wise functions."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
@@ -139,7 +139,7 @@ def _registered_policy_fault(
     try:
         reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_modules)
-        lacks = _user_code_kinds(user_modules) - _user_code_kinds(dict(user_code_modules(reduced.model, layers)))
+        lacks = _user_code_kinds(user_modules) - _user_code_kinds(dict(find_user_code_modules(reduced.model, layers)))
         if lacks:
             return f"no reduced model has {', '.join(sorted(lacks))}", None
         reference = reduced.reference()
@@ -233,7 +233,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
 
 
 def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
-    has_user_code = any(True for _ in user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
+    has_user_code = any(True for _ in find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
     return type(policy).__module__.startswith("shardformer.") and not has_user_code
 
 
@@ -254,7 +254,7 @@ def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | 
 
 def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
     """Return a copy of a small model, or a reduced model of a large one, with the policy and the number of ranks."""
-    numel = reduced_model.num_parameters(model)
+    numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor > MAX_TRIAL_NUMEL:
             raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
@@ -273,7 +273,7 @@ def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[Red
 def _names_head_counts(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
-    roles = [*policy.unstacked_blocks, *(role for stack in stacks_of(policy) for role in stack.blocks)]
+    roles = [*policy.unstacked_blocks, *(role for stack in get_stacks(policy) for role in stack.blocks)]
     attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
@@ -324,7 +324,7 @@ class _PolicyTrial:
                 again = reduced_model.probe_loss(reduced.run(native)).item()
             copy_sharing_values(reduced.model)
         except Exception as error:
-            raise _NotValidated(validation.error_summary(error)) from error
+            raise _NotValidated(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
             raise _NotValidated("two forwards of the model differ")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
@@ -363,11 +363,7 @@ class _PolicyTrial:
                 continue
 
     def _find_fault(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFault | None:
-        """Return the fault of a policy, or None. If results differ, a second run locates the first difference.
-
-        Args:
-            expected_outputs: path of each module of the unsharded copy -> its output, for the second run.
-        """
+        """Return the fault of a policy, or None. A second run with ``expected_outputs`` locates a difference."""
         models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
@@ -395,9 +391,9 @@ class _PolicyTrial:
         except ShardFormerError as error:  # an option or input error, which the real forward will raise again
             raise _NotValidated(error.what) from error
         except Exception as error:  # a forward with wrong shards may raise anything
-            at = next((found for model in models if (found := validation.failing_module(error, model))), None)
-            where = (f" in {at!r}" if at else "") + validation.user_code_location(error)
-            return PolicyFault(f"does not run: {validation.error_summary(error)}{where}", at)
+            at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
+            where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
+            return PolicyFault(f"does not run: {validation.summarize_error(error)}{where}", at)
 
     def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
         """Shard by a copy of the policy. Errors here are raised again when the real model is sharded."""
@@ -408,7 +404,7 @@ class _PolicyTrial:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
             shard_with(model, config, copied)
         except Exception as error:
-            raise _NotValidated(validation.error_summary(error)) from error
+            raise _NotValidated(validation.summarize_error(error)) from error
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
@@ -428,7 +424,7 @@ def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, Role
         vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated": lambda: None})
         return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
-    for stack in stacks_of(policy):
+    for stack in get_stacks(policy):
         for role in stack.blocks:
             yield role, with_only(stack=replace(stack, blocks=[role]))
     for role in policy.unstacked_blocks:

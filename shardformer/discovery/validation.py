@@ -47,13 +47,13 @@ from shardformer.torch_compat import tree_leaves
 MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
 
 
-def error_in_sentence(error: BaseException) -> str:
+def format_error(error: BaseException) -> str:
     """Format an error, with its location in user code, for use within a sentence."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
-    return f"{text}{user_code_location(error)}"
+    return f"{text}{format_user_code_location(error)}"
 
 
-def user_code_location(error: BaseException) -> str:
+def format_user_code_location(error: BaseException) -> str:
     """Format the innermost line of user code in a traceback: ``, in my_model.py, line 14: `return x.view(b, s)` ``."""
     frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame)]
     if not frames:
@@ -66,14 +66,14 @@ def user_code_location(error: BaseException) -> str:
     return f", in {shown}, line {number}" + (f": `{code}`" if code else "")
 
 
-def failing_module(error: BaseException, model: nn.Module) -> str | None:
+def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
     """Return the path of the innermost module in whose forward an error was raised."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
-def error_summary(error: BaseException) -> str:
+def summarize_error(error: BaseException) -> str:
     """Return the class and the first line of an error."""
     return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
 
@@ -109,7 +109,7 @@ def validate_sharding(
     def train(context: ParallelContext) -> None:
         model = copy_sharing_values(reference.model)
         shard(model, context)
-        for expected in (reference, *reference.also):
+        for expected in (reference, *reference.further_batches):
             model.zero_grad()
             compare_training(expected, model)
 
@@ -118,7 +118,7 @@ def validate_sharding(
     except (MismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward with wrong shards may raise anything
-        return f"the sharded model does not run ({error_in_sentence(error)})"
+        return f"the sharded model does not run ({format_error(error)})"
     return None
 
 
@@ -147,11 +147,11 @@ def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
 ONE_LAYER = "it has no two layers that run in sequence"
 
 
-def stacks_of(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
+def get_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
     return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
-def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
+def bind_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
     """Instantiate a policy for ``model`` on one rank."""
     out = policy()
     out.set_model(model)
@@ -159,10 +159,10 @@ def bound_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
     return out
 
 
-def layer_sequence_of(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
+def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
     """Return the layers of ``stacks`` as one sequence."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
-    return bound_policy(with_stacks, model).layer_sequence()
+    return bind_policy(with_stacks, model).layer_sequence()
 
 
 def validate_stages(
@@ -173,13 +173,13 @@ def validate_stages(
     The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
     """
     try:
-        chain = layer_sequence_of(reference.model, policy, stacks)
+        chain = build_layer_sequence(reference.model, policy, stacks)
         count = len(chain.layer_calls)
         if count < 2:
             return ONE_LAYER
         ends = {1, count // 2, count - 1, *(at for start in chain.starts for at in (start - 1, start))}
         for bound in sorted(ends & set(range(1, count))):
-            for expected in (reference, *reference.also):
+            for expected in (reference, *reference.further_batches):
                 _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
     except (MismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
@@ -224,7 +224,8 @@ def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
             raise MismatchError("the output differs")
     reference.model.zero_grad()
     for outputs in (expected, stage_outputs):
-        torch.stack([reduced_model.weighted(outputs[at], outputs[at].shape).double() for at in here]).sum().backward()
+        losses = [reduced_model.weighted_mean_square(outputs[at], outputs[at].shape).double() for at in here]
+        torch.stack(losses).sum().backward()
 
 
 def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
@@ -232,7 +233,7 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
     model.zero_grad()
     if expected.keys() != found.keys():
         raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in only one of the two models")
-    bounds = reduced_model.gradient_tolerances(expected)
+    bounds = reduced_model.compute_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
             raise MismatchError(f"the gradient of {name} differs")
@@ -278,7 +279,7 @@ def validate_context_parallel(
         may_be_whole: whether attentions may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
-    key = (reduced_model.validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
+    key = (reduced_model.make_validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
     return _cached(_CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, may_be_whole))
 
 
@@ -331,8 +332,8 @@ def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be
         if result.against is None:
             return replace(result, learned=replace(result.learned, unproven=reduced.unproven(None)))
         against = against or result.against
-    for learned in candidates if reference.also else ():
-        result = train_with(learned, replace(reference, also=()))
+    for learned in candidates if reference.further_batches else ():
+        result = train_with(learned, replace(reference, further_batches=()))
         if result.against is None:
             return replace(result, learned=replace(result.learned, unproven=reduced.unproven(against)))
     if not_dispatched is not None:
@@ -350,7 +351,8 @@ def _gather_candidates(
     def attends(layer: str, name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
 
-    attending = _unique((t.layers, name) for t in stacks for layer, name in t.children() if attends(layer, name))
+    children = [(t.layers, layer, name) for t in stacks for layer, name in t.callable_children()]
+    attending = _unique((layers, name) for layers, layer, name in children if attends(layer, name))
     mixing = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
     if is_dispatched and mixing:
         yield ContextFindings(gathers=mixing)
@@ -386,7 +388,7 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     """
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
-    key = (reduced_model.validation_key(model), grid.mode, sizes)
+    key = (reduced_model.make_validation_key(model), grid.mode, sizes)
     return _cached(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
@@ -411,7 +413,10 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
     against = validate_sharding(reference, shard, tensor=total)
     if against is None:
         return GridValidation(None, samples, reduced.unproven(None))
-    if reference.also and validate_sharding(replace(reference, also=()), shard, tensor=total) is None:
+    if (
+        reference.further_batches
+        and validate_sharding(replace(reference, further_batches=()), shard, tensor=total) is None
+    ):
         return GridValidation(None, samples, reduced.unproven(against))
     return GridValidation(against)
 

@@ -167,11 +167,8 @@ def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _allocate(deferred: DeferredStorage) -> UntypedStorage:
-    """Allocate memory for a storage.
-
-    Large storages are mapped separately. On the heap, small shards would fill the gaps that freed full tensors leave,
-    and the heap would grow to the size of the full model.
-    """
+    # large storages are mapped: on the heap, small shards would fill the gaps of freed full tensors, and the heap would
+    # grow to the size of the full model
     if deferred.num_bytes < MAPPED_BYTES:
         return torch.empty(deferred.num_bytes, dtype=torch.uint8).untyped_storage()
     mapped = mmap(-1, deferred.num_bytes, flags=MAP_PRIVATE | MAP_ANONYMOUS)

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import forward_call, generated_inputs, insert_media_tokens
+from shardformer.discovery.example_inputs import forward_call, generate_inputs, insert_media_tokens
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.pipeline.micro_batches import special_token_ids
@@ -64,7 +64,7 @@ def of_clip(step: int) -> Mapping[str, Tensor]:
 
 def of_qwen(step: int) -> Mapping[str, Tensor]:
     model = qwen()
-    return next(insert_media_tokens(model, dict(generated_inputs(model))))
+    return next(insert_media_tokens(model, dict(generate_inputs(model))))
 
 
 def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
@@ -74,7 +74,7 @@ def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])
 def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[int]) -> None:
     model = model_fn()
-    batch = next(insert_media_tokens(model, dict(generated_inputs(model))))
+    batch = next(insert_media_tokens(model, dict(generate_inputs(model))))
     assert (batch["input_ids"] == IMAGE).sum(-1).tolist() == tokens
     assert batch["attention_mask"].shape == batch["input_ids"].shape
     assert torch.isfinite(model(**in_fp64(batch)).logits).all()
@@ -82,7 +82,7 @@ def test_the_text_has_one_placeholder_per_feature(model_fn: Any, tokens: list[in
 
 def test_a_model_without_image_tokens_has_no_placeholders() -> None:
     model = clip()
-    assert [*insert_media_tokens(model, dict(generated_inputs(model)))] == []
+    assert [*insert_media_tokens(model, dict(generate_inputs(model)))] == []
 
 
 def test_data_ranks_get_the_patches_of_their_own_images() -> None:
