@@ -460,7 +460,7 @@ def test_torchs_data_parallel_around_it_is_refused(pool2: WorkerPool) -> None:
 def wrapped() -> None:
     model = net()
     shard_optimizer(model, adam(model))
-    with pytest.raises(ConfigError, match="DistributedDataParallel around a model"):
+    with pytest.raises(ConfigError, match="DistributedDataParallel does not work with a model"):
         nn.parallel.DistributedDataParallel(model)
 
 
