@@ -177,8 +177,8 @@ class PrivateRandomState:
 class SameRandomOnAllRanks:
     """Makes a user's sampler, dataset or loader draw the same random numbers on all ranks in an epoch."""
 
-    def __init__(self, asked: Any, epoch: int, seed: int) -> None:
-        parts = {id(p): p for p in (asked, *(getattr(asked, name, None) for name in ("sampler", "dataset")))}
+    def __init__(self, source: Any, epoch: int, seed: int) -> None:
+        parts = {id(p): p for p in (source, *(getattr(source, name, None) for name in ("sampler", "dataset")))}
         self._own = PrivateRandomState(seed, epoch, "sampler")
         self._generators: list[tuple[Any, torch.Generator]] = []
         for i, part in enumerate(parts.values()):

@@ -140,17 +140,17 @@ def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkp
     if "use_cache" not in named:
         return dict(batch)
     config = getattr(model, "config", None)
-    asked = batch.get("use_cache")
-    if asked is None:
+    uses_cache = batch.get("use_cache")
+    if uses_cache is None:
         get_text: Any = getattr(config, "get_text_config", None)
         text = config if get_text is None else get_text(decoder=True)
-        asked = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
-    made = {"use_cache": False, **batch}
+        uses_cache = getattr(text, "use_cache", False) and not (is_checkpointed and model.training)
+    new = {"use_cache": False, **batch}
     tokens = next((batch[name] for name in ("input_ids", "inputs_embeds") if batch.get(name) is not None), None)
     has_positions = batch.get("position_ids") is not None and batch.get("attention_mask") is None
-    if asked and has_positions and "attention_mask" in named and isinstance(tokens, Tensor):
-        made["attention_mask"] = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
-    return made
+    if uses_cache and has_positions and "attention_mask" in named and isinstance(tokens, Tensor):
+        new["attention_mask"] = tokens.new_ones(tokens.shape[:2], dtype=torch.int64)
+    return new
 
 
 def without_caches(output: Any, arguments: Collection[str]) -> Any:

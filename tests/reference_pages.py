@@ -89,7 +89,7 @@ def _rows(fields: dict[str, Any]) -> str:
 
 
 def _kind(kind: Any) -> str:
-    names = {str: "text", int: "whole number", float: "number", bool: "true or false", dict: "table"}
+    names = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "table"}
     if kind in names:
         return names[kind]
     parts = [part for part in get_args(kind) if part is not type(None)]

@@ -394,7 +394,7 @@ def _ranks_hold_different_weights() -> tuple[bool, str]:
 def test_different_initial_weights_are_replaced_by_those_of_rank_0(pool2: WorkerPool) -> None:
     for same, text in pool2.run(_ranks_hold_different_weights):
         assert same
-        assert "The tensor ranks held different weights: all took those of rank 0." in text
+        assert "The tensor ranks had different initial weights. They now use those of rank 0." in text
 
 
 def _lay_grid(**sizes: Any) -> Refusal:
@@ -411,7 +411,7 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": {"parallel": {"tensr": 2}}}, ("'tensr'", "'tensor'")),
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "tensor=(2, 1)")),
         ({"config": {"parallel": {"tensor": {"sise": 2}}}}, ("'sise'", "'size'")),
-        ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "whole number")),
+        ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "not an integer")),
         ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "dict(tensor=2)")),
         ({"config": {"tensor": 2}}, ("tensor = 2 outside of parallel", "dict(tensor=2)")),
@@ -609,8 +609,8 @@ def _use(how: str) -> Refusal:
         ("negative token", InputError, ("token -1", "0 to 126")),
         ("label", InputError, ("127", "126")),
         ("negative label", InputError, ("-2", "-100")),
-        ("different batches", InputError, ("2 tensor ranks were fed different batches", "context.data.rank")),
-        ("different shapes", InputError, ("2 tensor ranks were fed different batches", "context.data.rank")),
+        ("different batches", InputError, ("2 tensor ranks received different batches", "context.data.rank")),
+        ("different shapes", InputError, ("2 tensor ranks received different batches", "context.data.rank")),
         ("attentions", ConfigError, ("output_attentions=True", "Leave output_attentions off")),
         ("hidden states", ConfigError, ("output_hidden_states=True", "each rank has a shard of the sequence")),
         ("resize", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),

@@ -133,8 +133,8 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):
         table.add_column(name)
     table.add_column("weights:\nheads, hidden")
-    for held in describe_grid_shards(mode, sizes):
-        table.add_row(str(held.rank), held.place, held.between, held.inside, held.weights)
+    for shards in describe_grid_shards(mode, sizes):
+        table.add_row(str(shards.rank), shards.place, shards.between, shards.inside, shards.weights)
     console.print(table)
     console.print("Numbers sent per rank for one layer, forward and backward, with N tokens,")
     console.print("H hidden features and W weights (V: sum of inner widths, E: sum of output widths of its blocks):")

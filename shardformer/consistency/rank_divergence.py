@@ -205,9 +205,9 @@ class ConsistencyMonitor:
 
     def _sketch(self, axis: Axis) -> tuple[float, float]:
         """Return the sum with random signs, and the norm, of this step's slice of the replicated weights."""
-        stretches = self._current_slices(axis)
+        slices = self._current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
-            sums = [_random_projection(x, number) for number, x in enumerate(stretches)]
+            sums = [_random_projection(x, number) for number, x in enumerate(slices)]
         found = self._read_sum(f"sketch {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 

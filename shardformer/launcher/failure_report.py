@@ -40,14 +40,16 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     order = sorted(own_fault, key=lambda rank: _cause_order(own_fault[rank]))
     first = failures[order[0]]
     ours = _note(first).get("parts")
-    alike = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
-    lines = [f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in alike]
+    same_error = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
+    lines = [
+        f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in same_error
+    ]
     if ours:
         lines += [line for line in (_note(first).get("frame"), format_error(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # the launcher may have ended a rank that raised the same error
-        left = next((failures[rank] for rank in alike if failures[rank].exitcode > 0), first)
-        lines.append(f"{me}: {_ranks_text(alike, _note(first))}: {_exit_status(left)}{more}")
+        left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
+        lines.append(f"{me}: {_ranks_text(same_error, _note(first))}: {_exit_status(left)}{more}")
     ended = sorted(set(ranks) - set(failures))
     if (ended and _waited_for_peer(first)) or (_lost_peer(first) and (ended or not ours)):
         who = listed(ended) if ended else "a process of its group"

@@ -80,8 +80,8 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
     """Set the shutdown timeout of torch's launcher for the block, by default ``SHUTDOWN_TIMEOUT_S`` instead of 30 s."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
-    said = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
-    asked = int(said) if said is not None else None
+    value = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
+    timeout_s = int(value) if value is not None else None
     plain, signals = PContext.close, 0
     folder = tempfile.mkdtemp(prefix="shardformer-finishing-")
     before = os.environ.get(FOLDER)
@@ -93,13 +93,13 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         nonlocal signals
         pids = list(self.pids().values())
         signals += _is_signalled()
-        seconds = asked if asked is not None else SHUTDOWN_TIMEOUT_S
+        seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
         if signals > 1:
             seconds = AT_ONCE_S
         elif signals == 1 and any(map(finishes, pids)):
-            seconds = asked if asked is not None else FINISHES_S
+            seconds = timeout_s if timeout_s is not None else FINISHES_S
         looks = threading.Timer(
             max(seconds - CHECK_BEFORE_KILL_S, seconds / 2),
             _process_states,

@@ -106,7 +106,7 @@ def delay_sigterm() -> None:
             os.kill(os.getpid(), signal.SIGTERM)
         os.write(writer, bytes([signum]))  # also done by the interpreter, unless the script set its own wakeup fd
 
-    def count() -> None:
+    def wait_for_sigterm() -> None:
         while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
             pass
         time.sleep(GRACE_S)
@@ -114,25 +114,25 @@ def delay_sigterm() -> None:
             record_stack_location()
         os._exit(128 + signal.SIGTERM)
 
-    def hold() -> None:
-        held.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
+    def block_sigterm() -> None:
+        saved.mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 
-    def release() -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, held.mask)
+    def unblock_sigterm() -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
-    def undo() -> None:
+    def restore_in_child() -> None:
         if signal.getsignal(signal.SIGTERM) is note:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if (descriptor := signal.set_wakeup_fd(-1)) != writer:
             signal.set_wakeup_fd(descriptor)
-        release()
+        unblock_sigterm()
 
-    held = threading.local()
+    saved = threading.local()
     signal.signal(signal.SIGTERM, note)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # a forked child has no such thread, so SIGTERM is blocked until the child has restored the default handler
-    os.register_at_fork(before=hold, after_in_parent=release, after_in_child=undo)
-    threading.Thread(target=count, daemon=True).start()
+    os.register_at_fork(before=block_sigterm, after_in_parent=unblock_sigterm, after_in_child=restore_in_child)
+    threading.Thread(target=wait_for_sigterm, daemon=True).start()
 
 
 def run_script(path: str) -> None:

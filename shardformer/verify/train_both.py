@@ -164,17 +164,17 @@ def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: 
 
 def check_independent_samples(job: VerifyJob, model: nn.Module) -> None:
     """Raise ConfigError for a model that compares the samples of a batch with each other, if batches are split."""
-    whole = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
+    reference = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
-        (whole, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
+        (reference, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
         (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
             for name in _per_sample_matrices(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other: the size of {name} is "
-                    f"the square of the batch size ({batch_size_of(larger)})",
+                    f"{type(model).__name__} compares the samples of a batch with each other: its output {name} of "
+                    f"{batch_size_of(larger)} samples has as many rows and columns",
                     rule="If a batch is split, the loss of each shard is computed without the other samples",
                     remedy=remedy,
                 )
@@ -363,7 +363,7 @@ def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     loss = loss_in(output)
     if loss is None:
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
-        field = "" if needs_labels else f": its output, a {type(output).__name__}, has no such field"
+        field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"
         remedy = (
             "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (model, batch) -> loss"
         )
@@ -456,8 +456,9 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     optimizer = (
         optimizer[0] if job.training.zero_stage is None else shard_optimizer(model, optimizer, **job.training.of_zero())
     )
-    asked = job.pipeline
-    step_of = _pipelined_step(job, model, asked) if asked is not None else partial(_plain_step, job, model, optimizer)
+    step_of: StepFn = partial(_plain_step, job, model, optimizer)
+    if job.pipeline is not None:
+        step_of = _pipelined_step(job, model, job.pipeline)
     for step in range(job.steps):
         with CollectiveRecorder(context) as recorder, _arithmetic(job):
             loss = _run_backwards(job, model, optimizer, step_of, step)
@@ -472,8 +473,8 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
         optimizer.step()
         optimizer.zero_grad()
     if job.training.zero_stage == 3:
-        whole = full_state_dict(model)
-        trace.after = {n: whole[n] for n in trace.grads[-1]}
+        state = full_state_dict(model)
+        trace.after = {n: state[n] for n in trace.grads[-1]}
     else:
         after = _gather_full_tensors(model, context, {n: p.detach() for n, p in model.named_parameters()})
         trace.after = {n: p for n, p in after.items() if p is not None}
@@ -510,12 +511,17 @@ def _plain_step(
     return loss
 
 
-def _pipelined_step(job: VerifyJob, model: nn.Module, asked: VerifyPipeline) -> StepFn:
-    loss_fn = job.loss_fn
-    given = None if loss_fn is None else lambda output, part: loss_fn(PrecomputedForward(model, output, part), part)
-    average = job.training.average_loss_over
+def _pipelined_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeline) -> StepFn:
+    def loss_of(output: Any, part: Mapping[str, Any]) -> Tensor:
+        assert job.loss_fn is not None
+        return job.loss_fn(PrecomputedForward(model, output, part), part)
+
     pipeline = Pipeline(
-        model, asked.micro_batches, loss_fn=given, loss_weight=asked.loss_weight, average_loss_over=average
+        model,
+        settings.micro_batches,
+        loss_fn=None if job.loss_fn is None else loss_of,
+        loss_weight=settings.loss_weight,
+        average_loss_over=job.training.average_loss_over,
     )
 
     def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
@@ -530,15 +536,15 @@ def _gather_full_tensors(
 ) -> dict[str, Tensor | None]:
     """Gather the tensors of all stages, by the unsharded model's names. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
-    known = [(name, t) for name, t in own.items() if t is not None]
-    whole = gather_full_tensors([t for _, t in known], [specs[name] for name, _ in known], state.axis)
-    full = {**own, **{name: x.cpu() for (name, _), x in zip(known, whole, strict=True)}}
+    present = [(name, t) for name, t in own.items() if t is not None]
+    gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)
+    full = {**own, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full
     out: dict[str, Tensor | None] = {}
-    for theirs in all_gather_objects(full, context.pipe):
-        for name, t in theirs.items():
+    for stage in all_gather_objects(full, context.pipe):
+        for name, t in stage.items():
             first = stages.state[name][0]
             before = out.setdefault(first, t)
             if before is not t and (before is None or t is None or not torch.equal(before, t)):

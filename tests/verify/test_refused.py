@@ -49,11 +49,14 @@ def without_tensors(step: int) -> dict[str, int]:
             "data=3 does not divide the batch of 4 samples",
         ),
         ({"batch_fn": without_labels}, "GPT2LMHeadModel returned no loss.*Add labels"),
-        ({"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels}, "has no such field.*Pass loss_fn="),
-        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no such field"),
+        (
+            {"model_fn": SmallModel("gpt2", "GPT2Model"), "batch_fn": without_labels},
+            "has no field 'loss'.*Pass loss_fn=",
+        ),
+        ({"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy}, "its output, a Tensor, has no field 'loss'"),
         (
             {"model_fn": Tower, "batch_fn": only_x, "policy": TowerPolicy, "loss_fn": sample_loss},
-            "its output, a Tensor, has no such field",
+            "its output, a Tensor, has no field 'loss'",
         ),
         ({"tensor": 7}, "exceeds the 6 attention heads"),
         ({"batch_fn": without_tensors}, "no tensor"),
