@@ -50,7 +50,7 @@ def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words:
         assert word in str(caught.value)
 
 
-# --------------------------------------------------------------------------------------- modules with different behavior
+# -------------------------------------------------------------------------------------- modules with different behavior
 
 
 class Squared(nn.Embedding):
@@ -295,7 +295,7 @@ def test_failed_forward_inside_a_block_leaves_no_state(pool2: WorkerPool) -> Non
     assert pool2.run(after_a_broken_forward) == [True, True]
 
 
-# ----------------------------------------------------------------------------------------- before and after sharding
+# -------------------------------------------------------------------------------------------- before and after sharding
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -412,7 +412,7 @@ def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
     assert run_as_threads(run, tensor=2) == [2, 2]
 
 
-# ---------------------------------------------------------------------------------------- unreferenced models
+# -------------------------------------------------------------------------------------------------- unreferenced models
 
 
 def left_over(family: str) -> int:
@@ -447,7 +447,7 @@ def test_submodule_keeps_synchronizing_its_gradients(pool2: WorkerPool) -> None:
     assert mine == theirs
 
 
-# ------------------------------------------------------------------------------------------ wrong arguments
+# ------------------------------------------------------------------------------------------------------ wrong arguments
 
 
 class UnevenFirstForm(Policy):
