@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from shardformer.errors import PolicyError
 from shardformer.module_paths import resolve_path
@@ -129,11 +130,7 @@ class Attention:
         """Return what ``name`` counts. Raises PolicyError if an entry of the kind ``what`` cannot count that."""
         entry = self.local_attrs[name]
         kind = entry if isinstance(entry, str) else entry[0]
-        kinds = (
-            LOCAL_ATTR_KINDS[what]
-            if what
-            else tuple(dict.fromkeys(kind for each in LOCAL_ATTR_KINDS.values() for kind in each))
-        )
+        kinds = LOCAL_ATTR_KINDS[what] if what else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         if kind not in kinds:
             raise PolicyError(
                 f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"

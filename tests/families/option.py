@@ -18,7 +18,7 @@ from shardformer.sharding.describe import ShardingDescription
 from shardformer.verify.small_models import SMALL_CONFIGS, RandomBatches, SmallModel, sample_loss
 
 FAMILIES = tuple(SMALL_CONFIGS)
-# Of fp64 numbers; what a class computes in fp32 whatever comes (softmax, RMS norms) brings the noise of that.
+# Tolerance for fp64. Modules that always compute in fp32 (softmax, RMS norms) add rounding noise.
 EXACT, CASTS = 1e-10, 1e-5
 SIZE = {"batch": 3, "sequence": 9}
 

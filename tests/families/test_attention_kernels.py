@@ -25,9 +25,9 @@ from tests.ops import Ops
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 OPTION = "enable_flash_attention"
-# Nothing in these is computed in fp32: attention, norms and activations follow the dtype of the weights.
+# Families without fp32 computation: attention, norms and activations use the dtype of the weights.
 IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "t5", "vit", "beit", "swin", "swinv2", "sam")
-# What takes the place of a method, where a class of attention has no door.
+# Classes whose method is replaced, because they do not dispatch their attention.
 OWN = {
     "bloom": "bloom",
     "chatglm": "chatglm",
@@ -97,7 +97,9 @@ def test_attention_scores_are_not_materialized(
     monkeypatch: pytest.MonkeyPatch,
     record_property: Callable[[str, object], None],
 ) -> None:
-    monkeypatch.setattr(attention_kernels, "SCORES_AT_ONCE", 0)  # these are so small that all of them would be
+    monkeypatch.setattr(
+        attention_kernels, "SCORES_AT_ONCE", 0
+    )  # otherwise these small scores would be computed at once
     model, held = build(family, {}), []
     use_flash_attention(model, CPU)
     with torch.autograd.graph.saved_tensors_hooks(lambda t: held.append(t.shape) or t, lambda t: t), Ops() as ops:
@@ -161,7 +163,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
 def test_attention_weights_are_refused_with_the_kernel() -> None:
     model = build("gpt_neo", {})
     use_flash_attention(model, CPU)
-    assert use_flash_attention(model, CPU)  # again, and nothing is hooked twice
+    assert use_flash_attention(model, CPU)  # a second call installs no second hook
     assert all(len(m._forward_pre_hooks) <= 1 for m in model.modules())
     with pytest.raises(ConfigError, match="does not support the argument output_attentions"):
         model(**batch_of("gpt_neo"), output_attentions=True)

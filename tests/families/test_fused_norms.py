@@ -8,7 +8,7 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, FusedRMSNorm, fused_no
 from tests.families.option import CASTS, EXACT, FAMILIES, assert_same, build, plain, sharded
 
 OPTION = "enable_fused_normalization"
-# Computed in fp32 whatever comes: RMS norms, attention, rotations.
+# Families that always compute RMS norms, attention or rotations in fp32.
 IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "vit", "beit", "swin", "swinv2", "sam")
 KIND = {"t5": "t5", "llama": "llama", "qwen2": "llama", "qwen3": "llama", "mistral": "llama", "chatglm": "torch"}
 

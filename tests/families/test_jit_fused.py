@@ -16,7 +16,7 @@ from shardformer.kernels import fused_ops as fused
 from tests.families.option import CASTS, FAMILIES, assert_same, plain, sharded
 
 GELU, TANH, SILU, RELU = "gelu", "gelu tanh", "silu", "relu"
-# What runs as one kernel. Falcon and T5 have neither a bias nor a gate there.
+# Operations in the fused kernels. Falcon and T5 have neither a bias nor a gate.
 KERNELS: dict[str, set[str]] = {
     **{family: {f"bias {GELU}"} for family in ("bert", "roberta", "ernie", "whisper", "vit", "swin", "swinv2", "beit")},
     **{family: {f"bias {TANH}"} for family in ("gpt2", "gpt_neo", "gptj", "albert", "bloom")},

@@ -39,7 +39,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
     """Return the model on each of two ranks."""
-    models = [make(), make()]  # not in the ranks: threads share the random numbers, and what transformers imports
+    models = [make(), make()]  # created once: threads share the random state and imports
     return run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options), tensor=2)
 
 
@@ -50,7 +50,7 @@ def refused(kind: type[ShardFormerError], make: Callable[[], nn.Module], *words:
         assert word in str(caught.value)
 
 
-# --------------------------------------------------------------------------------------- modules that do something else
+# -------------------------------------------------------------------------------------- modules with different behavior
 
 
 class Squared(nn.Embedding):
@@ -162,7 +162,7 @@ def with_another_mlp() -> nn.Module:
 def test_optional_role_without_any_exit_is_refused() -> None:
     words = ("2 layers have 'layers.*.mlp', but none has its exit 'layers.*.mlp.fc3'", "Did you mean 'mlp.fc2'")
     refused(PolicyError, ToyLM, *words, policy=LostExit)
-    sharded(with_another_mlp, PassedOver)  # it is passed over where another module stands in its place
+    sharded(with_another_mlp, PassedOver)  # skipped, because another module replaces it
 
 
 class ResidualInside(SelfAttention):
@@ -200,7 +200,7 @@ class EntersAtQ(ToyPolicy):
 def test_attention_can_enter_at_its_first_projection(options: dict[str, bool]) -> None:
     torch.manual_seed(0)
     plain = ToyLM().double()
-    if not options:  # between the blocks of sequence parallelism a rank has its stretch only: nothing to add inside
+    if not options:  # under sequence parallelism each rank has only its chunk between the blocks
         for layer in plain.layers:
             layer.attn.__class__ = ResidualInside
     toy_loss(plain, toy_batch(0)).backward()
@@ -230,7 +230,7 @@ def test_second_derivative_raises() -> None:
 # ------------------------------------------------------------------------------------------------------- random numbers
 
 
-def draws_alike(name: str) -> bool:
+def draws_same_numbers(name: str) -> bool:
     context = launch_from_torch()
     torch.manual_seed(context.tensor.rank)
     model = shard_model(SmallModel(name)(), context=context)
@@ -240,7 +240,7 @@ def draws_alike(name: str) -> bool:
 
 
 def test_ranks_draw_the_same_numbers_outside_blocks_without_dropout(pool2: WorkerPool) -> None:
-    assert pool2.run(draws_alike, "llama") == [True, True]
+    assert pool2.run(draws_same_numbers, "llama") == [True, True]
 
 
 class FunctionalDropout(Layer):
@@ -249,7 +249,7 @@ class FunctionalDropout(Layer):
         return x + self.mlp(self.norm2(x))
 
 
-def drops_alike() -> bool:
+def drops_same_values() -> bool:
     context = launch_from_torch()
     torch.manual_seed(context.tensor.rank)
     model = ToyLM()
@@ -264,7 +264,7 @@ def drops_alike() -> bool:
 
 
 def test_functional_dropout_trains_correctly(pool2: WorkerPool) -> None:
-    assert pool2.run(drops_alike) == [True, True]
+    assert pool2.run(drops_same_values) == [True, True]
 
 
 def after_a_broken_forward() -> bool:
@@ -295,7 +295,7 @@ def test_failed_forward_inside_a_block_leaves_no_state(pool2: WorkerPool) -> Non
     assert pool2.run(after_a_broken_forward) == [True, True]
 
 
-# ----------------------------------------------------------------------------------------- before and afterwards
+# -------------------------------------------------------------------------------------------- before and after sharding
 
 
 @pytest.mark.parametrize("kind", [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.bool])
@@ -412,7 +412,7 @@ def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
     assert run_as_threads(run, tensor=2) == [2, 2]
 
 
-# ---------------------------------------------------------------------------------------- models that nobody holds
+# -------------------------------------------------------------------------------------------------- unreferenced models
 
 
 def left_over(family: str) -> int:
@@ -447,7 +447,7 @@ def test_submodule_keeps_synchronizing_its_gradients(pool2: WorkerPool) -> None:
     assert mine == theirs
 
 
-# ------------------------------------------------------------------------------------------ words that are wrong
+# ------------------------------------------------------------------------------------------------------ wrong arguments
 
 
 class UnevenFirstForm(Policy):

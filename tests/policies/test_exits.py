@@ -36,7 +36,7 @@ def test_shared_exit_uses_one_collective(name: str) -> None:
     changes |= PARALLEL[name]
     assert collectives(name.partition(" ")[0], changes)["all_reduce"] == 1 + 2  # the embedding, two layers
     cut = collectives(name.partition(" ")[0], changes, enable_sequence_parallelism=True)
-    # the layers read Falcon's embedding at once, so its sum is scattered too; GPT-J drops something out of it before
+    # Falcon's layers read the embedding directly, so its sum is scattered, too. GPT-J applies dropout before
     assert cut["reduce_scatter"] == 2 + (name != "gptj")
 
 

@@ -225,7 +225,7 @@ def test_block_merges_three_collectives(pool2: WorkerPool) -> None:
     def count(report: Report) -> int:
         return sum(n for name, (n, _) in report.collectives.items() if "all_reduce" in name and "block" in name)
 
-    assert count(alone) - count(blocks) == 2 * 2  # two layers, in which q, k and v now share one
+    assert count(alone) - count(blocks) == 2 * 2  # two layers, in which q, k and v share one collective
     check_sample(SmallModel("bert"), MyBertInBlocks, pool2, SEQUENCE)
 
 

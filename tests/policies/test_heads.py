@@ -29,7 +29,7 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
     for rank in range(ranks):
         heads = layout.query_split().length(rank) // head_dim
         assert heads == layout.heads(rank) == layout.query_split(1).length(rank) >= 1
-        # What the forward sees: each of its KV heads repeated for the same number of query heads, in order.
+        # The forward repeats each KV head for the same number of query heads, in order.
         held, expand = layout.kv_heads_of_rank(rank), layout.expand(rank)
         seen = held if expand is None else [held[i] for i in expand]
         values = layout.values(rank)
@@ -59,7 +59,9 @@ def test_each_partition_is_split_the_same_way() -> None:
     assert layout.kv_split(1).parts == (((0, 2), (3, 5)), ((2, 3), (5, 6)))
     assert layout.values(0) == {"heads": 8, "kv_heads": 4, "groups": 2, "width": 16}
     assert HeadLayout(12, 4, 2, ranks=4, partitions=2).expand(1) is None
-    shared = HeadLayout(20, 4, 2, ranks=3, partitions=2)  # in each ten on two KV heads, over 4, 3 and 3 of the ten
+    shared = HeadLayout(
+        20, 4, 2, ranks=3, partitions=2
+    )  # per partition: ten heads on two KV heads, split into 4, 3 and 3
     assert shared.expand(1) == [0, 1, 1, 2, 3, 3]
 
 

@@ -1,4 +1,4 @@
-"""docs/policies.md: its files are written as they stand there, run, and print what it says they print."""
+"""The files in docs/policies.md run unmodified and print the documented output."""
 
 from __future__ import annotations
 
@@ -55,12 +55,12 @@ def test_the_page_has_a_file_for_each_form() -> None:
 
 
 @pytest.mark.parametrize("name", PRINTED)
-def test_a_file_prints_what_the_page_says(pool2: WorkerPool, folder: Path, name: str) -> None:
+def test_file_prints_the_output_on_the_page(pool2: WorkerPool, folder: Path, name: str) -> None:
     assert pool2.run(_printed_by, str(folder / name)) == [PRINTED[name]] * 2
 
 
 @pytest.mark.parametrize("form", ["roles", "written", "first"])
-def test_nobody_can_tell_a_policy_of_the_page(pool2: WorkerPool, folder: Path, form: str) -> None:
+def test_policies_of_the_page_train_as_one_process(pool2: WorkerPool, folder: Path, form: str) -> None:
     mine, policy = importlib.import_module("mine"), importlib.import_module(form).MyPolicy
     report = verify(mine.MyModel, mine.batch, steps=2, loss_fn=mine.loss, policy=policy, pool=pool2)
     assert report.passed and report.collectives, report

@@ -1,4 +1,4 @@
-"""Models of no family, over ranks that are threads: their policy is found once, not by each of them."""
+"""Ranks that are threads share the derived policy of a model without a family."""
 
 from __future__ import annotations
 

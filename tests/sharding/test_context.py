@@ -40,7 +40,7 @@ FAMILIES = (
     "blip-2",
 )  # fmt: skip
 OF_THEIR_OWN = ("beit", "bloom", "falcon", "gpt_neo", "gptj")
-"""Whose attention no other one can take the place of: every rank computes it whole."""
+"""Families whose attention cannot be replaced, so that every rank computes it in full."""
 LAYOUTS: list[dict[str, Any]] = [
     {"sequence": 2, "way": "ring"},
     {"sequence": 4, "way": "ring"},
@@ -96,7 +96,7 @@ def check(
     alone = copy.deepcopy(plain)
     if parts == 1:
         expected, gradients = train(alone, batches)
-    else:  # each data rank's part has its own mean
+    else:  # each data rank averages its own samples
         joined = [[shared(batch, rank, parts) for rank in range(parts)] for batch in batches]
         expected, gradients = train_in_parts(alone, joined)
     weights = dict(alone.named_parameters())
@@ -109,7 +109,7 @@ def check(
         own = [shared(batch, context.data.rank, parts) for batch in batches]
         losses, first = train(model, own, **pipeline)
         if parts == 1:
-            assert losses == pytest.approx(expected, rel=max(bound, 1e-6))  # in fp32, where a model casts its logits
+            assert losses == pytest.approx(expected, rel=max(bound, 1e-6))  # in fp32 if a model casts its logits
         specs = shard_specs(model)
         for name, param in model.named_parameters():
             if param.is_meta or name not in gradients:
@@ -500,7 +500,7 @@ def test_examples_of_the_long_sequences_page_run(pool4: WorkerPool) -> None:
     assert losses == pytest.approx([losses[0]] * 4)
 
 
-# --- a test that cannot fail is a defect
+# --- the tests detect removed collectives
 
 
 def _nothing_arrives(axis: Any, to: int, out: Tensor, source: int, into: Tensor) -> tuple[()]:
@@ -527,4 +527,6 @@ def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPat
     way, owner, attribute, instead = LEFT_OUT[name]
     monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
     monkeypatch.setattr(owner, attribute, instead)
-    assert re.search("differs|does not run", refused(plain_of("llama"), context_parallel=way))  # by the proof
+    assert re.search(
+        "differs|does not run", refused(plain_of("llama"), context_parallel=way)
+    )  # found by the validation

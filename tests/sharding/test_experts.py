@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[Any, Any, Experts]] = {
     ),
 }
 FACTOR = 2.0
-"""How many times as far as the plain model's gradients in bf16 are from those in fp32 those of the ranks may be."""
+"""Allowed error of the ranks' bf16 gradients, relative to the error of the plain model in bf16."""
 
 
 class Layer(nn.Module):
@@ -40,7 +40,7 @@ class Layer(nn.Module):
         self.experts, self.router = kind(config), nn.Linear(HIDDEN, NUM)
 
     def forward(self, x: Tensor) -> Tensor:
-        weights, index = self.router(x).softmax(-1).topk(NUM)  # all: rounding chooses no others
+        weights, index = self.router(x).softmax(-1).topk(NUM)  # all experts, so that rounding cannot change the choice
         return x + torch.as_tensor(self.experts(x, index, weights))
 
 

@@ -93,7 +93,7 @@ def train(
         if step is not None:
             loss = step(batch)
         else:
-            with ForceFp64() if casts is None else nullcontext():  # its backward is for one thread alone
+            with ForceFp64() if casts is None else nullcontext():  # its backward supports only one thread
                 loss = sample_loss(model, batch)
             loss.backward()
         first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -269,7 +269,7 @@ def test_description_of_a_grid() -> None:
     assert "it sends 2.5 N H + 0.75 W elements" in said and "parallelism sends 6 N H" in said
 
 
-# --- what users do with it
+# --- use cases
 
 
 @pytest.mark.slow
@@ -343,7 +343,7 @@ def test_generation_equals_one_process(family: str, mode: str, sizes: Sizes) -> 
 
     def generate(context: ParallelContext) -> None:
         model: Any = sharded(context, family, mode, sizes)
-        assert not any(map(is_cache, model(**batch).values()))  # which would be of this rank's samples
+        assert not any(map(is_cache, model(**batch).values()))  # a cache would hold only this rank's samples
         model.eval()
         assert torch.equal(model.generate(ids, max_new_tokens=6, do_sample=False), expected)
         assert torch.equal(model.generate(ids, max_new_tokens=6, num_beams=2, do_sample=False), beams)
@@ -411,7 +411,7 @@ def test_dropout_keeps_replicated_values_identical(pool4: WorkerPool) -> None:
         assert all(torch.equal(weights[name], value) for name, value in first[1].items())
 
 
-# --- what it costs
+# --- communication and memory
 
 
 @pytest.mark.slow
@@ -476,7 +476,7 @@ def test_each_rank_stores_its_share_of_the_weights() -> None:
         assert found == pytest.approx([whole / cut] * len(found), rel=0.1)  # heads and sizes that are odd
 
 
-# --- a test that cannot fail is a defect
+# --- the tests detect removed collectives
 
 
 def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
@@ -493,7 +493,7 @@ LEFT_OUT: dict[str, Callable[..., Any]] = {
 def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})
     monkeypatch.setattr(GridRegion, name, LEFT_OUT[name])
-    with pytest.raises(ConfigError, match="differs"):  # the proof on the twin sees it
+    with pytest.raises(ConfigError, match="differs"):  # found by the validation on the reduced model
         run_as_threads(lambda context: sharded(context, "qwen2", "2d", (2, 2)), tensor=4)
 
 
@@ -504,7 +504,7 @@ def test_norm_over_local_features_only_is_detected(monkeypatch: pytest.MonkeyPat
         run_as_threads(lambda context: sharded(context, "mistral", "2d", (1, 2)), tensor=2)
 
 
-# --- what cannot be
+# --- unsupported combinations
 
 
 @pytest.mark.parametrize(

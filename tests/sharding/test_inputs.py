@@ -18,7 +18,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 
 CACHE = "cache" if "cache" in signature(transformers.LlamaForCausalLM.forward).parameters else "past_key_values"
-"""What this version of transformers calls it, in arguments and outputs."""
+"""Name of the cache in arguments and outputs of this transformers version."""
 IDS = torch.randint(3, 60, (2, 8), generator=torch.Generator().manual_seed(1))
 LAYOUTS: list[dict[str, Any]] = [
     {"sequence": 2},

@@ -71,7 +71,7 @@ def test_state_dict_of_a_rank_is_loaded_unchanged() -> None:
     run_as_threads(do, tensor=2)
 
 
-def told(context: ParallelContext, make: Any, **how: Any) -> str:
+def error_of(context: ParallelContext, make: Any, **how: Any) -> str:
     """Return the error message after checking that the model is unchanged."""
     model: Any = shardformer.shard_model(plain(), context=context)
     before = {name: value.clone() for name, value in model.state_dict().items()}
@@ -105,7 +105,7 @@ REFUSED: list[tuple[Any, dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("make", "how", "said"), REFUSED, ids=[said for *_, said in REFUSED])
 def test_state_dict_of_another_model_is_refused(make: Any, how: dict[str, Any], said: str) -> None:
-    assert all(said in text for text in run_as_threads(lambda c: told(c, make, **how), tensor=2))
+    assert all(said in text for text in run_as_threads(lambda c: error_of(c, make, **how), tensor=2))
 
 
 def test_non_strict_load_takes_the_common_keys() -> None:
@@ -129,7 +129,7 @@ def test_loading_under_zero_stage_3_is_refused() -> None:
     run_as_threads(do, data=2)
 
 
-# --- out of it
+# --- saving and copying
 
 
 @pytest.mark.slow

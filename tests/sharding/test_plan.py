@@ -139,7 +139,7 @@ def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
     refused(Written({}, [stack]), "There is no module")
 
 
-# ----------------------------------------------------------------------------------------------------- rules that clash
+# ---------------------------------------------------------------------------------------------------- conflicting rules
 
 
 def test_two_rules_for_one_module_are_refused() -> None:
@@ -261,7 +261,7 @@ def test_more_ranks_than_heads_or_features_are_refused() -> None:
     refused(only_mlp, "42 exceeds the 41 features of layers.*.mlp.fc1", "at most 41", size=42)
 
 
-# ------------------------------------------------------------------------------------------------------- the first form
+# ------------------------------------------------------------------------------------------------------ legacy policies
 
 
 class First(Policy):
@@ -320,7 +320,7 @@ def test_legacy_results_that_do_not_match_the_model_are_refused(
     refused(First(Col_Layer(weight="attn.q.weight"), **answers), *words)
 
 
-# --------------------------------------------------------------------------------------------------- what ranks compare
+# --------------------------------------------------------------------------------------------------------- fingerprints
 
 
 def scaled(factor: float) -> float:

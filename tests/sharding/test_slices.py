@@ -161,10 +161,10 @@ def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
         torch.save(kept, tmp_path / f"{context.rank}.pt")
         model.load_state_dict(torch.load(tmp_path / f"{context.rank}.pt"))
         assert torch.equal(model(input_ids=batch).logits.full_tensor(), before)
-        twin = copy.deepcopy(model)
-        assert isinstance(twin.state_dict()[name], SliceTensor)
+        copied = copy.deepcopy(model)
+        assert isinstance(copied.state_dict()[name], SliceTensor)
         with pytest.raises(ConfigError):
-            torch.save(dict(twin.named_parameters()), io.BytesIO())
+            torch.save(dict(copied.named_parameters()), io.BytesIO())
         plain().load_state_dict(shardformer.full_state_dict(model))
 
     run_as_threads(do, tensor=2)

@@ -220,7 +220,7 @@ def test_batch_without_labels_is_reported_in_a_pipeline() -> None:
         run_as_threads(do, pipe=2)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # which torch.compile reads of what enters
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # torch.compile reads it from the inputs
 def test_stage_can_be_compiled_per_layer() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
@@ -274,17 +274,17 @@ def test_sharding_another_model_does_not_recompile_the_first() -> None:
 def test_copied_model_is_checked_independently() -> None:
     def do(context: ParallelContext) -> None:
         model = sharded(context)
-        twin = copy.deepcopy(model)
-        twin(**batch()).loss.backward()
-        other_head(twin)
+        copied = copy.deepcopy(model)
+        copied(**batch()).loss.backward()
+        other_head(copied)
         with pytest.raises(ConfigError, match="was added after"):
-            twin(**batch())
+            copied(**batch())
         model(**batch())
 
     run_as_threads(do, tensor=2)
 
 
-# --- ranks with other models
+# --- models that differ between ranks
 
 
 def other_epsilon(model: Any) -> None:
