@@ -136,8 +136,8 @@ class Engine:
         the call only computes the loss. If the call raises, the gradients of the batch are cleared.
 
         Args:
-            batch: Shard of this data rank, identical on ranks that differ along other axes: a dict of forward
-                arguments, a tuple ``(inputs, targets)``, or a list of batches, which form one large batch.
+            batch: Local batch of this data rank: a dict of forward arguments, a tuple ``(inputs, targets)``, or a list
+                of batches, which form one large batch. Ranks that differ along other axes pass the same batch.
         """
         return self._compute(batch, "engine(batch)")
 
