@@ -166,8 +166,7 @@ class RankMemory:
     """Memory of one rank in bytes.
 
     Args:
-        coords: Rank coordinates per axis.
-        persistent_bytes: Memory by kind during the whole run.
+        persistent_bytes: Memory by kind during the run.
         step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
     """
 

@@ -38,13 +38,13 @@ class ShardedDataLoader:
     >>> [batch.tolist() for batch in batches]
     [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
-    An interrupted loop resumes at the next batch. Ranks of the same data-parallel rank get the same batch. The order of
-    an epoch depends on the seed and the epoch number. Random numbers drawn by the data depend on these and on the
-    position of the sample, for every layout and number of workers, and leave the global generators unchanged.
+    An interrupted loop resumes at the next batch. Ranks of the same data-parallel rank get the same batch. The seed and
+    the epoch number determine the order of an epoch. Together with the position of a sample they also determine the
+    random numbers that the data draws, for every layout and number of workers. The global generators are unchanged.
 
     Args:
-        source: Dataset, list, Hugging Face data set or any object with ``__getitem__`` and ``__len__``; an iterable of
-            samples, which every rank reads in full; or a DataLoader, whose batches are sharded.
+        source: Data with ``__getitem__`` and ``__len__``, such as a Dataset, a list or a Hugging Face data set; an
+            iterable of samples, which every rank reads in full; or a DataLoader, whose batches are sharded.
         batch_size: Global batch size, summed over all data ranks. A DataLoader specifies its own.
         seed: Seed of the order and of random numbers drawn by the data.
         shuffle: Draw a new order for each epoch. None shuffles indexed data, and a DataLoader if it shuffles.

@@ -136,8 +136,8 @@ class Engine:
         the call only computes the loss. If the call raises, the gradients of the batch are cleared.
 
         Args:
-            batch: Shard of this data rank, identical on ranks that differ along other axes: a dict of forward
-                arguments, a tuple ``(inputs, targets)``, or a list of batches, which form one large batch.
+            batch: Local batch of this data rank: a dict of forward arguments, a tuple ``(inputs, targets)``, or a list
+                of batches, which form one large batch. Ranks that differ along other axes pass the same batch.
         """
         return self._compute(batch, "engine(batch)")
 
@@ -316,7 +316,8 @@ class Engine:
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
         local = [n for n, x in values.items() if not x.isfinite().all()]
         names = list(dict.fromkeys(name for found in all_gather_objects(local, self.world) for name in found))
-        return f", not finite in {', '.join(names[:4])}{f' and {len(names) - 4} more' if len(names) > 4 else ''}"
+        more = f" and {len(names) - 4} more" if len(names) > 4 else ""
+        return f", with nonfinite gradients in {', '.join(names[:4])}{more}"
 
     @property
     def schedulers(self) -> list[Any]:

@@ -43,7 +43,7 @@ def test_zero_shards_optimizer_states(tmp_path: Path) -> None:
     )
 
 
-def test_errors_of_training_are_raised(tmp_path: Path) -> None:
+def test_the_dry_run_raises_the_errors_of_training(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path), "sequence_length": 1000})
     with pytest.raises(InputError, match=r"1260 tokens"):
         make_dry_run_report(made.model_copy(update={"data": made.data.model_copy(update={"sequence_length": 5000})}))

@@ -211,7 +211,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
     ],
     ids=str,
 )
-def test_an_invalid_run_raises(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_an_invalid_configuration_raises(tables: dict[str, Any], words: str, tmp_path: Path) -> None:
     with pytest.raises(ShardFormerError, match=words):
         run_training(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, **tables))
     assert not (tmp_path / "run" / "checkpoints").exists()

@@ -21,7 +21,7 @@ class EarlyStopping(Hook):
 
     Args:
         metric: Name in ``trainer.values``. A hook that computes it, such as ``Metrics``, must come before this hook.
-        patience: Number of validations in a row without improvement after which the run ends.
+        patience: End the run after this number of consecutive validations without improvement.
         mode: "min" if a lower value is better, "max" if a higher value is better.
         min_delta: Smallest change that counts as an improvement.
 

@@ -27,7 +27,7 @@ class GradientMonitor(Hook):
 
     Args:
         factor: Warn if the norm exceeds its median over the last 100 steps by this factor. None disables the warning.
-        patience: Number of steps in a row with a loss or norm that is not finite after which the run ends.
+        patience: End the run after this number of consecutive steps with a loss or norm that is not finite.
     """
 
     def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:

@@ -44,8 +44,8 @@ class JsonLines(MetricsHook):
     """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
 
     A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
-    an earlier run under another name. Only the first rank writes, without communication. Hooks that compute metrics
-    must come before this hook.
+    an earlier run under another name. Only the first rank writes. Hooks that compute metrics must come before this
+    hook. Communicates nothing.
 
     Args:
         folder: Folder of the run, created if missing.

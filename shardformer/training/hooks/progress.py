@@ -19,7 +19,7 @@ UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 class Progress(Hook):
     """Shows a progress bar with loss, tokens per second, FLOP/s and memory, or prints lines without a terminal.
 
-    Only the first rank prints, without communication. To show speed and memory, add ``Throughput()`` before this hook.
+    Only the first rank prints. To show speed and memory, add ``Throughput()`` before this hook. Communicates nothing.
 
     Args:
         every_s: Seconds between lines without a terminal. The last step and validation metrics are always printed.

@@ -13,8 +13,8 @@ from shardformer.training.hooks.json_lines import MetricsHook
 class TensorBoard(MetricsHook):
     """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
 
-    A resumed run hides the values of steps after its checkpoint. Only the first rank writes, without communication.
-    Hooks that compute metrics must come before this hook.
+    A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
+    metrics must come before this hook. Communicates nothing.
 
     Args:
         folder: Folder of the event files.
