@@ -1,7 +1,7 @@
 """A linear on a 2D tensor grid that multiplies in steps (SUMMA), compared with ``shardformer.tensor_parallel.grid``.
 
-For Y = X W^T with W of (out, in): X is sharded by samples over rows and by input features over columns, W by output
-features over columns and input features over rows, and Y by samples over rows and output features over columns.
+It computes Y = X W^T with W of shape (out, in). Samples of X and Y are sharded over rows, and their features over
+columns. W is sharded by output features over columns and by input features over rows.
 """
 
 from __future__ import annotations

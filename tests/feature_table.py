@@ -335,8 +335,8 @@ class FeatureTable:
         for nodeid, outcome in self.outcomes.items():
             if any(said.partition(": ")[0] not in WORDS for said in outcome.says):
                 return ConfigError(
-                    f"{nodeid} says of its cell: {outcome.says}",
-                    rule=f"A test says a word, a colon and a note, and the words are {', '.join(WORDS)}",
+                    f"{nodeid} recorded {outcome.says}",
+                    rule=f"A record is a word, a colon and a note. The words are {', '.join(WORDS)}",
                     remedy='Write record_property("feature", "refused: ...")',
                 )
         cells = cells_of(cases, self.outcomes, before)

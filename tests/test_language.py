@@ -25,7 +25,7 @@ def test_the_prose_is_plain(folder: str) -> None:
 @pytest.mark.parametrize(
     ("source", "kind"),
     [
-        ('"""A tensor that stands for another one."""', "private word"),
+        ('"""A tensor that stands before another one."""', "private word"),
         ("x = 1  # the rank is told its place", "private word"),
         ("def test_nobody_can_tell() -> None: ...", "private word"),
         ('raise ConfigError("The ranks have come apart")', "private word"),

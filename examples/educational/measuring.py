@@ -1,8 +1,8 @@
-"""What a run costs: its memory from the first weight to the last step, as a trace and as a picture.
+"""Measure the memory of a run from the first weight to the last step, as a trace and as a plot.
 
-Each run with ``--profile`` leaves two files in the output folder, ``<example>-<variant>.trace.json.gz`` for
-chrome://tracing or ui.perfetto.dev and ``<example>-<variant>.json`` with the curve alone, and draws ``<example>.png``
-with the curves of all variants that were run with the same setting so far.
+Each run with ``--profile`` writes a trace for chrome://tracing or ui.perfetto.dev,
+``<example>-<variant>.trace.json.gz``, and the memory curve, ``<example>-<variant>.json``. It also plots the curves of all
+variants with the same setting into ``<example>.png``.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 
 MB = 1e6
-# the kinds of device in a trace's memory events
+# device types in the memory events of a trace
 DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 COLOURS = ("#4c5b66", "#1f78b4")
 GREY = "#7b868e"
@@ -38,7 +38,7 @@ GREY = "#7b868e"
 
 @dataclass(frozen=True)
 class Curve:
-    """Memory of one process over time, and the phases ("build", "step 1", ...) that the time falls into."""
+    """Memory of one process over time, and its phases ("build", "step 1", ...)."""
 
     variant: str
     setting: str
@@ -48,47 +48,49 @@ class Curve:
 
     @property
     def peak(self) -> tuple[float, float]:
-        """When and how high the curve is highest, in ms and MB."""
+        """Time of the peak in ms, and peak memory in MB."""
         memory_mb = max(self.memory_mb)
         return self.time_ms[self.memory_mb.index(memory_mb)], memory_mb
 
     @property
     def step_ms(self) -> float:
-        """The length of the fastest step, with the profiler's own work in it."""
+        """Duration of the fastest step in ms, including the overhead of the profiler."""
         return min(end - start for name, start, end in self.phases if name != "build")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What both examples have."""
-    parser.add_argument("--tensor-parallel", action="store_true", help="cut the model over all processes")
-    parser.add_argument("--profile", action="store_true", help="write a trace and a picture of the memory over time")
-    parser.add_argument("--out", type=Path, default=Path("profile"), help="where --profile writes (default: ./profile)")
+    """Add the options of both examples."""
+    parser.add_argument("--tensor-parallel", action="store_true", help="shard the model over all processes")
+    parser.add_argument("--profile", action="store_true", help="write a trace and a plot of the memory")
+    parser.add_argument(
+        "--out", type=Path, default=Path("profile"), help="folder for the output of --profile (default: ./profile)"
+    )
 
 
 def start(args: argparse.Namespace) -> ParallelContext:
-    """Joins the processes of a launcher, if there is one; in the context that comes back all are the tensor axis."""
+    """Initialize the processes of a launcher, if there is one, as one tensor axis."""
     context = launch_from_torch() if "RANK" in os.environ else ParallelContext.from_group(None)
     size = context.tensor.size
     if args.tensor_parallel != (size > 1):
         raise ConfigError(
             f"--tensor-parallel is {'on' if args.tensor_parallel else 'off'}, and the number of processes is {size}",
-            rule="Tensor parallelism takes two processes or more, and whole models would all do the same work",
+            rule="Tensor parallelism needs at least two processes, and replicated models would do the same work",
             remedy="Use torchrun --nproc_per_node 2 with --tensor-parallel, or one process without it",
         )
     if size > 1:
-        dist.barrier()  # that the first step shows no waiting for a rank that started later
+        dist.barrier()  # exclude the wait for ranks that started later from the first step
     return context
 
 
 def report(model: nn.Module, recorder: CollectiveRecorder, num_steps: int, context: ParallelContext) -> None:
-    """Prints on rank 0 what this rank holds and what a step makes it say."""
+    """Print the local number of parameters and the communication per step, on rank 0."""
     if context.tensor.rank == 0:
         specs = shard_specs(model)
         whole = sum(prod(specs[name].shape) for name, _ in model.named_parameters())
         held = sum(param.numel() for param in model.parameters())
         rows = [("weights", f"{whole:,}"), ("on this rank", f"{held:,} ({held / whole:.0%})")]
         for (op, _, purpose), (count, wire_bytes) in recorder.table().items():
-            if purpose != "gather":  # only to be looked at
+            if purpose != "gather":  # only for printing
                 what = "all-reduces" if op == "all_reduce" else "all-gathers"
                 value = f"{count / num_steps:g}, {wire_bytes / num_steps:,.0f} bytes ({purpose})"
                 rows.append((f"{what} a step", value))
@@ -102,9 +104,9 @@ def variant_name(args: argparse.Namespace, size: int) -> str:
 
 @contextmanager
 def profiled(example: str, setting: str, args: argparse.Namespace, context: ParallelContext) -> Iterator[None]:
-    """With ``--profile``, profiles what runs inside on rank 0 and writes the files above; otherwise does nothing.
+    """Profile the block on rank 0 and write the output files, if ``--profile`` is set.
 
-    It must hold the building of the model too: an allocation that the profiler has not seen is missing in the sum.
+    Build the model inside the block too, so that the profiler records its allocations.
     """
     if not args.profile or context.tensor.rank > 0:
         yield
@@ -121,13 +123,13 @@ def profiled(example: str, setting: str, args: argparse.Namespace, context: Para
     print(f"{'peak memory':20} {short(curve.peak[1])} MB; the trace is {stem}.trace.json.gz")
     files = args.out.glob(f"{example}-*.json")
     curves = [Curve(**json.loads(path.read_text(encoding="utf-8"))) for path in files]
-    # a curve of another width or batch beside this one would compare what cannot be compared
+    # curves of another hidden size or batch are not comparable
     same = sorted((other for other in curves if other.setting == setting), key=lambda other: other.variant)
     draw(same, f"Memory of {example}.py: {setting}", args.out / f"{example}.png")
 
 
 def read_curve(trace: Path, variant: str, setting: str, device: torch.device) -> Curve:
-    """The memory events of a trace in the order of time, and the phases marked by ``record_function``."""
+    """Read the memory events of a trace, and the phases marked by ``record_function``."""
     with gzip.open(trace, "rt", encoding="utf-8") as file:
         events: list[dict[str, Any]] = json.load(file)["traceEvents"]
     kind = DEVICE_TYPES[device.type]
@@ -145,14 +147,14 @@ def read_curve(trace: Path, variant: str, setting: str, device: torch.device) ->
 
 
 def draw(curves: list[Curve], title: str, path: Path) -> None:
-    """A panel for each curve, with the outline of the first one behind the others.
+    """Plot each curve in its own panel, with the outline of the first curve for comparison.
 
-    Every phase gets the same width, so that steps of different speed stand above each other.
+    Every phase has the same width, so that steps of different duration are aligned.
     """
     try:
         import matplotlib
     except ImportError:
-        print('No picture was drawn: it needs matplotlib, pip install -e ".[plot]" in the checkout')
+        print('No plot was written, because matplotlib is not installed. Run pip install -e ".[plot]" in the checkout')
         return
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -38,7 +38,7 @@ from shardformer.tensor_parallel.vocab_parallel_loss import cross_entropy_1d
 SEED, NUM_STEPS = 1234, 5
 VOCAB_SIZE, BLOCK_SIZE, NUM_HEADS, NUM_LAYERS = 50257, 1024, 8, 2
 TEXT = "i love tensor parallelism."
-# TEXT in GPT-2's vocabulary, as a constant so that nothing has to be there but this file: --tokenizer computes it
+# token ids of TEXT in GPT-2's vocabulary; --tokenizer computes them
 TOKEN_IDS = [72, 1842, 11192, 273, 10730, 1042, 13]
 
 Layer = Callable[..., nn.Module]
@@ -46,7 +46,7 @@ Layer = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class Layers:
-    """What stands in the places where the model can be cut. As it is: the plain model."""
+    """Layer classes at the places where the model can be sharded. The defaults build the plain model."""
 
     column: Layer = nn.Linear
     row: Layer = nn.Linear
@@ -55,7 +55,7 @@ class Layers:
 
     @classmethod
     def cut(cls, axis: Axis, vocabulary: bool) -> Layers:
-        """Each layer draws the numbers of the whole one and keeps its part: slices of the plain model of this seed."""
+        """Return parallel layers. Each draws the full weight and keeps its shard, as the plain model with this seed."""
         column, row = partial(Linear1D_Col, process_group=axis), partial(Linear1D_Row, process_group=axis)
         if not vocabulary:
             return cls(column, row)
@@ -126,17 +126,16 @@ class Transformer(nn.Module):
         x_BSH = self.wte(ids_BS) + self.wpe(positions_S)
         for block in self.blocks:
             x_BSH = block(x_BSH)
-        # The last token has no next one; left out here, its logits are never made.
+        # The last token has no label, so its logits are not computed.
         return self.head(self.ln(x_BSH)[:, :-1])
 
 
 def loss_of(logits_BTV: Tensor, labels_BT: Tensor, args: argparse.Namespace, context: ParallelContext) -> Tensor:
-    """The cross entropy: log of the sum of exp(logits), less the logit of the label.
+    """Compute the cross entropy: the log of the sum of exp(logits), minus the logit of the label.
 
-    Cut logits know how to do this: a rank sends three numbers a token instead of v logits, its largest logit, its sum
-    of exponentials relative to that one, and the label's logit if it is here (see
-    ``shardformer.tensor_parallel.vocab_parallel_loss``). That is why F.cross_entropy can stay. In one process the same
-    code runs with one rank that holds all of V.
+    With sharded logits, F.cross_entropy communicates three numbers per token: the largest local logit, the sum of
+    exponentials relative to it, and the label's logit (see ``shardformer.tensor_parallel.vocab_parallel_loss``). In one
+    process, the same code runs with one rank that stores all logits.
     """
     if args.loss_parallel and not args.tensor_parallel:
         return cross_entropy_1d(logits_BTV, labels_BT, process_group=context.tensor)
@@ -193,16 +192,16 @@ def train(model: nn.Module, ids: Tensor, labels: Tensor, args: argparse.Namespac
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="A small GPT-2, whole or tensor-parallel.")
+    parser = argparse.ArgumentParser(description="Train a small GPT-2, with or without tensor parallelism.")
     add_arguments(parser)
-    parser.add_argument("--loss-parallel", action="store_true", help="cut the vocabulary: embedding, head and loss")
+    parser.add_argument("--loss-parallel", action="store_true", help="shard the vocabulary of embedding, head and loss")
     parser.add_argument("--hidden", type=int, default=256)
     parser.add_argument("--batch-size", type=int, default=0, help="train on random tokens instead of the text")
-    parser.add_argument("--seq-len", type=int, default=0, help=f"of the random tokens, {BLOCK_SIZE} at the most")
-    parser.add_argument("--tokenizer", type=Path, help="a folder with GPT-2's vocabulary files")
+    parser.add_argument("--seq-len", type=int, default=0, help=f"length of the random sequences, at most {BLOCK_SIZE}")
+    parser.add_argument("--tokenizer", type=Path, help="folder with the vocabulary files of GPT-2")
     args = parser.parse_args()
     if (args.batch_size > 0) != (args.seq_len > 1) or args.seq_len > BLOCK_SIZE:
-        parser.error(f"give --batch-size and --seq-len (2 to {BLOCK_SIZE}) together, or neither for the text")
+        parser.error(f"pass both --batch-size and --seq-len (2 to {BLOCK_SIZE}), or neither to train on the text")
     context = start(args)
     check_heads(args.hidden, context.tensor)
     vocab_size, text_ids = read_tokens(args)
@@ -215,7 +214,7 @@ def main() -> None:
             torch.manual_seed(SEED)
             layers = Layers.cut(context.tensor, args.loss_parallel) if args.tensor_parallel else Layers()
             model = Transformer(vocab_size, args.hidden, layers).to(context.device)
-            # drawn behind the weights, which have used as many random numbers on every rank as in one process
+            # drawn after the weights, which use the same random numbers on every rank as in one process
             ids, labels = (x.to(context.device) for x in make_batch(args, vocab_size, text_ids))
         train(model, ids, labels, args, context)
     report(model, recorder, NUM_STEPS, context)

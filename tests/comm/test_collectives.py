@@ -96,7 +96,7 @@ def _traffic() -> dict[str, tuple[int, int]]:
         collectives.all_reduce(x.clone(), axis)
         collectives.all_gather(x, axis, 0)
         collectives.reduce_scatter(x, axis, 0)
-    collectives.all_reduce(x.clone(), axis)  # nobody listens any more
+    collectives.all_reduce(x.clone(), axis)  # the recorder has ended
     return {op: (recorder.count(op), recorder.wire_bytes(op)) for op in ("all_reduce", "all_gather", "reduce_scatter")}
 
 

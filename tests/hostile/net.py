@@ -1,7 +1,7 @@
 """Cases of hostile use, their outcomes, and which outcomes are findings.
 
-Ranks are threads. A case passes if every rank raises a ShardFormerError with all of its parts, or if the model trains
-like the plain one and replicated values are bitwise identical on all ranks.
+Ranks are threads. A case passes if every rank raises a ShardFormerError with all of its parts. It also passes if the
+model trains like the plain one and replicated values are bitwise identical on all ranks.
 """
 
 from __future__ import annotations

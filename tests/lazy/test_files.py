@@ -249,7 +249,7 @@ def test_samples_of_a_large_file_cover_every_tensor_and_the_whole_file(tmp_path:
     middles = [start + sum(tensors[name]["data_offsets"]) // 2 for name in "abc"]
     chunks = [(size - safetensors_source.CHUNK_BYTES) * number // 15 for number in range(1, 16)]
     assert [differs(where) for where in (*middles, *chunks)] == [True] * 18
-    between = chunks[4] - 1000  # behind the middle of "a", in no stretch
+    between = chunks[4] - 1000  # after the middle of "a", in no sampled chunk
     assert not differs(between) and differs(between, all_bytes=True)
     assert WeightsFile(str(path)).contents == before
 

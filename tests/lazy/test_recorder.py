@@ -244,7 +244,7 @@ def test_init_recorder_creates_eager_tensors() -> None:
 
 
 def test_threads_may_build_models_while_others_enter_and_leave_lazy_init() -> None:
-    """torch iterates over its registration hooks for each parameter; the set of hooks must not change meanwhile."""
+    """torch iterates over its registration hooks for each parameter; the set must not change during the iteration."""
     with LazyInit():
         pass
     inside, go_on = threading.Event(), threading.Event()

@@ -108,7 +108,7 @@ def test_context_has_str_and_deepcopies_to_itself(pool4: WorkerPool) -> None:
 
 def test_single_process_does_not_communicate(pools: WorkerPools) -> None:
     assert pools(1).run(grid, {}) == [{}]
-    context = ParallelContext.from_group(None)  # nobody launched anything here
+    context = ParallelContext.from_group(None)  # without a launcher
     assert str(context) == "one process"
     assert all(axis.size == 1 and axis.group is None for axis in context.axes.values())
     assert (context.data.name, context.tensor.name) == ("data", "tensor")

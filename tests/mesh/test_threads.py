@@ -59,7 +59,7 @@ def test_messages_arrive_in_order() -> None:
         works = [wires.receive(x, 1 - rank, "activation") for x in arriving]
         x = torch.empty(2)
         for i in range(3):
-            wires.send(x.fill_(10 * rank + i), 1 - rank, "activation")  # what is sent may change behind it
+            wires.send(x.fill_(10 * rank + i), 1 - rank, "activation")  # the tensor may change after the send
         return [float(work.wait()[0]) for work in works]
 
     assert run_as_threads(talk, pipe=2) == [[10, 11, 12], [0, 1, 2]]

@@ -147,7 +147,7 @@ def test_stepping_slices_of_a_matrix_would_be_detected(monkeypatch: pytest.Monke
 
 
 def test_ranks_send_only_their_slices_of_a_sharded_matrix() -> None:
-    """Of N elements over data 2 x tensor 2, three ranks send N/2 each to the owner and receive as much."""
+    """With N elements over data 2 x tensor 2, three ranks send N/2 each to the owner and receive N/2 each."""
     job = Job(tensor=2, stage=2)
     models = [job.build() for _ in range(4)]
 

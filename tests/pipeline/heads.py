@@ -47,7 +47,7 @@ def batch_of(head: str, nothing_in: Sequence[int] = (3, 4), **changes: Any) -> B
         generator = torch.Generator().manual_seed(7)
         labels[torch.rand(labels.shape, generator=generator) < 0.4] = ignored
         labels[list(nothing_in)] = ignored
-    if "start_positions" in batch:  # out of the text, and alike in the first micro-batch
+    if "start_positions" in batch:  # outside the text, and equal in the first micro-batch
         batch["start_positions"][:3] = batch["end_positions"][:3]
         batch["start_positions"][[4, 7]] = 99
     return batch

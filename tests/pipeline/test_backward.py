@@ -476,7 +476,7 @@ def test_gradients_are_all_reduced_once() -> None:
 
     class Counted(GradientReducer):
         def _end_backward(self) -> None:
-            ends.append(1)  # there is nobody to average with
+            ends.append(1)  # no other rank to average with
 
     quarter = Reduction(divisor=0.25)
     gradients = [GradientSlot(ParamEntry("", p, ShardSpec(p.shape), quarter), axis, {}) for p in model.parameters()]

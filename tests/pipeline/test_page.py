@@ -52,7 +52,7 @@ def test_stages_match_the_page(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_custom_loss_is_equal_on_both_stages(tmp_path: Path) -> None:
-    # two processes write to one pipe: what they print may stand on one line
+    # two processes write to one pipe, so their outputs may share a line
     first, second = re.findall(r"\d\.\d\d?", _run(tmp_path, "own_loss.py"))
     assert first == second and float(first) > 0
 

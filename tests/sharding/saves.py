@@ -1,9 +1,9 @@
-"""Ends a save of a model at each of its operations on the disk, by a kill or by a full disk, and loads what is left.
+"""Interrupt a save at each of its disk operations, by a kill or a full disk, and load the result.
 
     python tests/sharding/saves.py FOLDER --every 1
 
-A sharded model is saved over an older one of another config, in several files, beside a tokenizer's file. Each time
-all that loads is old, or all is new, or nothing loads, and what stood beside is there.
+A sharded model with several files replaces an older model of another config, next to a tokenizer file. After each
+interruption the folder loads the old model, the new model or nothing, and the tokenizer file is unchanged.
 """
 
 from __future__ import annotations

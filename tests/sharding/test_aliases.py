@@ -97,7 +97,7 @@ class TwoRules(ToyPolicy):
         return {"": ModulePolicyDescription(sub_module_replacement=subs)}
 
     def replicated(self) -> None:
-        """Nothing else has a rule."""
+        """Policy without any other rule."""
 
 
 class OtherRule(TwoRules):

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections import Counter
 from pathlib import Path
 from types import FrameType
 from typing import Any
+from weakref import WeakSet
+
+import pytest
 
 import shardformer
+from shardformer.layout import sharding_metadata
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.shard_model_api import shard_model
 from shardformer.verify.small_models import SmallModel
@@ -21,7 +24,7 @@ MAX_CALLS = 5_000
 MAX_FILES = 45
 
 
-def test_shard_model_calls_few_functions_in_few_files() -> None:
+def test_shard_model_calls_few_functions_in_few_files(monkeypatch: pytest.MonkeyPatch) -> None:
     models, calls = [SmallModel("llama", changes={"num_hidden_layers": 2})() for _ in range(2)], Counter[str]()
 
     def count(frame: FrameType, event: str, _: Any) -> None:
@@ -37,7 +40,7 @@ def test_shard_model_calls_few_functions_in_few_files() -> None:
         finally:
             sys.setprofile(before)
 
-    gc.collect()  # sharded models of other tests that are still alive are searched too
+    monkeypatch.setattr(sharding_metadata, "_TABLES", WeakSet())  # models of other tests are searched too
     run_as_threads(shard, tensor=2)
     assert 1_000 < calls.total() <= MAX_CALLS, calls.most_common(10)
     assert len(calls) <= MAX_FILES, sorted(calls)

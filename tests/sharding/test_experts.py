@@ -85,7 +85,7 @@ def trained(model: nn.Module, x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(("width", "ranks"), [(64, 3), (40, 2), (24, 3), (16, 3), (8, 3), (56, 5)])
 def test_expert_shards_of_any_size_are_computed(kind: str, width: int, ranks: int, dtype: torch.dtype) -> None:
-    """Of 64 features the ranks have 24, 24 and 16. Of 16 or 8 features they have unaligned shards."""
+    """The ranks have 24, 24 and 16 of 64 features, and unaligned shards of 16 or 8 features."""
     torch.manual_seed(0)
     plain = Model(kind, width).to(dtype)
     whole, x = copy.deepcopy(plain.state_dict()), torch.randn(11, HIDDEN).to(dtype)

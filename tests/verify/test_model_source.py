@@ -1,4 +1,4 @@
-"""What each form of MODEL on the command line finds, and the errors for forms that find nothing."""
+"""Each form of MODEL on the command line finds a model, or raises an error."""
 
 from __future__ import annotations
 

@@ -126,7 +126,7 @@ MUTANTS = [
         "ends = {count // 2}",
         "A model whose first or last layer differs is accepted in a pipeline.",
         first=(
-            "tests/policies/infer/test_depth.py::test_stages_may_begin_behind_the_first_layer_and_before_the_last",
+            "tests/policies/infer/test_depth.py::test_stages_may_begin_between_the_first_and_the_last_layer",
             "tests/policies/infer/test_depth.py",
             "tests/policies/infer/test_pipelines.py",
         ),
@@ -145,7 +145,7 @@ MUTANTS = [
         "if layer_kind(self.model.get_submodule(path)) not in made:",
         "if not made:",
         "A derived policy shards layers of a kind that its validation never saw.",
-        first=("tests/policies/infer/test_infer.py::test_a_layer_that_the_twin_does_not_have_is_refused",),
+        first=("tests/policies/infer/test_infer.py::test_a_layer_missing_in_the_reduced_model_is_refused",),
     ),
     mutant(
         "registered-policy-of-a-known-family",

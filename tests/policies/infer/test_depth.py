@@ -124,7 +124,7 @@ class OfFour(nn.Module):
 
 
 @pytest.mark.parametrize(("reader", "is_refused"), [(None, False), (1, True), (2, True), (3, True)])
-def test_stages_may_begin_behind_the_first_layer_and_before_the_last(reader: int | None, is_refused: bool) -> None:
+def test_stages_may_begin_between_the_first_and_the_last_layer(reader: int | None, is_refused: bool) -> None:
     torch.manual_seed(0)
     x = torch.randn(2, 6, dtype=torch.float64)
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("layers", [])})

@@ -274,7 +274,7 @@ def test_a_sharded_model_is_refused_on_all_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_a_layer_that_the_twin_does_not_have_is_refused() -> None:
+def test_a_layer_missing_in_the_reduced_model_is_refused() -> None:
     policy = derive_policy(transformers.Olmo2ForCausalLM(shrink_config(transformers.Olmo2Config())))
     policy.set_model(odd_one(3))
     with pytest.raises(PolicyError, match=r"model.layers.2 contains other modules"):

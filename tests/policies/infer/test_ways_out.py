@@ -159,7 +159,7 @@ def test_the_error_quotes_the_failing_line_and_the_closest_policy() -> None:
         ),
         names,
     )
-    trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as it says: with -1 for the number of heads
+    trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as the note suggests: -1 for the number of heads
 
 
 def test_notes_quote_the_failing_line_and_the_closest_role() -> None:
@@ -177,7 +177,7 @@ def test_uncounted_heads_are_derived_from_their_features() -> None:
     named = AttentionModel((-1, 4))
     for layer in named.layers:
         layer.head_dim = 4
-    assert "num_heads=6" in str(shardformer.derive_policy(named))  # and not the 4 that stands there
+    assert "num_heads=6" in str(shardformer.derive_policy(named))  # instead of the 4 in the table
 
 
 def trains_alike(model: AttentionModel, policy: type[shardformer.policies.Policy], ranks: int = 2) -> None:
