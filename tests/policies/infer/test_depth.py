@@ -37,7 +37,7 @@ FOUND: Mapping[str, tuple[str, dict[str, Any]]] = {
 }
 """Model type -> its class, and what one of its stacks needs that the place in the model does not tell."""
 REFUSED = {
-    "xlm": ("XLMWithLMHeadModel", "which is computed of parameters that another stage holds"),
+    "xlm": ("XLMWithLMHeadModel", "another stage has the parameters that compute it"),
     "pvt_v2": ("PvtV2ForImageClassification", "cut into stages it does not run"),
 }
 """Attentions and MLPs that stand in lists of their own, in turn; layers that return more than their states."""

@@ -241,7 +241,7 @@ def test_a_policy_that_was_not_tried_with_images_gives_an_error_and_no_nan() -> 
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
         shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch_of())
 
-    with pytest.raises(ShardFormerError, match="computed of parameters that another stage holds"):
+    with pytest.raises(ShardFormerError, match="another stage has the parameters that compute it"):
         run_as_threads(step, pipe=2)
 
 
@@ -272,7 +272,7 @@ def test_images_that_could_not_be_tried_are_refused_over_sequences_and_never_nan
         shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
 
     run_as_threads(refused, sequence=2)
-    with pytest.raises(ShardFormerError, match="computed of parameters that another stage holds"):
+    with pytest.raises(ShardFormerError, match="another stage has the parameters that compute it"):
         run_as_threads(step, pipe=2)
 
 

@@ -92,7 +92,7 @@ def test_a_model_that_nobody_described(pool2: WorkerPool, family: str) -> None:
 
 
 def test_what_reads_between_the_layers_is_named(pool2: WorkerPool) -> None:
-    with pytest.raises(ShardFormerError, match=r"ffns.*which is computed of parameters that another stage holds"):
+    with pytest.raises(ShardFormerError, match=r"ffns.*another stage has the parameters that compute it"):
         report_of(pool2, "xlm", XLM)
 
 
