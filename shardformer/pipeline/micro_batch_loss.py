@@ -542,8 +542,8 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
         "factors and labels from the micro-batch",
-        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of the "
-        "micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. "
+        remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of "
+        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. "
         "Without micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
     )
 

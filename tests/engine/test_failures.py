@@ -19,7 +19,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
 from shardformer.training.hooks.checkpoint import Checkpoint
 
-pytestmark = pytest.mark.filterwarnings("ignore:In train mode the model normalizes")
+pytestmark = pytest.mark.filterwarnings("ignore:The model normalizes by batch statistics")
 
 
 def model() -> nn.Module:

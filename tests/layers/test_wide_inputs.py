@@ -149,7 +149,7 @@ def test_a_model_whose_buffer_reaches_a_layer() -> None:
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:In train mode the model normalizes")
+@pytest.mark.filterwarnings("ignore:The model normalizes by batch statistics")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_an_engine_in_16_bits_takes_batches_in_fp32(stage: int) -> None:
     """A network of convolutions with BatchNorm, over data ranks; its statistics are those of fp32."""
