@@ -169,9 +169,7 @@ class LossCall:
         return self.func(*first, **arguments, reduction=reduction)
 
 
-@cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(func)
+_signature = cache(inspect.signature)
 
 
 # m: micro-batch, i: call of a loss, n: counts, N: their sum
