@@ -1,7 +1,7 @@
 """Loss of a batch that runs as micro-batches, equal to the loss of the full batch.
 
-The mean over the tokens of a batch is not the mean of its micro-batches' means if the micro-batches count different
-numbers of labels, because of padding or a short last micro-batch. While the model's head runs, ``LossWeights``
+Micro-batches may count different numbers of labels, because of padding or a short last micro-batch. The mean over the
+tokens of a batch is then not the mean of its micro-batches' means. While the model's head runs, ``LossWeights``
 intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one by
 
     mean_m * n_mi / N_i             n_mi = labels counted in micro-batch m,   N_i = sum of n_mi over all micro-batches

@@ -44,9 +44,9 @@ def backward_of_inputs(
 ) -> tuple[list[Tensor | None], WeightBackward]:
     """Return the gradients of ``inputs``, and the remaining backward to run later.
 
-    If nodes cannot run twice or in part (activation checkpointing, offloading, compiled code), or a split would change
-    the order of accumulation, the full backward runs here and the remaining one is empty. If no input needs a gradient,
-    the full backward remains.
+    The full backward runs here, and the remaining one is empty, in two cases: nodes cannot run twice or in part
+    (activation checkpointing, offloading, compiled code), or a split would change the order of accumulation. If no
+    input needs a gradient, the full backward remains.
 
     Args:
         outputs: may be freed after this call.
