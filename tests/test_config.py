@@ -97,7 +97,7 @@ def test_other_classes_take_earlier_names_too() -> None:
     assert training == VerifyTraining(zero_stage=1, average_loss_over="tokens")
     model = shardformer.shard_model(nn.Linear(2, 2), context=shardformer.ParallelContext.of({}))
     with pytest.warns(DeprecationWarning, match="average_over_data"):
-        assert shardformer.Pipeline(model, average_over_data=True)._averages  # type: ignore[call-arg]
+        assert shardformer.Pipeline(model, average_over_data=True)._averages_tokens  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", NEEDS)
