@@ -169,9 +169,7 @@ class LossCall:
         return self.func(*first, **arguments, reduction=reduction)
 
 
-@cache
-def _signature(func: Callable[..., Any]) -> inspect.Signature:
-    return inspect.signature(func)
+_signature = cache(inspect.signature)
 
 
 # m: micro-batch, i: call of a loss, n: counts, N: their sum
@@ -543,8 +541,8 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
         "factors and labels from the micro-batch",
         remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of "
-        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. Without "
-        "micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
+        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. "
+        "Without micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
     )
 
 

@@ -253,9 +253,12 @@ class Pipeline:
             keys, seed = self._compare_stages(parts, backward, _next_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._adopt_gradient_checkpointing()
-            head = self._make_last_stage(
-                parts, sizes, wants_output, counts, runs_trial and self._manager.num_stages > 1
-            )
+            weights = None
+            if not wants_output:
+                over = (self._context.data, self._context.device) if self._averages_tokens else None
+                weights = LossWeights(parts, sizes, self._loss_weight, self._label_forms, over, counts=counts)
+            head = LastStage(parts, sizes, self._stage_forward, weights, self._loss_fn)
+            head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
                 with self._stages.installed(self._model):
                     self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
@@ -316,15 +319,6 @@ class Pipeline:
             loss = collectives.all_reduce(loss, self._context.data, purpose="loss") / self._context.data.size
         found = list(loss.unbind())
         return [*found[:-2], loss[-2:]] if runs_trial else found
-
-    def _make_last_stage(
-        self, parts: Sequence[Batch], sizes: Sequence[int], wants_output: bool, counts: bool, runs_trial: bool
-    ) -> LastStage:
-        weights = None
-        if not wants_output:
-            over = (self._context.data, self._context.device) if self._averages_tokens else None
-            weights = LossWeights(parts, sizes, self._loss_weight, self._label_forms, over, counts=counts)
-        return LastStage(parts, sizes, self._stage_forward, weights, self._loss_fn, checks_comparison=runs_trial)
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
         """Return whether this step checks if the loss compares samples: the first one in each mode.

@@ -37,8 +37,8 @@ class LastStage:
         stage_forward: forward of the last stage.
         weights: weights of the micro-batches in the loss of the batch; None to keep the outputs.
         loss_fn: (output, micro-batch) -> loss; None for the model's own loss.
-        checks_comparison: whether to set ``compares_samples``: whether ``loss_fn`` compares the samples of the first
-            micro-batch.
+
+    If ``checks_comparison`` is set, ``compares_samples`` becomes whether ``loss_fn`` compares samples of a micro-batch.
     """
 
     def __init__(
@@ -48,10 +48,8 @@ class LastStage:
         stage_forward: StageForward,
         weights: LossWeights | None,
         loss_fn: LossFn | None,
-        *,
-        checks_comparison: bool = False,
     ) -> None:
-        self._checks_comparison, self.compares_samples = checks_comparison, False
+        self.checks_comparison, self.compares_samples = False, False
         self._parts, self.sizes, self._stage_forward = parts, sizes, stage_forward
         self._weights, self._loss_fn = weights, loss_fn
         self._outputs: dict[int, Any] = {}
@@ -75,10 +73,10 @@ class LastStage:
         finally:
             self._weights.stop()
         self._check_first_loss(loss, output)
-        if self._checks_comparison and self._loss_fn is not None:
+        if self.checks_comparison and self._loss_fn is not None:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
             self.compares_samples = is_comparing_samples(self._loss_fn, output, part, size, len(self._parts))
-            self._checks_comparison = False
+            self.checks_comparison = False
         loss = self._weights.of(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
