@@ -183,7 +183,7 @@ class ActivationStore:
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
-        self._decide(0)
+        self._move_undecided(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
         self._update_counts()
@@ -203,7 +203,7 @@ class ActivationStore:
                 self._undecided.remove(item)
                 self._shard(stored, name)
 
-    def _decide(self, among: int) -> None:
+    def _move_undecided(self, among: int) -> None:
         """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
@@ -222,7 +222,7 @@ class ActivationStore:
         is_input = given[0] <= start and end <= given[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._decide(MAX_UNDECIDED)
+        self._move_undecided(MAX_UNDECIDED)
         # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
@@ -290,14 +290,14 @@ class ActivationStore:
         stored = handle.stored
         check_version(stored.witness, stored.version, handle.shape)
         self._update_counts()
-        self._expect_end(handle.graph)
+        self._register_end_callback(handle.graph)
         self._ahead.pop(stored, None)
         stored.waits.discard(id(handle))
         self._fetch(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
-        whole = self._gather_full(stored) if stored.is_cut else stored.data
+        whole = self._gather_full(stored) if stored.is_sharded else stored.data
         assert whole is not None
         out = handle.tensor(whole, stored.base)
         if not stored.waits:
@@ -309,7 +309,7 @@ class ActivationStore:
         """Start to copy a storage to the device."""
         if stored.is_leaving:
             stored.is_wanted = True
-        if not stored.is_away or stored.joined is not None:
+        if not stored.is_on_host or stored.joined is not None:
             return
         assert stored.host is not None and self._link is not None
         stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
@@ -340,7 +340,7 @@ class ActivationStore:
             stored.data = None
         for x in held:
             if x is not None:
-                stored.forget_count(FETCHED, len(x))
+                stored.release_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del held
         self._brought.discard(stored)
@@ -353,13 +353,13 @@ class ActivationStore:
             if stored is not None and stored.host is not None and stored.waits and stored not in self._ahead:
                 if sum(self._ahead.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
                     break
-                if stored.is_away or stored.is_leaving:
+                if stored.is_on_host or stored.is_leaving:
                     self._ahead[stored] = len(stored.host)
                     self._fetch(stored)
             at -= 1
         graph.fetched = at
 
-    def _expect_end(self, graph: ForwardRecord) -> None:
+    def _register_end_callback(self, graph: ForwardRecord) -> None:
         """Register a callback at the end of the current backward pass."""
         task = torch_compat.current_graph_task_id()
         if task < 0:

@@ -303,15 +303,15 @@ class HostShard(WeightStore):
 
     def receive(self, part: Tensor, scale: float) -> None:
         """Start to copy gradients to the host, where they are divided by ``scale`` and accumulated."""
-        self._land()
-        self._arriving = self.host.copy_to_host(self._stage(part.dtype), part), scale
+        self._accumulate_copied()
+        self._arriving = self.host.copy_to_host(self._staging_buffer(part.dtype), part), scale
 
-    def _stage(self, dtype: torch.dtype) -> Tensor:
+    def _staging_buffer(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
             self._staging = self.host.link.new_host(self.length, dtype)
         return self._staging
 
-    def _land(self) -> None:
+    def _accumulate_copied(self) -> None:
         if self._arriving is None:
             return
         (copy, scale), self._arriving = self._arriving, None
@@ -326,18 +326,18 @@ class HostShard(WeightStore):
     @property
     def sum(self) -> Tensor | None:
         """Reduced gradients, or None. Waits for copies in progress."""
-        self._land()
+        self._accumulate_copied()
         return self._sum if self._has_sum else None
 
     def clear_gradients(self) -> None:
         """Discard the gradients."""
-        self._land()
+        self._accumulate_copied()
         self._has_sum = False
 
     def copy_to_device(self, own: Tensor) -> AsyncCopy:
         """Start to copy the master weights to the device, in the dtype of ``own``. They must not change until then."""
         self.wait()
-        values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)
+        values = self.values if own.dtype == self.dtype else self._staging_buffer(own.dtype).copy_(self.values)
         self._leaving = self.host.link.to_device(own, values)
         return self._leaving
 

@@ -350,7 +350,7 @@ class FlatShard:
         param_slice = self._slice_of.get(number)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
-    def is_here(self, number: int) -> bool:
+    def has_full_gradient(self, number: int) -> bool:
         """Whether this rank has the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
@@ -431,7 +431,7 @@ class FlatShard:
         else:
             whole, local = self._new_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_share(local, whole, self.places)
+            return self._slices.start_parameter_exchange(local, whole, self.places)
         return start_all_gather_into(whole, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:

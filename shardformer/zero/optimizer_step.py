@@ -128,10 +128,10 @@ class ParamAllGather:
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
-                self._land(MAX_UPDATES_IN_FLIGHT)
+                self._finish_until(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
 
-    def _land(self, most: int) -> None:
+    def _finish_until(self, most: int) -> None:
         while len(self._under_way) > most:
             shard, values = self._under_way.popleft()
             shard.write(values.wait())
@@ -139,7 +139,7 @@ class ParamAllGather:
     def finish(self) -> None:
         """Wait until the model's parameters have the new values."""
         self.add(())
-        self._land(0)
+        self._finish_until(0)
 
 
 @contextmanager

@@ -177,13 +177,13 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     if context.data.size > 1:
         install_wrapper_guards(model, context)
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check_before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_ddp(model, context)
         check_parameters(model, table)
         for reducer in table.reducers:
             reducer.refresh()
 
-    model.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(check_before_forward)
     return table
 
 

@@ -87,7 +87,7 @@ class ZeroOptimizer(Optimizer):
         self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
-        self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
+        self._end = kind(self._receive, self._check_scaled, self._hide_gradient, self._show_gradients)
         whole = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
@@ -188,11 +188,11 @@ class ZeroOptimizer(Optimizer):
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
-    def _hide(self, gradient: GradientSlot) -> None:
+    def _hide_gradient(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
         shard.hide_gradient(number)
 
-    def _show(self) -> None:
+    def _show_gradients(self) -> None:
         for shard in self.shards:
             shard.show_gradients()
 
@@ -238,7 +238,7 @@ class ZeroOptimizer(Optimizer):
             with self._flag("is_stepping"):
                 self._update.run()
             self._placement.after_step()
-        self._show()
+        self._show_gradients()
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
@@ -309,7 +309,7 @@ class ZeroOptimizer(Optimizer):
             )
         self.agree()
         problem = self._apply_gradient_edits()
-        self._show()
+        self._show_gradients()
         return self._norm(problem, None if params is None else {id(p) for p in params})
 
     def _clip(self, max_norm: float) -> None:
@@ -378,7 +378,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.agree()
         self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
-        self._show()
+        self._show_gradients()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
@@ -444,7 +444,7 @@ class ZeroOptimizer(Optimizer):
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _signature_of(state_dict) == self._form
+            fits = is_here and _signature_of(state_dict) == self._signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -456,7 +456,7 @@ class ZeroOptimizer(Optimizer):
             )
 
     @property
-    def _form(self) -> tuple[Any, ...]:
+    def _signature(self) -> tuple[Any, ...]:
         shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
@@ -508,7 +508,7 @@ class ZeroOptimizer(Optimizer):
             setattr(self, name, before)
 
     @property
-    def cuts_states(self) -> bool:
+    def shards_states(self) -> bool:
         """Whether ranks with the same parameters have different shards of the state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
