@@ -53,12 +53,12 @@ def partition_bytes(size: int, axis: Axis) -> int:
     return -(-size // axis.size)
 
 
-def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return a copy of this rank's shard of the bytes ``whole``, and their checksum. Communicates nothing."""
-    each = partition_bytes(len(whole), axis)
-    stored = whole[axis.rank * each : (axis.rank + 1) * each]
-    part = stored.clone() if len(stored) == each else torch.cat([stored, whole.new_zeros(each - len(stored))])
-    return part, digest(whole)
+def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return a copy of this rank's shard of the bytes ``full``, and their checksum. Communicates nothing."""
+    each = partition_bytes(len(full), axis)
+    stored = full[axis.rank * each : (axis.rank + 1) * each]
+    part = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
+    return part, digest(full)
 
 
 def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
@@ -70,11 +70,11 @@ def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Te
     Raises:
         InputError: The checksums differ. Raised on every rank.
     """
-    whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
+    full, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
-    start_all_gather_into(whole, part, axis, PURPOSE).wait()
+    start_all_gather_into(full, part, axis, PURPOSE).wait()
     check_replicated(torch_compat.to_list(pending.wait()), axis, what)
-    return whole
+    return full
 
 
 def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
@@ -217,9 +217,9 @@ class ActivationStore:
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
         self._update_counts()
-        _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
+        _, input_range, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
-        is_input = given[0] <= start and end <= given[1]
+        is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
         self._move_undecided(MAX_UNDECIDED)
@@ -297,9 +297,9 @@ class ActivationStore:
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
-        whole = self._gather_full(stored) if stored.is_sharded else stored.data
-        assert whole is not None
-        out = handle.tensor(whole, stored.base)
+        full = self._gather_full(stored) if stored.is_sharded else stored.data
+        assert full is not None
+        out = handle.tensor(full, stored.base)
         if not stored.waits:
             self._transfer_to_backward(stored)
         self._prefetch(handle.graph, handle.place)
@@ -333,16 +333,16 @@ class ActivationStore:
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
         """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
-        held = [stored.joined]
+        fetched_memory = [stored.joined]
         stored.joined, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
-            held.append(stored.data)
+            fetched_memory.append(stored.data)
             stored.data = None
-        for x in held:
+        for x in fetched_memory:
             if x is not None:
                 stored.release_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
-        del held
+        del fetched_memory
         self._brought.discard(stored)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:

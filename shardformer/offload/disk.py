@@ -132,19 +132,19 @@ def round_up_to_block(size: int) -> int:
 class FileStore(HostMemory):
     """Host memory of one device, with a file for master weights and optimizer states."""
 
-    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
-        super().__init__(asked, device, overlaps=overlaps)
-        assert asked.folder is not None
-        self.disk = OffloadFile(asked.folder, self, asked.buffers)
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+        super().__init__(config, device, overlaps=overlaps)
+        assert config.folder is not None
+        self.disk = OffloadFile(config.folder, self, config.buffers)
 
     def part(self, length: int, dtype: torch.dtype) -> FileShard:
         return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
         """Raise InputError, on all ranks, if a write between two steps failed on one rank."""
-        if said := self.end_step([], context):
+        if failure := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} could not be written: {said}",
+                f"The optimizer's files in {self.disk.folder} could not be written: {failure}",
                 remedy="Free disk space, then load the state again",
             )
 
@@ -154,13 +154,13 @@ class FileStore(HostMemory):
         Communicates one object over each axis.
         """
         self.disk.flush()
-        said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        said = next((theirs for _, theirs in all_gather_from_grid(said, context) if theirs is not None), None)
+        failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
+        failure = next((other for _, other in all_gather_from_grid(failure, context) if other is not None), None)
         for part in parts:
             if isinstance(part, FileShard):
-                part.commit() if said is None else part.roll_back()
+                part.commit() if failure is None else part.roll_back()
         self.disk.error = None
-        return said
+        return failure
 
 
 OptimizerStateDict = Callable[[Tensor], dict[str, Any]]

@@ -193,14 +193,14 @@ class OffloadConfig:
         check_bool("OffloadConfig.parameters", self.parameters)
 
     @classmethod
-    def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
+    def of(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
         """Convert the ``offload`` argument. ``on_device`` may be set by an optimizer.
 
         Raises:
             ConfigError: The argument is invalid.
         """
         shares = [optimizer.on_device for optimizer in optimizers if hasattr(optimizer, "on_device")]
-        return given if isinstance(given, cls) else cls(given, *shares[:1])
+        return offload if isinstance(offload, cls) else cls(offload, *shares[:1])
 
     @property
     def folder(self) -> str | None:
@@ -215,12 +215,12 @@ MAX_COPIES_IN_FLIGHT = 4
 class HostMemory:
     """Host memory of one device, and the copies between them."""
 
-    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
-        self.link = HostDeviceCopier(device, bandwidth=asked.bandwidth)
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+        self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
         self._most = MAX_COPIES_IN_FLIGHT if overlaps else 0
         self._under_way: deque[AsyncCopy] = deque()
-        self._threads = asked.threads
-        if asked.threads is None and device.type != "cpu":
+        self._threads = config.threads
+        if config.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:

@@ -257,11 +257,11 @@ class SavedTensorHandle:
         graph.order.append(ReferenceType(stored))
         stored.waits.add(id(self))
 
-    def tensor(self, whole: Tensor, base: int) -> Tensor:
-        """Return the tensor as a view of ``whole``, which starts at byte ``base`` of the original storage."""
-        out = torch.empty(0, dtype=self.dtype, device=whole.device)
+    def tensor(self, full: Tensor, base: int) -> Tensor:
+        """Return the tensor as a view of ``full``, which starts at byte ``base`` of the original storage."""
+        out = torch.empty(0, dtype=self.dtype, device=full.device)
         offset = (self.offset - base) // out.element_size()
-        return out.set_(whole.untyped_storage(), offset, self.shape, self.stride)
+        return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
         self.stored.waits.discard(id(self))

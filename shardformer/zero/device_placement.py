@@ -56,15 +56,15 @@ class DevicePlacement:
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
-        asked = settings.offload.on_device
+        on_device = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
-        self._moves_shards = asked == FREE_MEMORY and bool(shards)
+        self._moves_shards = on_device == FREE_MEMORY and bool(shards)
         self._residents = residents if settings.reshard_after_forward == FREE_MEMORY else None
         self._is_open = self._moves_shards or self._residents is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
-        if not isinstance(asked, str):
-            self._move_shards(asked * sum(shard.length for shard in shards), [shard.length for shard in shards])
+        if not isinstance(on_device, str):
+            self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
         """Use the memory that was free in the first step. Communicates one number over each axis, once."""

@@ -425,20 +425,20 @@ class FlatShard:
             self._going_up = None
         self.fetch_parameters()
         if self._fetched is not None:
-            (whole, copy), self._fetched = self._fetched, None
+            (full_buffer, copy), self._fetched = self._fetched, None
             copy.wait()
-            local = self._local_part(whole)
+            local = self._local_part(full_buffer)
         else:
-            whole, local = self._new_full() if self.full is None else self.full, self.local
+            full_buffer, local = self._new_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_parameter_exchange(local, whole, self.places)
-        return start_all_gather_into(whole, local, self.axis, "parameters")
+            return self._slices.start_parameter_exchange(local, full_buffer, self.places)
+        return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
         """Start to copy this rank's shard from the host to the device, if it is there."""
         if self._link is not None and self._fetched is None:
-            whole = self._new_full()
-            self._fetched = whole, self._link.to_device(self._local_part(whole), self.local)
+            full_buffer = self._new_full()
+            self._fetched = full_buffer, self._link.to_device(self._local_part(full_buffer), self.local)
 
     def forget_fetched(self) -> None:
         """Release the copy that ``fetch_parameters`` started."""

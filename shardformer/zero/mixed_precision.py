@@ -102,9 +102,9 @@ class MixedPrecision:
             )
 
     @classmethod
-    def of(cls, given: Any) -> MixedPrecision:
+    def of(cls, precision: Any) -> MixedPrecision:
         """Convert the ``precision`` argument of ``shard_optimizer``. Raise ConfigError if it is invalid."""
-        return given if isinstance(given, cls) else cls(given)
+        return precision if isinstance(precision, cls) else cls(precision)
 
     @property
     def dtype(self) -> torch.dtype | None:

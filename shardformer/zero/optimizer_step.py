@@ -86,8 +86,8 @@ class OptimizerUpdate:
         all_gather.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
-        said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
-        if said is None:
+        failure = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
+        if failure is None:
             return
         all_gather = ParamAllGather()
         for shard in shards:
@@ -96,7 +96,7 @@ class OptimizerUpdate:
             all_gather.add([shard])
             shard.masters.discard()
         all_gather.finish()
-        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
+        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {failure}"
         if files.end_step([], self._context) is not None:
             rule = "The previous state could not be read either, so the weights of some buckets are lost"
             raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk")
@@ -146,15 +146,15 @@ class ParamAllGather:
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
     """Restrict an optimizer to the parameters with these ids."""
     groups = optimizer.param_groups
-    held: list[list[Tensor]] = [group["params"] for group in groups]
+    params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
-        for group, all_of_it in zip(groups, held, strict=True):
-            group["params"] = [p for p in all_of_it if id(p) in params]
+        for group, all_params in zip(groups, params_of_groups, strict=True):
+            group["params"] = [p for p in all_params if id(p) in params]
         optimizer.param_groups = [group for group in groups if group["params"]]
         yield
     finally:
-        for group, all_of_it in zip(groups, held, strict=True):
-            group["params"] = all_of_it
+        for group, all_params in zip(groups, params_of_groups, strict=True):
+            group["params"] = all_params
         optimizer.param_groups = groups
 
 
@@ -252,7 +252,7 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
         if shard.sum is not None and not bool(torch.isfinite(shard.sum[p.shard_range]).all())
     ]
     for axis in table.context.base_axes:
-        found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
+        found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
         f"The gradient of {name} is not finite on rank {rank}; the gradient norm is {norm}",

@@ -146,8 +146,8 @@ def _evaluate_closure(closure: Callable[[], Any] | None) -> Any:
         return closure()
 
 
-def _check_positive(**given: float) -> None:
-    for name, value in given.items():
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
         if not value > 0:
             raise ConfigError(
                 f"{name}={value} is not greater than 0",

@@ -176,10 +176,10 @@ class GatherScheduler:
 
     def _register_hooks(self, model: nn.Module) -> None:
         """Register hooks. The outermost call of the model, or of a module with a complete group, is a forward pass."""
-        whole = [{id(p) for p in unit.params} for unit in self.units]
+        params_of_groups = [{id(p) for p in unit.params} for unit in self.units]
         for path, module in model.named_modules():
             params = {id(p) for p in module.parameters()}
-            if module is model or any(unit <= params for unit in whole):
+            if module is model or any(unit <= params for unit in params_of_groups):
                 module.register_forward_pre_hook(lambda m, args, path=path: self._begin_forward(m, path), prepend=True)
                 module.register_forward_hook(self._end_forward)
                 module.register_forward_hook(self._stop_saving, always_call=True)
@@ -489,7 +489,9 @@ def set_up_stage3(
     table.parameter_owner = walk
     axis = walk.axis
     decode_together(
-        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in all_gather_numbers([int(mine)], axis))
+        model,
+        lambda: come("generate", axis),
+        lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),
     )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
@@ -540,8 +542,8 @@ def _make_scheduler(
         units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
     ):
         unit.size = max(sizes)
-    asked = settings.reshard_after_forward
-    frees = table.context.pipe.size == 1 if asked is None else asked is not False
+    reshard = settings.reshard_after_forward
+    frees = table.context.pipe.size == 1 if reshard is None else reshard is not False
     stage_forward = None if table.stages is None else table.stages.stage_forward
 
     def part() -> Any:
@@ -549,7 +551,7 @@ def _make_scheduler(
         return None if run is None else run.span.start
 
     walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
-    walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+    walk.residents.room = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
     if stage_forward is not None:
         stage_forward.when_left.append(walk.end_forward_early)
     return walk

@@ -145,12 +145,12 @@ class ParamGroup:
             return
         self.unshard()
         for shard, pending in zip(self.shards, self._pending, strict=True):
-            whole = pending.wait()
-            self._add_base(whole)
+            full = pending.wait()
+            self._add_base(full)
             for gradient, place in zip(shard.gradients, shard.places, strict=True):
                 param: Any = gradient.param
                 param.__class__ = gathered_class(type(param))
-                param.data = gradient.unpack(whole[place])
+                param.data = gradient.unpack(full[place])
                 if gradient.is_shared:
                     self._add_base(param.data)
         self._pending, self.is_gathered = [], True

@@ -85,8 +85,8 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True
-    held = tables_of(p for group in optimizer.param_groups for p in group["params"])
-    entries = [e for some in held.values() for e in some if e.spec.is_sharded]
+    entries_of_models = tables_of(p for group in optimizer.param_groups for p in group["params"])
+    entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_data(entries[0].param):
         return
