@@ -231,7 +231,6 @@ class GradientReducer(PausableReducer):
             self._flush()
 
     def _flush(self) -> None:
-        """Reduce the remaining buckets, wait for all, and deliver their results."""
         self.start()
         self.finish()
 

@@ -306,7 +306,6 @@ class ActivationStore:
         return out
 
     def _fetch(self, stored: StoredStorage) -> None:
-        """Start to copy a storage to the device."""
         if stored.is_leaving:
             stored.is_wanted = True
         if not stored.is_on_host or stored.joined is not None:
@@ -346,7 +345,6 @@ class ActivationStore:
         self._brought.discard(stored)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:
-        """Start to fetch the storages that the backward pass will need next."""
         at = min(graph.fetched, place)
         while at > 0:
             stored = graph.order[at - 1]()
@@ -360,7 +358,6 @@ class ActivationStore:
         graph.fetched = at
 
     def _register_end_callback(self, graph: ForwardRecord) -> None:
-        """Register a callback at the end of the current backward pass."""
         task = torch_compat.current_graph_task_id()
         if task < 0:
             return

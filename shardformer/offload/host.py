@@ -248,7 +248,6 @@ class HostMemory:
 
 
 def _processes_on_host() -> int:
-    """Return the number of processes that share the cores of this machine."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 

@@ -88,7 +88,6 @@ class DevicePlacement:
         return room
 
     def _device_bytes(self, shard: FlatShard) -> float:
-        """Return the bytes of a shard's master weights, gradients and optimizer states on the device."""
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)

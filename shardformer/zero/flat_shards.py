@@ -206,7 +206,6 @@ class FlatShard:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _local_range(self, number: int) -> slice:
-        """Range of a flat parameter that lies in this rank's shard."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)

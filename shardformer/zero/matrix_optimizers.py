@@ -123,7 +123,6 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn
 
 
 def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """Return the optimizer's state of a parameter after one step."""
     param = nn.Parameter(value.clone())
     param.grad = torch.ones_like(param)
     tried = _copy_optimizer(optimizer, group, [param])

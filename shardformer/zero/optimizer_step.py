@@ -70,7 +70,6 @@ class OptimizerUpdate:
             self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
 
     def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
-        """Update the shards of one turn after another."""
         all_gather = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):

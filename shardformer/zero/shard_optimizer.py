@@ -51,7 +51,6 @@ def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
 def check_support(
     model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
 ) -> None:
-    """Raise ConfigError if the optimizers or options are not supported for this model."""
     check_optimizers(optimizers, table)
     check_memory(model, table)
     check_free_memory_option(options, table.context.device)

@@ -322,7 +322,6 @@ class GatherScheduler:
 
     @property
     def _current(self) -> int:
-        """Index of the current group."""
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
