@@ -50,8 +50,10 @@ class SlicesToOwners:
             had: One number for each gradient. Every owner gets their sums after its shard.
         """
         packed = [self._pack_slice(gradient, had) for gradient in self._gradients]
-        outgoing = [torch.cat([*(packed[n] for n in self._owned_by(r, each, places)), had]) for r in self._ranks]
-        owned = self._owned_by(self._axis.rank, each, places)
+        outgoing = [
+            torch.cat([*(packed[n] for n in self._indices_owned_by(r, each, places)), had]) for r in self._ranks
+        ]
+        owned = self._indices_owned_by(self._axis.rank, each, places)
         arriving = [sum(self._slice_sizes(r, owned)) + len(had) for r in self._ranks]
 
         def add_slices(received: Tensor) -> Tensor:
@@ -69,15 +71,15 @@ class SlicesToOwners:
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_slices)
 
-    def start_share(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
+    def start_parameter_exchange(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
         """Start to send each rank its slices of the parameters that this rank owns. Communicates each slice once.
 
         Writes into ``whole`` only the elements that this rank stores.
         """
         each, here = len(own), self._axis.rank
-        owned = self._owned_by(here, each, places)
+        owned = self._indices_owned_by(here, each, places)
         outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in owned)]) for r in self._ranks]
-        owned_by_rank = [self._owned_by(r, each, places) for r in self._ranks]
+        owned_by_rank = [self._indices_owned_by(r, each, places) for r in self._ranks]
         arriving = [sum(self._slice_sizes(here, numbers)) for numbers in owned_by_rank]
 
         def place_slices(received: Tensor) -> Tensor:
@@ -90,7 +92,7 @@ class SlicesToOwners:
 
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_slices)
 
-    def _owned_by(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
+    def _indices_owned_by(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
         return [n for n, place in enumerate(places) if each and place.start // each == rank]
 
     def _slice_sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:

@@ -39,21 +39,21 @@ class PausableReducer:
 
         def arriving(grad: Tensor) -> Tensor | None:
             me, one = reducer(), slot()
-            return me._arriving(one, grad) if me is not None and one is not None else None
+            return me._on_gradient(one, grad) if me is not None and one is not None else None
 
         def accumulated(param: Tensor) -> None:
             me, one = reducer(), slot()
             if me is not None and one is not None:
-                me._accumulated(one)
+                me._on_accumulated(one)
 
         param: Any = gradient.param
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
-    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         """Return a replacement of a new gradient, or None, before autograd accumulates it."""
         return None
 
-    def _accumulated(self, gradient: GradientSlot) -> None:
+    def _on_accumulated(self, gradient: GradientSlot) -> None:
         """Handle a gradient after autograd accumulated it."""
 
 
@@ -104,14 +104,14 @@ class GradientReducer(PausableReducer):
         self._is_initialized = self._queued = self._dirty = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
-        self._next = self._landed = 0  # number of buckets whose reduction started, and finished
+        self._num_started = self._num_finished = 0  # number of buckets whose reduction started, and finished
         self.refresh()
 
     def refresh(self) -> None:
         """Hook parameters that were unfrozen, and reset after an interrupted backward pass."""
         if self._queued:
             self._queued = self._dirty = False
-            self._next = self._landed = 0
+            self._num_started = self._num_finished = 0
             for bucket in self._buckets:
                 bucket.reset()
         trainable = [g for g in self.gradients if g.param.requires_grad]
@@ -163,39 +163,42 @@ class GradientReducer(PausableReducer):
 
         All ranks call it, including ranks without gradients. ``finish`` waits for the result.
         """
-        while self._next < len(self._buckets):
+        while self._num_started < len(self._buckets):
             self._start_next()
 
     def finish(self) -> None:
         """Wait for all buckets and deliver their results."""
-        while self._landed < self._next:
-            self._land_next()
+        while self._num_finished < self._num_started:
+            self._finish_next()
         for bucket in self._buckets:
             bucket.reset()
-        self._next = self._landed = 0
+        self._num_started = self._num_finished = 0
         self._dirty = self.was_paused = False
         self.passes += 1
         self._end.end_pass()
 
     def _start_next(self) -> None:
-        bucket = self._buckets[self._next]
+        bucket = self._buckets[self._num_started]
         bucket.is_sent = True
         self._end.start(bucket)
-        self._next += 1
-        while self._next - self._landed > MAX_REDUCTIONS_IN_FLIGHT or self._buckets[self._landed].is_summed:
-            self._land_next()
-            if self._landed == self._next:
+        self._num_started += 1
+        while (
+            self._num_started - self._num_finished > MAX_REDUCTIONS_IN_FLIGHT
+            or self._buckets[self._num_finished].is_summed
+        ):
+            self._finish_next()
+            if self._num_finished == self._num_started:
                 return
 
-    def _land_next(self) -> None:
-        bucket = self._buckets[self._landed]
+    def _finish_next(self) -> None:
+        bucket = self._buckets[self._num_finished]
         self._end.finish(bucket)
         for gradient in bucket.gradients:
             gradient.changed = False
         bucket.flat = bucket.work = None
-        self._landed += 1
+        self._num_finished += 1
 
-    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
+    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
             self._flush()  # a second gradient in one backward pass: the reduction in flight must finish first
         scale = self._end.scale(gradient)
@@ -203,10 +206,10 @@ class GradientReducer(PausableReducer):
             return grad * scale.to(grad)
         return grad * scale if scale != 1 else None
 
-    def _accumulated(self, gradient: GradientSlot) -> None:
+    def _on_accumulated(self, gradient: GradientSlot) -> None:
         if not self.is_paused and self._overlaps:
             # earlier buckets only: other hooks of this parameter may still change its gradient
-            while self._next < len(self._buckets) and self._buckets[self._next].pending == 0:
+            while self._num_started < len(self._buckets) and self._buckets[self._num_started].pending == 0:
                 self._start_next()
         gradient.changed = True
         if gradient.is_sparse and not self._end.takes_sparse:
@@ -228,7 +231,6 @@ class GradientReducer(PausableReducer):
             self._flush()
 
     def _flush(self) -> None:
-        """Reduce the remaining buckets, wait for all, and deliver their results."""
         self.start()
         self.finish()
 

@@ -53,12 +53,12 @@ def partition_bytes(size: int, axis: Axis) -> int:
     return -(-size // axis.size)
 
 
-def local_partition(whole: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return a copy of this rank's shard of the bytes ``whole``, and their checksum. Communicates nothing."""
-    each = partition_bytes(len(whole), axis)
-    stored = whole[axis.rank * each : (axis.rank + 1) * each]
-    part = stored.clone() if len(stored) == each else torch.cat([stored, whole.new_zeros(each - len(stored))])
-    return part, digest(whole)
+def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Return a copy of this rank's shard of the bytes ``full``, and their checksum. Communicates nothing."""
+    each = partition_bytes(len(full), axis)
+    stored = full[axis.rank * each : (axis.rank + 1) * each]
+    part = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
+    return part, digest(full)
 
 
 def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
@@ -70,11 +70,11 @@ def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Te
     Raises:
         InputError: The checksums differ. Raised on every rank.
     """
-    whole, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
+    full, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
     pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
-    start_all_gather_into(whole, part, axis, PURPOSE).wait()
+    start_all_gather_into(full, part, axis, PURPOSE).wait()
     check_replicated(torch_compat.to_list(pending.wait()), axis, what)
-    return whole
+    return full
 
 
 def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
@@ -183,7 +183,7 @@ class ActivationStore:
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
-        self._decide(0)
+        self._move_undecided(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
         self._update_counts()
@@ -203,7 +203,7 @@ class ActivationStore:
                 self._undecided.remove(item)
                 self._shard(stored, name)
 
-    def _decide(self, among: int) -> None:
+    def _move_undecided(self, among: int) -> None:
         """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
@@ -217,12 +217,12 @@ class ActivationStore:
         if memory in self._fixed or _is_cast_of_parameter(x):
             return None
         self._update_counts()
-        _, given, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
+        _, input_range, name = self._inputs.get((memory, x._version), (None, (0, 0), ""))
         start, end = storage_range(x)
-        is_input = given[0] <= start and end <= given[1]
+        is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._decide(MAX_UNDECIDED)
+        self._move_undecided(MAX_UNDECIDED)
         # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
@@ -290,26 +290,25 @@ class ActivationStore:
         stored = handle.stored
         check_version(stored.witness, stored.version, handle.shape)
         self._update_counts()
-        self._expect_end(handle.graph)
+        self._register_end_callback(handle.graph)
         self._ahead.pop(stored, None)
         stored.waits.discard(id(handle))
         self._fetch(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
             stored.copy = None
-        whole = self._gather_full(stored) if stored.is_cut else stored.data
-        assert whole is not None
-        out = handle.tensor(whole, stored.base)
+        full = self._gather_full(stored) if stored.is_sharded else stored.data
+        assert full is not None
+        out = handle.tensor(full, stored.base)
         if not stored.waits:
             self._transfer_to_backward(stored)
         self._prefetch(handle.graph, handle.place)
         return out
 
     def _fetch(self, stored: StoredStorage) -> None:
-        """Start to copy a storage to the device."""
         if stored.is_leaving:
             stored.is_wanted = True
-        if not stored.is_away or stored.joined is not None:
+        if not stored.is_on_host or stored.joined is not None:
             return
         assert stored.host is not None and self._link is not None
         stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
@@ -333,34 +332,32 @@ class ActivationStore:
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
         """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
-        held = [stored.joined]
+        fetched_memory = [stored.joined]
         stored.joined, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
-            held.append(stored.data)
+            fetched_memory.append(stored.data)
             stored.data = None
-        for x in held:
+        for x in fetched_memory:
             if x is not None:
-                stored.forget_count(FETCHED, len(x))
+                stored.release_count(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
-        del held
+        del fetched_memory
         self._brought.discard(stored)
 
     def _prefetch(self, graph: ForwardRecord, place: int) -> None:
-        """Start to fetch the storages that the backward pass will need next."""
         at = min(graph.fetched, place)
         while at > 0:
             stored = graph.order[at - 1]()
             if stored is not None and stored.host is not None and stored.waits and stored not in self._ahead:
                 if sum(self._ahead.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
                     break
-                if stored.is_away or stored.is_leaving:
+                if stored.is_on_host or stored.is_leaving:
                     self._ahead[stored] = len(stored.host)
                     self._fetch(stored)
             at -= 1
         graph.fetched = at
 
-    def _expect_end(self, graph: ForwardRecord) -> None:
-        """Register a callback at the end of the current backward pass."""
+    def _register_end_callback(self, graph: ForwardRecord) -> None:
         task = torch_compat.current_graph_task_id()
         if task < 0:
             return

@@ -65,13 +65,13 @@ class OffloadFile:
         return at
 
     def read(self, at: int, out: Tensor) -> Future[None]:
-        return self._workers[READ].submit(self._move, READ, at, [out])
+        return self._workers[READ].submit(self._transfer, READ, at, [out])
 
     def write(self, at: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
         """Start to write consecutive tensors. The buffer is released when the write is complete."""
-        self._writing.append((self._workers[WRITE].submit(self._move, WRITE, at, tensors), buffer))
+        self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, at, tensors), buffer))
 
-    def _move(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
+    def _transfer(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
         begin, total, call = time.perf_counter(), 0, os.preadv if way == READ else self.write_call
         for tensor in tensors:
             numbers: Any = tensor.detach().view(-1).view(torch.uint8).numpy()
@@ -88,7 +88,7 @@ class OffloadFile:
     def acquire_buffer(self, size: int) -> Tensor:
         """Return a buffer in host memory. If all are in use, wait for a write to complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
-            self._land()
+            self._finish_oldest_write()
         if not self._free:
             self._num_made += 1
             return self._host.link.new_host(size, torch.uint8)
@@ -99,7 +99,7 @@ class OffloadFile:
         if len(self._free) < self.buffers:
             self._free.append(buffer)
 
-    def _land(self) -> None:
+    def _finish_oldest_write(self) -> None:
         future, buffer = self._writing.popleft()
         try:
             future.result()
@@ -116,7 +116,7 @@ class OffloadFile:
     def flush(self) -> None:
         """Wait for all writes. ``error`` contains the first failure."""
         while self._writing:
-            self._land()
+            self._finish_oldest_write()
 
 
 def check_room(folder: str, size: int) -> None:
@@ -132,19 +132,19 @@ def round_up_to_block(size: int) -> int:
 class FileStore(HostMemory):
     """Host memory of one device, with a file for master weights and optimizer states."""
 
-    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
-        super().__init__(asked, device, overlaps=overlaps)
-        assert asked.folder is not None
-        self.disk = OffloadFile(asked.folder, self, asked.buffers)
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+        super().__init__(config, device, overlaps=overlaps)
+        assert config.folder is not None
+        self.disk = OffloadFile(config.folder, self, config.buffers)
 
     def part(self, length: int, dtype: torch.dtype) -> FileShard:
         return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
         """Raise InputError, on all ranks, if a write between two steps failed on one rank."""
-        if said := self.end_step([], context):
+        if failure := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} could not be written: {said}",
+                f"The optimizer's files in {self.disk.folder} could not be written: {failure}",
                 remedy="Free disk space, then load the state again",
             )
 
@@ -154,13 +154,13 @@ class FileStore(HostMemory):
         Communicates one object over each axis.
         """
         self.disk.flush()
-        said = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
-        said = next((theirs for _, theirs in all_gather_from_grid(said, context) if theirs is not None), None)
+        failure = None if self.disk.error is None else f"{self.disk.error} (rank {context.rank})"
+        failure = next((other for _, other in all_gather_from_grid(failure, context) if other is not None), None)
         for part in parts:
             if isinstance(part, FileShard):
-                part.commit() if said is None else part.roll_back()
+                part.commit() if failure is None else part.roll_back()
         self.disk.error = None
-        return said
+        return failure
 
 
 OptimizerStateDict = Callable[[Tensor], dict[str, Any]]
@@ -217,13 +217,13 @@ class FileShard(HostShard):
         self._disk = disk
         self._states: OptimizerStateDict = lambda _: {}
         self._slices: list[tuple[nn.Parameter, slice]] = []
-        self._counts: FileSlot | None = None
+        self._committed: FileSlot | None = None
         self._other: FileSlot | None = None  # target of the next write
         self._is_written = False
         self._small: list[dict[str, Any]] = []  # copy of the states at the last read, without the tensors in the file
         self._buffer: Tensor | None = None
         self._reading: Future[None] | None = None
-        self.is_here = True
+        self.is_loaded = True
 
     def set_slices(
         self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
@@ -240,7 +240,7 @@ class FileShard(HostShard):
             size = (
                 round_up_to_block(self.values.nbytes) + expected + EXTRA_STATE_TENSORS * BLOCK_BYTES * len(self._slices)
             )
-            self._counts, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
+            self._committed, self._other = (FileSlot(self._disk.reserve(size), size, FileLayout()) for _ in range(2))
         except OSError as error:
             self._disk.error = self._disk.error or error
             return
@@ -248,23 +248,23 @@ class FileShard(HostShard):
 
     @property
     def bytes_in_file(self) -> int:
-        return sum(place.capacity for place in (self._counts, self._other) if place is not None)
+        return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
     def fetch(self) -> None:
         """Start to read the master weights and states."""
-        if self.is_here or self._reading is not None or self._disk.error is not None or self._counts is None:
+        if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
-        size = self._counts.record.size
+        size = self._committed.record.size
         self._buffer = self._disk.acquire_buffer(size)
-        self._reading = self._disk.read(self._counts.at, self._buffer[:size])
+        self._reading = self._disk.read(self._committed.at, self._buffer[:size])
 
     def load(self) -> bool:
         """Return whether the master weights and states are loaded. ``disk.error`` contains a failure."""
-        if self.is_here:
+        if self.is_loaded:
             return True
         self.fetch()
         reading, self._reading = self._reading, None
-        if reading is None or self._counts is None or self._buffer is None:
+        if reading is None or self._committed is None or self._buffer is None:
             return False
         try:
             reading.result()
@@ -273,7 +273,7 @@ class FileShard(HostShard):
             return False
         self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
         for (param_slice, name, *_), view in zip(
-            self._counts.record.fields, self._counts.record.views(self._buffer), strict=True
+            self._committed.record.fields, self._committed.record.views(self._buffer), strict=True
         ):
             if param_slice < 0:
                 self.values = view
@@ -281,13 +281,13 @@ class FileShard(HostShard):
                 self._states(self._slices[param_slice][0])[name] = view
         for value, at in self._slices:
             value.data = self.values[at].view(value.shape)
-        self.is_here = True
+        self.is_loaded = True
         return True
 
     def evict(self) -> None:
         """Start to write the loaded tensors to the uncommitted slot, and release them."""
         self.wait()
-        record, tensors = self._look()
+        record, tensors = self._layout_and_tensors()
         try:
             if self._other is None or self._other.capacity < record.size:
                 self._other = FileSlot(self._disk.reserve(record.size), record.size, record)
@@ -299,11 +299,11 @@ class FileShard(HostShard):
             self._disk.write(self._other.at, tensors, buffer)
         self.discard()
 
-    def _look(self) -> tuple[FileLayout, list[Tensor]]:
+    def _layout_and_tensors(self) -> tuple[FileLayout, list[Tensor]]:
         record, tensors = FileLayout([(-1, "", self.dtype, self.values.shape)]), [self.values]
         for number, (value, _) in enumerate(self._slices):
             for name, x in self._states(value).items():
-                if _is_large(x):
+                if _is_in_file(x):
                     record.fields.append((number, name, x.dtype, x.shape))
                     tensors.append(x.contiguous())
         return record, tensors
@@ -312,22 +312,22 @@ class FileShard(HostShard):
         self.wait()
         if self._buffer is not None and not keeps_memory:
             self._disk.release_buffer(self._buffer)
-        self._buffer, self.is_here = None, False
+        self._buffer, self.is_loaded = None, False
         self.values = _IN_FILE.to(self.dtype)
         for value, _ in self._slices:
             state = self._states(value)
-            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_large(x)})
+            state.update({name: _IN_FILE.to(x.dtype) for name, x in state.items() if _is_in_file(x)})
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
         """Make the last write the committed one."""
         if self._is_written:
-            self._counts, self._other, self._is_written = self._other, self._counts, False
+            self._committed, self._other, self._is_written = self._other, self._committed, False
         self._small = []
 
     def roll_back(self) -> None:
         """Restore the previous commit, including the states that are not in the file."""
-        if self.is_here:
+        if self.is_loaded:
             self.discard()
         for (value, _), small in zip(self._slices, self._small, strict=False):
             state = self._states(value)
@@ -343,5 +343,5 @@ class FileShard(HostShard):
             self.commit()
 
 
-def _is_large(x: Any) -> bool:
+def _is_in_file(x: Any) -> bool:
     return isinstance(x, Tensor) and x.dim() > 0 and x.device.type == "cpu"

@@ -193,14 +193,14 @@ class OffloadConfig:
         check_bool("OffloadConfig.parameters", self.parameters)
 
     @classmethod
-    def of(cls, given: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
+    def of(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
         """Convert the ``offload`` argument. ``on_device`` may be set by an optimizer.
 
         Raises:
             ConfigError: The argument is invalid.
         """
         shares = [optimizer.on_device for optimizer in optimizers if hasattr(optimizer, "on_device")]
-        return given if isinstance(given, cls) else cls(given, *shares[:1])
+        return offload if isinstance(offload, cls) else cls(offload, *shares[:1])
 
     @property
     def folder(self) -> str | None:
@@ -215,12 +215,12 @@ MAX_COPIES_IN_FLIGHT = 4
 class HostMemory:
     """Host memory of one device, and the copies between them."""
 
-    def __init__(self, asked: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
-        self.link = HostDeviceCopier(device, bandwidth=asked.bandwidth)
+    def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
+        self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
         self._most = MAX_COPIES_IN_FLIGHT if overlaps else 0
         self._under_way: deque[AsyncCopy] = deque()
-        self._threads = asked.threads
-        if asked.threads is None and device.type != "cpu":
+        self._threads = config.threads
+        if config.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
@@ -248,7 +248,6 @@ class HostMemory:
 
 
 def _processes_on_host() -> int:
-    """Return the number of processes that share the cores of this machine."""
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
@@ -303,15 +302,15 @@ class HostShard(WeightStore):
 
     def receive(self, part: Tensor, scale: float) -> None:
         """Start to copy gradients to the host, where they are divided by ``scale`` and accumulated."""
-        self._land()
-        self._arriving = self.host.copy_to_host(self._stage(part.dtype), part), scale
+        self._accumulate_copied()
+        self._arriving = self.host.copy_to_host(self._staging_buffer(part.dtype), part), scale
 
-    def _stage(self, dtype: torch.dtype) -> Tensor:
+    def _staging_buffer(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
             self._staging = self.host.link.new_host(self.length, dtype)
         return self._staging
 
-    def _land(self) -> None:
+    def _accumulate_copied(self) -> None:
         if self._arriving is None:
             return
         (copy, scale), self._arriving = self._arriving, None
@@ -326,18 +325,18 @@ class HostShard(WeightStore):
     @property
     def sum(self) -> Tensor | None:
         """Reduced gradients, or None. Waits for copies in progress."""
-        self._land()
+        self._accumulate_copied()
         return self._sum if self._has_sum else None
 
     def clear_gradients(self) -> None:
         """Discard the gradients."""
-        self._land()
+        self._accumulate_copied()
         self._has_sum = False
 
     def copy_to_device(self, own: Tensor) -> AsyncCopy:
         """Start to copy the master weights to the device, in the dtype of ``own``. They must not change until then."""
         self.wait()
-        values = self.values if own.dtype == self.dtype else self._stage(own.dtype).copy_(self.values)
+        values = self.values if own.dtype == self.dtype else self._staging_buffer(own.dtype).copy_(self.values)
         self._leaving = self.host.link.to_device(own, values)
         return self._leaving
 

@@ -44,7 +44,7 @@ class SavedTensorHooks:
         around = _as_own_hooks(torch_compat.top_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
-        torch_compat.push_saved_tensors_hooks(*self._pair())
+        torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
 
     def leave(self) -> None:
         """Remove this pair from any position, because an inner pair may have been interrupted before its removal."""
@@ -58,7 +58,7 @@ class SavedTensorHooks:
         for pair in reversed(above):
             torch_compat.push_saved_tensors_hooks(*pair)
 
-    def _pair(self) -> HookPair:
+    def _torch_hooks(self) -> HookPair:
         """Return the hooks for torch, which torch.compile must not trace."""
         if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
@@ -221,16 +221,16 @@ class StoredStorage:
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
-    def forget_count(self, kind: str, size: int) -> None:
+    def release_count(self, kind: str, size: int) -> None:
         """Stop counting bytes that another owner counts."""
         self._counted[kind] -= size
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         return self.number is not None
 
     @property
-    def is_away(self) -> bool:
+    def is_on_host(self) -> bool:
         """Whether the data are only on the host."""
         return self.data is None
 
@@ -257,11 +257,11 @@ class SavedTensorHandle:
         graph.order.append(ReferenceType(stored))
         stored.waits.add(id(self))
 
-    def tensor(self, whole: Tensor, base: int) -> Tensor:
-        """Return the tensor as a view of ``whole``, which starts at byte ``base`` of the original storage."""
-        out = torch.empty(0, dtype=self.dtype, device=whole.device)
+    def tensor(self, full: Tensor, base: int) -> Tensor:
+        """Return the tensor as a view of ``full``, which starts at byte ``base`` of the original storage."""
+        out = torch.empty(0, dtype=self.dtype, device=full.device)
         offset = (self.offset - base) // out.element_size()
-        return out.set_(whole.untyped_storage(), offset, self.shape, self.stride)
+        return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
         self.stored.waits.discard(id(self))

@@ -66,8 +66,8 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
     return found
 
 
-def offload_directory_error(folder: str, said: str) -> ConfigError:
+def offload_directory_error(folder: str, failure: str) -> ConfigError:
     return ConfigError(
-        f"offload='nvme:{folder}' cannot be used: {said}",
+        f"offload='nvme:{folder}' cannot be used: {failure}",
         remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size",
     )

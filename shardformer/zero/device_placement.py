@@ -56,15 +56,15 @@ class DevicePlacement:
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
-        asked = settings.offload.on_device
+        on_device = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
-        self._brings = asked == FREE_MEMORY and bool(shards)
+        self._moves_shards = on_device == FREE_MEMORY and bool(shards)
         self._residents = residents if settings.reshard_after_forward == FREE_MEMORY else None
-        self._is_open = self._brings or self._residents is not None
+        self._is_open = self._moves_shards or self._residents is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
-        if not isinstance(asked, str):
-            self._bring(asked * sum(shard.length for shard in shards), [shard.length for shard in shards])
+        if not isinstance(on_device, str):
+            self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
         """Use the memory that was free in the first step. Communicates one number over each axis, once."""
@@ -74,12 +74,12 @@ class DevicePlacement:
         room: float = free_bytes(self._context.device) * MARGIN
         for axis in self._context.base_axes:
             room = min(all_gather_objects(room, axis))
-        if self._brings:
-            room = self._bring(room, [self._bytes(shard) for shard in self._shards])
+        if self._moves_shards:
+            room = self._move_shards(room, [self._device_bytes(shard) for shard in self._shards])
         if self._residents is not None:
             self._residents.room = room
 
-    def _bring(self, room: float, sizes: Sequence[float]) -> float:
+    def _move_shards(self, room: float, sizes: Sequence[float]) -> float:
         """Move shards that fit into ``room`` bytes to the device. Return the remaining bytes."""
         for shard, size in zip(self._shards, sizes, strict=True):
             if size <= room:
@@ -87,8 +87,7 @@ class DevicePlacement:
                 move_shard_to_device(shard, self._optimizers)
         return room
 
-    def _bytes(self, shard: FlatShard) -> float:
-        """Return the bytes of a shard's master weights, gradients and optimizer states on the device."""
+    def _device_bytes(self, shard: FlatShard) -> float:
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))
         for param_slice in shard.slices:
             states = (optimizer.state.get(param_slice.value, {}) for optimizer in self._optimizers)

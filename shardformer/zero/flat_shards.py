@@ -206,7 +206,6 @@ class FlatShard:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
     def _local_range(self, number: int) -> slice:
-        """Range of a flat parameter that lies in this rank's shard."""
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
@@ -350,7 +349,7 @@ class FlatShard:
         param_slice = self._slice_of.get(number)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
-    def is_here(self, number: int) -> bool:
+    def has_full_gradient(self, number: int) -> bool:
         """Whether this rank has the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
@@ -425,20 +424,20 @@ class FlatShard:
             self._going_up = None
         self.fetch_parameters()
         if self._fetched is not None:
-            (whole, copy), self._fetched = self._fetched, None
+            (full_buffer, copy), self._fetched = self._fetched, None
             copy.wait()
-            local = self._local_part(whole)
+            local = self._local_part(full_buffer)
         else:
-            whole, local = self._new_full() if self.full is None else self.full, self.local
+            full_buffer, local = self._new_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_share(local, whole, self.places)
-        return start_all_gather_into(whole, local, self.axis, "parameters")
+            return self._slices.start_parameter_exchange(local, full_buffer, self.places)
+        return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
         """Start to copy this rank's shard from the host to the device, if it is there."""
         if self._link is not None and self._fetched is None:
-            whole = self._new_full()
-            self._fetched = whole, self._link.to_device(self._local_part(whole), self.local)
+            full_buffer = self._new_full()
+            self._fetched = full_buffer, self._link.to_device(self._local_part(full_buffer), self.local)
 
     def forget_fetched(self) -> None:
         """Release the copy that ``fetch_parameters`` started."""

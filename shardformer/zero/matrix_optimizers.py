@@ -123,7 +123,6 @@ def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn
 
 
 def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor) -> dict[str, Any]:
-    """Return the optimizer's state of a parameter after one step."""
     param = nn.Parameter(value.clone())
     param.grad = torch.ones_like(param)
     tried = _copy_optimizer(optimizer, group, [param])
@@ -167,7 +166,7 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     cut = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
     wanted = set(cut.values())
     for axis in context.base_axes:
-        wanted = {names for theirs in all_gather_objects(wanted, axis) for names in theirs}
+        wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
     axes = {names: context.flatten(*names) for names in sorted(wanted)}
     holders = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
     for gradient in chosen:

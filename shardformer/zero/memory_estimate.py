@@ -174,19 +174,19 @@ def measure_memory(
     grads = [g for entry in table.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)]
     on_host = [shard.local for shard in unit_shards if shard.rests_on_host]
     on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
-    on_host += [x for shard in shards if shard.host is not None for x in _states(optimizers, shard)]
+    on_host += [x for shard in shards if shard.host is not None for x in _state_tensors(optimizers, shard)]
     return MemoryEstimate(
-        parameters=_bytes(params),
-        gathered=_bytes([base for unit in units for base in unit.bases]),
-        gradients=_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
-        masters=_bytes([x for shard in here for x in _master_weights(shard)]),
-        states=_bytes([x for shard in here for x in _states(optimizers, shard)]),
-        host=_bytes(on_host),
+        parameters=_storage_bytes(params),
+        gathered=_storage_bytes([base for unit in units for base in unit.bases]),
+        gradients=_storage_bytes([total for shard in here if (total := shard.sum) is not None] + grads),
+        masters=_storage_bytes([x for shard in here for x in _master_weights(shard)]),
+        states=_storage_bytes([x for shard in here for x in _state_tensors(optimizers, shard)]),
+        host=_storage_bytes(on_host),
         disk=sum(shard.host.bytes_in_file for shard in shards if isinstance(shard.host, FileShard)),
     )
 
 
-def _bytes(tensors: Sequence[Tensor]) -> int:
+def _storage_bytes(tensors: Sequence[Tensor]) -> int:
     return sum({memory_of(x): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
@@ -196,7 +196,7 @@ def _master_weights(shard: FlatShard) -> list[Tensor]:
     return [p.value for p in shard.slices] if shard.has_masters else []
 
 
-def _states(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
+def _state_tensors(optimizers: Sequence[Optimizer], shard: FlatShard) -> list[Tensor]:
     states = [o.state[p.value] for o in optimizers for p in shard.slices if p.value in o.state]
     return [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]
 

@@ -102,9 +102,9 @@ class MixedPrecision:
             )
 
     @classmethod
-    def of(cls, given: Any) -> MixedPrecision:
+    def of(cls, precision: Any) -> MixedPrecision:
         """Convert the ``precision`` argument of ``shard_optimizer``. Raise ConfigError if it is invalid."""
-        return given if isinstance(given, cls) else cls(given)
+        return precision if isinstance(precision, cls) else cls(precision)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -217,12 +217,12 @@ def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
         first: Index in the parameter of the first element.
         key: Seed of the parameter.
     """
-    seed = _mixed(torch.tensor((key << 32) + step) * _MIX[0])
+    seed = _mix_bits(torch.tensor((key << 32) + step) * _MIX[0])
     x = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
-    return ((_mixed(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
+    return ((_mix_bits(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
 
 
-def _mixed(x: Tensor) -> Tensor:
+def _mix_bits(x: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x

@@ -190,7 +190,7 @@ def place_of(optimizer: Any) -> Place:
     table, holder = _metadata_of(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
-    if holder is not None and holder.cuts_states:
+    if holder is not None and holder.shards_states:
         names = set(table.context.sizes)
     else:
         params = [p for group in optimizer.param_groups for p in group["params"]]

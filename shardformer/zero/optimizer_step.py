@@ -70,7 +70,6 @@ class OptimizerUpdate:
             self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
 
     def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
-        """Update the shards of one turn after another."""
         all_gather = ParamAllGather()
         with self._host.updating() if self._host is not None else nullcontext():
             for number, turn in enumerate(turns):
@@ -86,8 +85,8 @@ class OptimizerUpdate:
         all_gather.finish()
 
     def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
-        said = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
-        if said is None:
+        failure = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
+        if failure is None:
             return
         all_gather = ParamAllGather()
         for shard in shards:
@@ -96,7 +95,7 @@ class OptimizerUpdate:
             all_gather.add([shard])
             shard.masters.discard()
         all_gather.finish()
-        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {said}"
+        what = f"The optimizer's files in {files.disk.folder} could not be read or written: {failure}"
         if files.end_step([], self._context) is not None:
             rule = "The previous state could not be read either, so the weights of some buckets are lost"
             raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk")
@@ -128,10 +127,10 @@ class ParamAllGather:
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
-                self._land(MAX_UPDATES_IN_FLIGHT)
+                self._finish_until(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
 
-    def _land(self, most: int) -> None:
+    def _finish_until(self, most: int) -> None:
         while len(self._under_way) > most:
             shard, values = self._under_way.popleft()
             shard.write(values.wait())
@@ -139,22 +138,22 @@ class ParamAllGather:
     def finish(self) -> None:
         """Wait until the model's parameters have the new values."""
         self.add(())
-        self._land(0)
+        self._finish_until(0)
 
 
 @contextmanager
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
     """Restrict an optimizer to the parameters with these ids."""
     groups = optimizer.param_groups
-    held: list[list[Tensor]] = [group["params"] for group in groups]
+    params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
-        for group, all_of_it in zip(groups, held, strict=True):
-            group["params"] = [p for p in all_of_it if id(p) in params]
+        for group, all_params in zip(groups, params_of_groups, strict=True):
+            group["params"] = [p for p in all_params if id(p) in params]
         optimizer.param_groups = [group for group in groups if group["params"]]
         yield
     finally:
-        for group, all_of_it in zip(groups, held, strict=True):
-            group["params"] = all_of_it
+        for group, all_params in zip(groups, params_of_groups, strict=True):
+            group["params"] = all_params
         optimizer.param_groups = groups
 
 
@@ -252,7 +251,7 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
         if shard.sum is not None and not bool(torch.isfinite(shard.sum[p.shard_range]).all())
     ]
     for axis in table.context.base_axes:
-        found = [item for theirs in all_gather_objects(found, axis) for item in theirs]
+        found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
         f"The gradient of {name} is not finite on rank {rank}; the gradient norm is {norm}",

@@ -71,7 +71,7 @@ class LAMB(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step. Communicates nothing."""
-        loss = _loss_of(closure)
+        loss = _evaluate_closure(closure)
         for group in self.param_groups:
             first, second = group["betas"]
             for p in group["params"]:
@@ -86,7 +86,7 @@ class LAMB(Optimizer):
                 mean = state["mean"] / (1 - first ** state["step"])
                 square = state["square"] / (1 - second ** state["step"])
                 update = mean / (square.sqrt() + group["eps"]) + group["weight_decay"] * p
-                p.sub_(update * (group["lr"] * _ratio(p, update)))
+                p.sub_(update * (group["lr"] * _trust_ratio(p, update)))
         return loss
 
 
@@ -116,7 +116,7 @@ class LARS(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one step. Communicates nothing."""
-        loss = _loss_of(closure)
+        loss = _evaluate_closure(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -133,21 +133,21 @@ class LARS(Optimizer):
         return loss
 
 
-def _ratio(p: Tensor, update: Tensor) -> Tensor:
+def _trust_ratio(p: Tensor, update: Tensor) -> Tensor:
     """Return the norm of a parameter divided by that of its update, or 1 if either is 0."""
     long, short = p.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 
 
-def _loss_of(closure: Callable[[], Any] | None) -> Any:
+def _evaluate_closure(closure: Callable[[], Any] | None) -> Any:
     if closure is None:
         return None
     with torch.enable_grad():
         return closure()
 
 
-def _check_positive(**given: float) -> None:
-    for name, value in given.items():
+def _check_positive(**values: float) -> None:
+    for name, value in values.items():
         if not value > 0:
             raise ConfigError(
                 f"{name}={value} is not greater than 0",

@@ -51,7 +51,6 @@ def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
 def check_support(
     model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
 ) -> None:
-    """Raise ConfigError if the optimizers or options are not supported for this model."""
     check_optimizers(optimizers, table)
     check_memory(model, table)
     check_free_memory_option(options, table.context.device)
@@ -177,13 +176,13 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     if context.data.size > 1:
         install_wrapper_guards(model, context)
 
-    def before(module: nn.Module, args: tuple[Any, ...]) -> None:
+    def check_before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_ddp(model, context)
         check_parameters(model, table)
         for reducer in table.reducers:
             reducer.refresh()
 
-    model.register_forward_pre_hook(before)
+    model.register_forward_pre_hook(check_before_forward)
     return table
 
 

@@ -66,13 +66,13 @@ class GatherOrder:
         """Return the first position of a group at or after ``at``, or END."""
         return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
 
-    def places(self, own: Sequence[int]) -> list[int]:
+    def positions(self, own: Sequence[int]) -> list[int]:
         """Return the positions at which a rank that reads the groups ``own`` finds them."""
-        places, at = [], 0
+        positions, at = [], 0
         for index in own:
             at = max(self.place(index, at), at)
-            places.append(at)
-        return places
+            positions.append(at)
+        return positions
 
     def insert_unseen_in_forward(self, units: Sequence[int], layers: Collection[int]) -> None:
         """Insert the groups that no rank read in the forward pass, each after its predecessor in the model."""
@@ -108,9 +108,9 @@ def recorded_order(
     plan.is_open = before is not None or any(own != plan.units for own, _ in reports)
     last: dict[int, int] = {}
     for own, arrivals in reports:
-        places = plan.places(own)
+        positions = plan.positions(own)
         for index, at in arrivals.items():
-            last[index] = max(places[at] if at >= 0 else 0, last.get(index, 0))
+            last[index] = max(positions[at] if at >= 0 else 0, last.get(index, 0))
     for index, at in sorted(last.items(), reverse=True):
         if at < len(plan.units) - 1:
             plan.complete.setdefault(at, []).append(index)
@@ -149,7 +149,7 @@ class GatherScheduler:
         gathers_ahead: bool = True,
         part: Callable[[], Any] = lambda: None,
     ) -> None:
-        self.units, self.axis, self._frees, self._part = units, axis, frees, part
+        self.units, self.axis, self._frees, self._stage_part = units, axis, frees, part
         self._gathers_ahead, self.residents = gathers_ahead, UnshardedCache()
         self.reducer: ParamGroupReducer
         self._plans: dict[PassKind, GatherOrder] = {}
@@ -170,21 +170,21 @@ class GatherScheduler:
         self._kinds: dict[int, PassKind] = {}
         self._caller: nn.Module | None = None
         self._saving: Any = None
-        self._watch(model)
+        self._register_hooks(model)
 
     # --- start and end of a forward pass
 
-    def _watch(self, model: nn.Module) -> None:
+    def _register_hooks(self, model: nn.Module) -> None:
         """Register hooks. The outermost call of the model, or of a module with a complete group, is a forward pass."""
-        whole = [{id(p) for p in unit.params} for unit in self.units]
+        params_of_groups = [{id(p) for p in unit.params} for unit in self.units]
         for path, module in model.named_modules():
             params = {id(p) for p in module.parameters()}
-            if module is model or any(unit <= params for unit in whole):
-                module.register_forward_pre_hook(lambda m, args, path=path: self._enter(m, path), prepend=True)
-                module.register_forward_hook(self._leave)
+            if module is model or any(unit <= params for unit in params_of_groups):
+                module.register_forward_pre_hook(lambda m, args, path=path: self._begin_forward(m, path), prepend=True)
+                module.register_forward_hook(self._end_forward)
                 module.register_forward_hook(self._stop_saving, always_call=True)
 
-    def _enter(self, module: nn.Module, path: str) -> None:
+    def _begin_forward(self, module: nn.Module, path: str) -> None:
         if self._saving is not None and module is not self._caller:
             return  # called inside of a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
@@ -198,34 +198,34 @@ class GatherScheduler:
             self._kind, self._is_ending = None, False
             self.release()
         self._run += 1
-        kind = (path, self._part(), module.training, torch.is_grad_enabled())
+        kind = (path, self._stage_part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
         self.residents.clear()
-        self._drop(*self.units)
-        self._begin(kind)
+        self._free(*self.units)
+        self._begin_pass(kind)
         self._start_saving(module)
 
     def _start_saving(self, module: nn.Module) -> None:
         self._caller, self._saving = module, SavedTensorHooks(self._pack, self._unpack, goes_first=True)
         self._saving.enter()
 
-    def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _end_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         if module is not self._caller or torch_compat.current_graph_task_id() >= 0:
             return
-        self._finish()
+        self._end_pass()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         # the head may be two groups: tied weight, bias
-        self._drop(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
+        self._free(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
         if torch.is_grad_enabled():
             for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
-                    x.register_hook(self._expect_end)
+                    x.register_hook(self._register_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
         """End the forward pass before the called module returns."""
         assert self._caller is not None
         module = self._caller
-        self._leave(module, (), output)
+        self._end_forward(module, (), output)
         self._stop_saving(module, (), output)
 
     def _stop_saving(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -249,7 +249,7 @@ class GatherScheduler:
 
     # --- one pass
 
-    def _begin(self, kind: PassKind, *, is_backward: bool = False) -> None:
+    def _begin_pass(self, kind: PassKind, *, is_backward: bool = False) -> None:
         self._kind, self._is_backward, self._at = kind, is_backward, -1
         self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), GatherOrder(), {}, []
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
@@ -270,7 +270,7 @@ class GatherScheduler:
 
     def _gather_up_to(self, index: int) -> None:
         """Gather up to this group, or to the end for END, including groups that other ranks need."""
-        if index == self._last and index != END:
+        if index == self._current and index != END:
             return
         if index != END:
             self._own.append(index)
@@ -283,7 +283,7 @@ class GatherScheduler:
         """Follow the recorded order. Drop it if a rank deviates."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
         leaves = index != END and end == END
-        if leaves and self.units[index].is_here:
+        if leaves and self.units[index].is_gathered:
             return
         if leaves and not plan.is_open:
             raise InputError(
@@ -292,13 +292,13 @@ class GatherScheduler:
                 remedy="Run the layers in the same order in every step, or use stage=2",
             )
         while self._at < (len(plan.units) - 1 if leaves else end):
-            self._step(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
+            self._gather_next(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
         if plan.is_open and (leaves or index == END) and any(all_gather_objects(leaves, self.axis)):
             self._plan = None
 
-    def _step(self, index: int, coming: Sequence[int]) -> None:
+    def _gather_next(self, index: int, coming: Sequence[int]) -> None:
         """Gather one group, free the previous one, start the reduction of its gradients, and prefetch the next."""
-        before, self._at = self._last, self._at + 1
+        before, self._at = self._current, self._at + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
         comes_again = self._plan is not None and self._plan.place(before, self._at) != END
@@ -306,7 +306,7 @@ class GatherScheduler:
             reads_again = torch.is_grad_enabled() and not self._is_backward
             for unit in self.residents.add(self.units[before]) if reads_again else [self.units[before]]:
                 if unit.index not in self._keep:
-                    self._drop(unit)
+                    self._free(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
             for n in self._plan.complete.get(self._at - 1, ()):
                 self.reducer.send(self.units[n])
@@ -316,16 +316,15 @@ class GatherScheduler:
             for n in coming[1:]:
                 self.units[n].prefetch()
 
-    def _drop(self, *units: ParamGroup) -> None:
+    def _free(self, *units: ParamGroup) -> None:
         for unit in units if self._frees else ():
             unit.reshard()
 
     @property
-    def _last(self) -> int:
-        """Index of the current group."""
+    def _current(self) -> int:
         return self._record.units[-1] if self._record.units else END
 
-    def _finish(self) -> None:
+    def _end_pass(self) -> None:
         """End the pass on this rank, after taking part in the remaining all-gathers of other ranks."""
         assert self._kind is not None
         self._keep = ()
@@ -352,7 +351,7 @@ class GatherScheduler:
             if not wanted:
                 return
             chosen = max(wanted) if self._is_backward else min(wanted)
-            self._step(chosen, ())
+            self._gather_next(chosen, ())
             if chosen == want:
                 return
 
@@ -428,13 +427,13 @@ class GatherScheduler:
         if is_under_way and run in (None, self._backward_of):
             return
         if is_under_way:
-            self._finish()  # the backward pass continues in the graph of another forward pass
-        self._expect_end()
+            self._end_pass()  # the backward pass continues in the graph of another forward pass
+        self._register_end_callback()
         self._backward_of = self._run if run is None else run
         forward = self._kinds.get(self._backward_of, self._kinds[self._run])
-        self._begin((*forward, "backward"), is_backward=True)
+        self._begin_pass((*forward, "backward"), is_backward=True)
 
-    def _expect_end(self, grad: Tensor | None = None) -> None:
+    def _register_end_callback(self, grad: Tensor | None = None) -> None:
         """Register a callback at the end of the backward pass.
 
         The model's output calls it first, so that it is not registered in the nested backward pass of a re-entrant
@@ -446,9 +445,9 @@ class GatherScheduler:
 
     def _end_backward(self) -> None:
         if self._kind is not None and self._is_backward:
-            self._finish()
+            self._end_pass()
         self._is_backward = self._is_ending = False
-        self._drop(*self.units)
+        self._free(*self.units)
 
 
 def set_up_stage3(
@@ -466,13 +465,13 @@ def set_up_stage3(
         end: Reduction of the gradients.
         host: Where master weights are offloaded to. None keeps them on the device.
     """
-    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_of_stages(r)]
+    own = [r for r in table.reducers if isinstance(r, GradientReducer) and not _is_shared_by_stages(r)]
     rest = [r for r in table.reducers if r not in own]
     gradients = {id(g.param): g for reducer in own for g in reducer.gradients}
     for reducer in own:
         reducer.close()
     members = [
-        (name, [gradients[id(p)] for p in params if _is_cut(p, settings.keep_frozen) and id(p) in gradients])
+        (name, [gradients[id(p)] for p in params if _should_shard(p, settings.keep_frozen) and id(p) in gradients])
         for name, params in group_params(model)
     ]
     chunks = GatherBufferPool()
@@ -489,7 +488,9 @@ def set_up_stage3(
     table.parameter_owner = walk
     axis = walk.axis
     decode_together(
-        model, lambda: come("generate", axis), lambda mine: any(row[0] for row in all_gather_numbers([int(mine)], axis))
+        model,
+        lambda: come("generate", axis),
+        lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),
     )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
@@ -510,14 +511,14 @@ def _make_param_groups(
         params: list[Any] = [g.param for g in found]
         unit = ParamGroup(len(units), name, params)
         unit.give_back = chunks.give_back
-        made = _buckets(found, precision.reduce_dtype)
+        made = _make_buckets(found, precision.reduce_dtype)
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
             bucket.memory = chunks.take
             there, rounding = (host, precision.rounding) if trains else (None, None)
             unit.shards.append(FlatShard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
-        parts = [_bytes_of(shard) for shard in unit.shards]
+        parts = [_gathered_bytes(shard) for shard in unit.shards]
         unit.size = sum(parts)
         sizes += parts
         unit.replace_with_placeholders()
@@ -526,7 +527,7 @@ def _make_param_groups(
     return units, buckets
 
 
-def _bytes_of(shard: FlatShard) -> int:
+def _gathered_bytes(shard: FlatShard) -> int:
     """Return the bytes of the gathered parameters, or of the gradients with one count for each parameter and rank."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
@@ -540,8 +541,8 @@ def _make_scheduler(
         units, zip(*all_gather_objects([unit.size for unit in units], axis), strict=True), strict=True
     ):
         unit.size = max(sizes)
-    asked = settings.reshard_after_forward
-    frees = table.context.pipe.size == 1 if asked is None else asked is not False
+    reshard = settings.reshard_after_forward
+    frees = table.context.pipe.size == 1 if reshard is None else reshard is not False
     stage_forward = None if table.stages is None else table.stages.stage_forward
 
     def part() -> Any:
@@ -549,21 +550,21 @@ def _make_scheduler(
         return None if run is None else run.span.start
 
     walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
-    walk.residents.room = asked if isinstance(asked, int) and not isinstance(asked, bool) else 0
+    walk.residents.room = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
     if stage_forward is not None:
         stage_forward.when_left.append(walk.end_forward_early)
     return walk
 
 
-def _is_of_stages(reducer: GradientReducer) -> bool:
+def _is_shared_by_stages(reducer: GradientReducer) -> bool:
     return any(gradient.entry.reduction.stages for gradient in reducer.gradients)
 
 
-def _is_cut(param: nn.Parameter, keep_frozen: bool) -> bool:
+def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
     return param.requires_grad or (not keep_frozen and (param.is_floating_point() or param.is_complex()))
 
 
-def _buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
+def _make_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
     """Create a bucket for each axis, dtype and device, separately for trainable and frozen parameters."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:

@@ -119,7 +119,7 @@ class ParamGroup:
         self.shards: list[FlatShard] = []
         self.bases: list[Tensor] = []  # gathered tensors, of which the parameters are views
         self.where: dict[int, tuple[ParamGroup, int]] = {}
-        self.is_here = False
+        self.is_gathered = False
         self.size = 0  # in bytes, identical on all ranks
         self.give_back: Callable[[int], None] = lambda address: None
         self._pending: list[PendingCollective] = []
@@ -128,32 +128,32 @@ class ParamGroup:
     @_without_inference_mode
     def prefetch(self) -> None:
         """Start to copy offloaded shards to the device, for ``unshard``."""
-        if not self.is_here and not self._pending:
+        if not self.is_gathered and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
     @_without_inference_mode
     def unshard(self) -> None:
         """Start to gather the parameters. Communicates one all-gather for each shard."""
-        if not self.is_here and not self._pending:
+        if not self.is_gathered and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
     @_without_inference_mode
     def wait_for_unshard(self) -> None:
         """Wait until the parameters are gathered."""
-        if self.is_here:
+        if self.is_gathered:
             return
         self.unshard()
         for shard, pending in zip(self.shards, self._pending, strict=True):
-            whole = pending.wait()
-            self._add_base(whole)
+            full = pending.wait()
+            self._add_base(full)
             for gradient, place in zip(shard.gradients, shard.places, strict=True):
                 param: Any = gradient.param
                 param.__class__ = gathered_class(type(param))
-                param.data = gradient.unpack(whole[place])
+                param.data = gradient.unpack(full[place])
                 if gradient.is_shared:
                     self._add_base(param.data)
-        self._pending, self.is_here = [], True
+        self._pending, self.is_gathered = [], True
         self._versions = [param._version for param in self.params]
 
     def _add_base(self, values: Tensor) -> None:
@@ -167,9 +167,9 @@ class ParamGroup:
         self._pending = []
         for shard in self.shards:
             shard.forget_fetched()
-        if not self.is_here:
+        if not self.is_gathered:
             return
-        self.is_here = False
+        self.is_gathered = False
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
@@ -343,10 +343,10 @@ class ParamGroupReducer(PausableReducer):
     def _gradients(self) -> Iterator[GradientSlot]:
         return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
 
-    def _arriving(self, gradient: GradientSlot, grad: Tensor) -> None:
+    def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> None:
         self._end.scale(gradient)
 
-    def _accumulated(self, gradient: GradientSlot) -> None:
+    def _on_accumulated(self, gradient: GradientSlot) -> None:
         unit: ParamGroup = gradient.param.__dict__[GROUP_ATTRIBUTE]
         gradient.changed = gradient.arrived = True
         if gradient.is_sparse:

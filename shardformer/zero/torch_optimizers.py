@@ -52,7 +52,7 @@ def patch_optimizers_and_scaler() -> None:
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     patch_state_dicts()
     install(SCALER_PATCH, lambda: replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name))))
-    install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_warn_matrix_optimizer).remove)
+    install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_check_before_step).remove)
 
 
 def _unscale_on_all_ranks(original: Any) -> Any:
@@ -72,7 +72,7 @@ def _unscale_on_all_ranks(original: Any) -> Any:
     return unscale
 
 
-def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
             f"step() was called on the {type(optimizer).__name__} that was passed to shard_optimizer",
@@ -85,8 +85,8 @@ def _warn_matrix_optimizer(optimizer: Optimizer, args: Any, kwargs: Any) -> None
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True
-    held = tables_of(p for group in optimizer.param_groups for p in group["params"])
-    entries = [e for some in held.values() for e in some if e.spec.is_sharded]
+    entries_of_models = tables_of(p for group in optimizer.param_groups for p in group["params"])
+    entries = [e for some in entries_of_models.values() for e in some if e.spec.is_sharded]
     cut = [e.name for e in entries]
     if not cut or not has_data(entries[0].param):
         return

@@ -47,8 +47,8 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
     rule = "ZeRO moves each parameter to a range of a flat buffer, and keeps the gradients itself"
     for entry in table.entries:
         if id(entry.param) not in here:
-            said = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
-            raise ConfigError(said, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
+            failure = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
+            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
         if entry.param.grad is not None:
             raise assigned_gradient_error(entry.name)
     for shard in shards:
@@ -79,19 +79,19 @@ class ZeroOptimizer(Optimizer):
     ) -> None:
         self.inner, self._model, self.table, self._settings = list(optimizers), model, table, settings
         self._stage, self._precision = settings.stage, settings.precision
-        device, asked = table.context.device, settings.offload
-        where = FileStore if asked.folder is not None else HostMemory
-        self._host = where(asked, device, overlaps=settings.overlap) if asked.to is not None else None
+        device, offload = table.context.device, settings.offload
+        where = FileStore if offload.folder is not None else HostMemory
+        self._host = where(offload, device, overlaps=settings.overlap) if offload.to is not None else None
         self.grad_norm: Tensor | None = None
         self.skipped = 0
         self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
-        self._end = kind(self._receive, self._check_scaled, self._hide, self._show)
-        whole = {
+        self._end = kind(self._receive, self._check_scaled, self._hide_gradient, self._show_gradients)
+        full_params = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
-        self.shards = self._create_shards(whole)
+        self.shards = self._create_shards(full_params)
         if self._precision.dtype is not None:  # after the master weights were copied from the original values
             for param in (entry.param for entry in table.entries if entry.param.is_floating_point()):
                 if param.dtype != self._precision.dtype:
@@ -151,13 +151,13 @@ class ZeroOptimizer(Optimizer):
         if self._is_initialized:
             self.state.clear()
 
-    def _create_shards(self, whole: Collection[int]) -> list[FlatShard]:
+    def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
         """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
         table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
             table.reducers.append(GradientReducer(alone))
-        assign_owners([g for reducer in self._reducers() for g in reducer.gradients], whole, table.context)
+        assign_owners([g for reducer in self._reducers() for g in reducer.gradients], full_params, table.context)
         shards: list[FlatShard] = []
         if self._stage == 3:
             self._scheduler, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
@@ -182,17 +182,17 @@ class ZeroOptimizer(Optimizer):
         for shard, part in parts:
             expected = sum(state_bytes(*held[id(p.value)], p.value) for p in shard.slices if id(p.value) in held)
             part.set_slices([(p.value, p.shard_range) for p in shard.slices], states, round(expected))
-        if said := files.end_step([part for _, part in parts], self.table.context):
-            raise offload_directory_error(files.disk.folder, said)
+        if failure := files.end_step([part for _, part in parts], self.table.context):
+            raise offload_directory_error(files.disk.folder, failure)
 
     def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
         self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
 
-    def _hide(self, gradient: GradientSlot) -> None:
+    def _hide_gradient(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
         shard.hide_gradient(number)
 
-    def _show(self) -> None:
+    def _show_gradients(self) -> None:
         for shard in self.shards:
             shard.show_gradients()
 
@@ -238,7 +238,7 @@ class ZeroOptimizer(Optimizer):
             with self._flag("is_stepping"):
                 self._update.run()
             self._placement.after_step()
-        self._show()
+        self._show_gradients()
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
@@ -309,7 +309,7 @@ class ZeroOptimizer(Optimizer):
             )
         self.agree()
         problem = self._apply_gradient_edits()
-        self._show()
+        self._show_gradients()
         return self._norm(problem, None if params is None else {id(p) for p in params})
 
     def _clip(self, max_norm: float) -> None:
@@ -378,7 +378,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.agree()
         self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
-        self._show()
+        self._show_gradients()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
@@ -444,7 +444,7 @@ class ZeroOptimizer(Optimizer):
         saved, axes = state_dict["place"], place_of(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _signature_of(state_dict) == self._form
+            fits = is_here and _signature_of(state_dict) == self._signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -456,7 +456,7 @@ class ZeroOptimizer(Optimizer):
             )
 
     @property
-    def _form(self) -> tuple[Any, ...]:
+    def _signature(self) -> tuple[Any, ...]:
         shapes = [tuple(p.value.shape) for shard in self.shards for p in shard.slices]
         groups = [[len(group["params"]) for group in optimizer.param_groups] for optimizer in self.inner]
         return shapes, groups, sorted(vars(self._precision.loss_scale)), len(self.rounding_counts)
@@ -508,7 +508,7 @@ class ZeroOptimizer(Optimizer):
             setattr(self, name, before)
 
     @property
-    def cuts_states(self) -> bool:
+    def shards_states(self) -> bool:
         """Whether ranks with the same parameters have different shards of the state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 

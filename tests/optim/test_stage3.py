@@ -446,12 +446,12 @@ def test_communication_volume_and_gathered_memory(
     wait, free = ParamGroup.wait_for_unshard, ParamGroup.reshard
 
     def waits(self: ParamGroup) -> None:
-        here[id(self.where)] += 0 if self.is_here else sum(p.numel() for p in self.params)
+        here[id(self.where)] += 0 if self.is_gathered else sum(p.numel() for p in self.params)
         most[id(self.where)] = max(most[id(self.where)], here[id(self.where)])
         wait(self)
 
     def frees(self: ParamGroup) -> None:
-        here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_here else 0
+        here[id(self.where)] -= sum(p.numel() for p in self.params) if self.is_gathered else 0
         free(self)
 
     monkeypatch.setattr(ParamGroup, "wait_for_unshard", waits)
@@ -620,8 +620,8 @@ def test_changed_order_of_layers_raises() -> None:
 
 def alone(self: GatherScheduler, index: int) -> None:
     """Let each rank gather only what it reads itself."""
-    if index != -1 and index != self._last:
-        self._step(index, ())
+    if index != -1 and index != self._current:
+        self._gather_next(index, ())
 
 
 def own_gradients(original: Any) -> Any:
