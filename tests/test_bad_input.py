@@ -331,12 +331,15 @@ def _disagree(how: str) -> tuple[str, str]:
 @pytest.mark.parametrize(
     ("how", "words"),
     [
-        ("layers", ("Ranks disagree", "layers.2", "rank 0", "rank 1", "same settings")),
-        ("frozen", ("Ranks disagree", "norm.weight", "requires_grad=True", "requires_grad=False")),
-        ("dtype", ("Ranks disagree", "norm.weight", "float32", "float64")),
-        ("policy", ("Ranks disagree", "the user's policy ToyPolicy", "the user's policy OnlyMLP")),
-        ("options", ("Ranks disagree", "'enable_fused_normalization': False", "'enable_fused_normalization': True")),
-        ("extras", ("Ranks disagree", "bucket_bytes")),
+        ("layers", ("sharding plan differs", "layers.2", "rank 0", "rank 1", "same settings")),
+        ("frozen", ("sharding plan differs", "norm.weight", "requires_grad=True", "requires_grad=False")),
+        ("dtype", ("sharding plan differs", "norm.weight", "float32", "float64")),
+        ("policy", ("sharding plan differs", "the user's policy ToyPolicy", "the user's policy OnlyMLP")),
+        (
+            "options",
+            ("sharding plan differs", "'enable_fused_normalization': False", "'enable_fused_normalization': True"),
+        ),
+        ("extras", ("sharding plan differs", "bucket_bytes")),
     ],
 )
 def test_ranks_that_ask_for_different_things(pool2: WorkerPool, how: str, words: tuple[str, ...]) -> None:
