@@ -404,9 +404,9 @@ def _lay_grid(**sizes: Any) -> Refusal:
 @pytest.mark.parametrize(
     ("sizes", "words"),
     [
-        ({"tensor": 3}, ("tensor=3", "number of processes, 2", "Use tensor=1 or tensor=2", "start 3 processes")),
+        ({"tensor": 3}, ("tensor=3", "number of processes, 2", "Use tensor=1 or tensor=2", "multiple of 3 processes")),
         ({"tensor": 2, "data": 2}, ("tensor=2 times data=2", "2", "start 4 processes")),
-        ({"data": 3}, ("data=3 does not divide", "Use data=1 or data=2", "start 3 processes")),
+        ({"data": 3}, ("data=3 does not divide", "Use data=1 or data=2", "multiple of 3 processes")),
         ({"tensor": 0}, ("tensor=0", "at least 1")),
         ({"config": {"parallel": {"tensr": 2}}}, ("'tensr'", "'tensor'")),
         ({"config": {"parallel": {"tensor": {"size": 2, "mode": "2d"}}}}, ("'2d'", "tensor=(2, 1)")),
@@ -440,7 +440,7 @@ def _lay_different_grids() -> Refusal:
 
 def test_processes_with_different_grids_raise(pool2: WorkerPool) -> None:
     refused(
-        pool2.run(_lay_different_grids), ConfigError, "tensor=2", "tensor=1", "Give the same sizes on every process"
+        pool2.run(_lay_different_grids), ConfigError, "tensor=2", "tensor=1", "Pass the same sizes on every process"
     )
 
 

@@ -159,13 +159,13 @@ def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
 
 
 def without_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Return the chunks of a rank without the tensors with these names."""
+    """Remove the tensors with these names from the chunks of a rank."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
 def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Return the boxes that this rank writes of each of its chunks.
+    """Assign each element to one writing rank, and return the boxes that this rank writes of its chunks.
 
     Communicates one gather of all ranks' chunk bounds.
     """
@@ -173,7 +173,7 @@ def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, 
 
 
 def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Return the boxes that this rank writes of each of its chunks, from the chunks of all ranks.
+    """Return the boxes that this rank writes of its chunks, given the chunks of all ranks.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """

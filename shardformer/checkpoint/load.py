@@ -61,7 +61,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Fill ``out`` with the part ``chunk`` of a saved chunk. Raises CorruptCheckpointError."""
+        """Read the values in the bounds ``chunk`` from a saved chunk into ``out``. Raises CorruptCheckpointError."""
         path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
             if saved.file not in self._files:
@@ -468,7 +468,7 @@ def load_and_take(
     scheduler: Any,
     take: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """Run ``load_checkpoint`` with an additional consumer of the loaded values.
+    """Load a checkpoint like ``load_checkpoint``, and pass the loaded values to ``take``.
 
     Args:
         take: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore the

@@ -204,7 +204,7 @@ class SaveJob:
         return path
 
     def agree(self, make: Callable[[], Path]) -> Path:
-        """Return the result of ``make`` if it succeeds on all ranks; otherwise clean up and raise on all ranks."""
+        """Run ``make`` on all ranks and return its path. If it fails on one, remove the files and raise on all."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:

@@ -203,7 +203,7 @@ def _check(name: str, value: Any, *, is_registered: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """A tensor that an optimizer updates, and its region of a model parameter."""
+    """A parameter or slice that an optimizer updates, with its region of the full model parameter."""
 
     name: str
     param: Tensor

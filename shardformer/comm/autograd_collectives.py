@@ -143,7 +143,7 @@ def reduce_from_tp_region(x: Tensor, axis: Axis, purpose: str = "block") -> Tens
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
-    """Gather even sequence shards into a dimension of length ``full`` for computation that differs between ranks.
+    """Gather sequence shards into a dimension of length ``full``, for computation that differs between ranks.
 
     Forward: one all-gather, or none if ``joined`` is the gathered tensor. Backward: one reduce-scatter.
     """
@@ -164,5 +164,8 @@ def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """Gather all ranks' slices of a dimension for computation that is replicated. Forward: one all-gather."""
+    """Gather all ranks' slices of a dimension, for computation that is identical on all ranks.
+
+    Forward: one all-gather.
+    """
     return x if axis.size == 1 else _GatherFromRegion.apply(x, axis, dim % x.dim(), split, purpose)

@@ -85,7 +85,7 @@ def start_all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start the concatenation of every rank's ``x`` along ``dim``.
+    """Start an all-gather of every rank's ``x`` along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
@@ -119,7 +119,7 @@ def start_all_gather(
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start the concatenation of every rank's ``x``, of one length, into the one-dimensional ``out``.
+    """Start an all-gather of every rank's ``x``, of one length, into the one-dimensional ``out``.
 
     ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
@@ -146,7 +146,7 @@ def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **optio
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start the sum of ``x`` over the axis, of which this rank keeps its shard (as even as possible) of ``dim``.
+    """Start a reduce-scatter of ``x`` along ``dim``, in shards that are as even as possible.
 
     Communicates one reduce-scatter of x.
     """
@@ -223,7 +223,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def checksum(t: Tensor) -> tuple[int, int]:
-    """Return the number of elements and a hash of the bits. Only the number for a tensor without values."""
+    """Return the number of elements and a hash of the bits, which is 0 for a tensor without values."""
     return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
@@ -240,7 +240,7 @@ def digest(t: Tensor) -> Tensor:
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum. More than two 16-bit tensors are accumulated in fp32; for two this makes no difference."""
+    """Return the sum of the tensors. More than two 16-bit tensors are accumulated in fp32."""
     if parts[0].element_size() >= 4 or len(parts) == 2:
         total = parts[0] + parts[1]
         for part in parts[2:]:

@@ -87,7 +87,7 @@ class DeferredTensor(Tensor):
             self._full, self._written = full, full._version
 
     def is_made_by(self, node: Any) -> bool:
-        """Return whether an autograd node computed the full values."""
+        """Return whether ``node`` is the autograd node that computed the full values."""
         return getattr(node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:

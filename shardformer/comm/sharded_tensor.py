@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """A full tensor of which this rank stores a shard along one dimension. Shape, dtype and device are the full ones.
+    """A tensor with the full shape, dtype and device, of which this rank stores a shard along one dimension.
 
     Attributes:
         local: the shard.
@@ -156,7 +156,7 @@ def to_full_tensors(value: Any) -> Any:
 
 
 def gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function without a rule on the full tensors."""
+    """Call a function that has no rule on the full tensors."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)

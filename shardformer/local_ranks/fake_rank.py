@@ -75,7 +75,7 @@ class FakeWorld:
 
 
 class FakeTransport:
-    """Transport that communicates nothing: tensors keep their values, objects are answered with this rank's own."""
+    """Transport that communicates nothing, and returns this rank's own tensors and objects."""
 
     group = None
 

@@ -26,7 +26,7 @@ EXCHANGE = 0
 
 
 class PeerFailed(Exception):
-    """Raised on a rank that waits for a rank which has raised an error."""
+    """Raised on a rank that waits for a rank whose function has failed."""
 
 
 class MessageKey(NamedTuple):
@@ -157,7 +157,7 @@ def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """The world as the thread that creates it sees it."""
+    """World whose ranks are threads of this process, created in the thread of each rank."""
 
     store = None
 

@@ -144,7 +144,7 @@ class WorkerPool:
                 before.release()
 
     def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
-        """Send one call to each worker, and return the replies if all calls ended the same way."""
+        """Send one call to each worker, and return the replies. Raises WorkerError unless all calls agree."""
         assert self._meeting is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
-from shardformer.mesh.rank_presence import Presence, presence, to, uncounted
+from shardformer.mesh.rank_presence import DeadlockMonitor, message_key, presence, uncounted_key
 from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
 from shardformer.public_names import renamed_arguments
 from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
@@ -35,7 +35,7 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """The launched processes that form the grid, by global rank."""
+    """The launched processes of a mesh, by global rank."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
@@ -87,9 +87,9 @@ class ProcessGroupTransport:
     def begun(self) -> dict[str, int]:
         """Return the numbers of messages that this process sent and received over the group: see ``Report``."""
         name = name_of_group(self.group)
-        sent = {to(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
+        sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
-            sent = {uncounted(name): 1}
+            sent = {uncounted_key(name): 1}
         return {**sent, f"{name}<": sum(self._arrived)}
 
     @property
@@ -138,7 +138,7 @@ class ProcessGroupTransport:
         return self._started(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Exchange tensors; between two ranks as one all-to-all.
+        """Exchange tensors with other ranks. Two ranks use one all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
@@ -226,7 +226,7 @@ class ProcessGroupTransport:
         store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
         return self._wait_for_peers(store, name, number, reporter) if waits else Meeting()
 
-    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: Presence) -> Meeting:
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> Meeting:
         """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
@@ -253,7 +253,7 @@ class ProcessGroupTransport:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _peer_calls(self, store: Any, name: str, number: int) -> list[Word | None]:
-        """Return the call of each rank with this number.
+        """Return the call that each rank made as its call number ``number``.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -331,7 +331,7 @@ class Axis:
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
-        """Return an axis for a process group; None means all launched processes, or a single one.
+        """Return an axis over a process group. None means all launched processes, or this process alone.
 
         Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a process group.
         """
@@ -437,7 +437,7 @@ class ParallelContext:
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Return the names with an axis that a view reshapes replaced by the axes of the view."""
+        """Replace each axis that a view reshapes by the axes of the view."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 

@@ -108,7 +108,7 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """The receive of a point-to-point message.
+    """Work handle for receiving a point-to-point message.
 
     Args:
         arrived: number of received messages per peer, which this class updates.
@@ -150,7 +150,7 @@ SAME_ADDRESS = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which processes connect. The first process has the store.
+    """Address at which processes connect to each other. The first process has the store.
 
     Args:
         place: index of this process among the ``size`` processes.

@@ -35,16 +35,16 @@ from shardformer.torch_compat import collectives_begun, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a rank about itself.
+    """What a rank waits for, as reported by the rank itself.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
         place: line of the script in which it waits.
-        group: name of the process group of the collective; ``to(name, rank)`` if it waits for a message; "" if unknown.
+        group: name of the process group of the collective; ``message_key(name, rank)`` for a message; "" if unknown.
         ranks: ranks that must start the collective.
         number: number of the collective on its group, or of the message.
         what: kind of the collective.
-        begun: group name -> number of collectives started; ``to(name, rank)`` -> number of messages sent to the rank.
+        begun: group name -> number of collectives started; ``message_key(name, rank)`` -> number of messages sent.
     """
 
     seconds: float = -1.0
@@ -63,8 +63,8 @@ class Report:
         return cls(**json.loads(text))
 
 
-def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Return rank -> a rank that blocks it, for ranks that block each other and have waited for ``after_s`` seconds.
+def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
+    """Find ranks that block each other and have waited for ``after_s`` seconds: rank -> a rank that blocks it.
 
     Empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -81,12 +81,12 @@ def deadlocked(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
     return {rank: next(other for other in others if other in found) for rank, others in found.items()}
 
 
-def to(group: str, rank: int) -> str:
+def message_key(group: str, rank: int) -> str:
     """Return the key in ``Report.begun`` of the messages to a rank over a group."""
     return f"{group}>{rank}"
 
 
-def uncounted(group: str) -> str:
+def uncounted_key(group: str) -> str:
     """Return the key in ``Report.begun`` which states that messages over the group were not counted."""
     return f"{group}>?"
 
@@ -95,13 +95,13 @@ def _blocks(other: Report, rank: Report) -> bool:
     if (other.group, other.number) == (rank.group, rank.number):
         return other.what != rank.what
     name, is_sent, _ = rank.group.partition(">")
-    if name not in other.begun or (is_sent and uncounted(name) in other.begun):
+    if name not in other.begun or (is_sent and uncounted_key(name) in other.begun):
         return False
     return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
 
 
-def in_words(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
-    """Return the message for the user."""
+def format_deadlock(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
+    """Format the error message for a deadlock."""
     shown = [f"rank {r} waits in {reports[r].place} for rank {other}" for r, other in sorted(found.items())[:8]]
     return (
         f"Deadlock: the ranks wait for each other: {'; '.join(shown)}. All ranks must make the same collective calls "
@@ -137,7 +137,7 @@ WAITS_IN = (
 """A thread whose innermost frame is in one of these files waits for other processes."""
 
 
-class Presence:
+class DeadlockMonitor:
     """Thread that reports through the store where this process waits, and reads the reports of others.
 
     Created once per process by ``presence``.
@@ -247,9 +247,9 @@ class Presence:
             return
         stored = self._stored_reports(range(dist.get_world_size())) if self._asked else {}
         reports = {rank: each for rank, (question, each) in stored.items() if each and question >= self._asked}
-        found = deadlocked(reports, BLOCKED_AFTER_S)
+        found = find_deadlock(reports, BLOCKED_AFTER_S)
         if self._rank in found:
-            self._end_process(list(found), in_words(found, reports))
+            self._end_process(list(found), format_deadlock(found, reports))
         if now > self._ask_at:
             self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
 
@@ -323,7 +323,7 @@ def _report(
     group, number, what = joined
     if isinstance(what, int):
         assert number is not None
-        return Report(seconds, place, to(name, dist.get_rank()), [number], what + 1, "receive", begun)
+        return Report(seconds, place, message_key(name, dist.get_rank()), [number], what + 1, "receive", begun)
     ranks = dist.get_process_group_ranks(group)
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
@@ -342,15 +342,15 @@ def _key(rank: int) -> str:
     return f"shardformer/presence/{rank}"
 
 
-_OF_PROCESS: dict[int, Presence] = {}
+_OF_PROCESS: dict[int, DeadlockMonitor] = {}
 """By process id, because a forked process does not have its parent's threads."""
 
 
-def presence(store: Any, rank: int) -> Presence:
-    """Return the ``Presence`` of this process."""
+def presence(store: Any, rank: int) -> DeadlockMonitor:
+    """Return the ``DeadlockMonitor`` of this process."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:
             current.leave()
-        current = _OF_PROCESS[os.getpid()] = Presence(store, rank)
+        current = _OF_PROCESS[os.getpid()] = DeadlockMonitor(store, rank)
     return current

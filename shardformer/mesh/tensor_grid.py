@@ -61,7 +61,7 @@ class TensorGrid:
 
     @property
     def turned(self) -> TensorGrid:
-        """The 3D grid with column and depth exchanged: the input layout of the linear after a 3D linear."""
+        """The 3D grid with column and depth exchanged, which the next 3D linear uses for its input."""
         column = self.column
         turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
         return replace(turned, batch=self.core, core=self.batch)
@@ -121,7 +121,10 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """Add the grid axes of ``mode`` to the context. All processes must call it. Raises as ``sizes_of_mode``."""
+    """Add the grid axes of ``mode`` to the context. All processes must call it.
+
+    Raises ConfigError if the size of the tensor axis does not fit the mode.
+    """
     if "row" in context.sizes:
         sizes_of_mode(mode, [context.sizes[name] for name in GRID_AXIS_NAMES])
         return context
@@ -180,9 +183,10 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """Return (layout, elements that a rank sends per layer in forward and backward) for 1D and for the grid.
+    """Return (layout, number of elements that a rank sends per layer) for 1D and for the grid.
 
-    N tokens, H hidden features, W weights of the layer, V sum of the widths in its blocks, E of these at block exits.
+    Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside of its
+    blocks, E of them at block exits.
     """
     row, column, depth = sizes_of_mode(mode, sizes)
     ranks = row * column * depth

@@ -171,10 +171,10 @@ class Transport(Protocol):
         """Reduce ``x`` over all ranks by "sum" or "max", in place."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate every rank's ``x``, which have one shape, along dimension 0 of ``out``."""
+        """Concatenate every rank's ``x`` along dimension 0 of ``out``. All ``x`` have the same shape."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Sum every rank's ``x``, and write this rank's equal chunk of dimension 0 into ``out``."""
+        """Sum every rank's ``x``, and write this rank's chunk of dimension 0 into ``out``. All chunks have one size."""
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Send tensors to some ranks and receive tensors from some. Empty tensors are not sent."""
