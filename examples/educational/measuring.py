@@ -1,8 +1,8 @@
 """Measure the memory of a run from the first weight to the last step, as a trace and as a plot.
 
 Each run with ``--profile`` writes a trace for chrome://tracing or ui.perfetto.dev,
-``<example>-<variant>.trace.json.gz``, and the memory curve, ``<example>-<variant>.json``. It also plots the curves of all
-variants with the same setting into ``<example>.png``.
+``<example>-<variant>.trace.json.gz``, and the memory curve, ``<example>-<variant>.json``. It also plots the curves of
+all variants with the same setting into ``<example>.png``.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Small model with the structure and module names of ChatGLM2, whose code is distributed with its weights.
 
-It has RMS norms, rotary positions on half of each head, and hidden states of shape (sequence, batch, hidden). Query, key
-and value are one fused linear with grouped KV heads, and so are gate and up.
+It has RMS norms, rotary positions on half of each head, and hidden states of shape (sequence, batch, hidden). Query,
+key and value are one fused linear with grouped KV heads, and so are gate and up.
 """
 
 from __future__ import annotations
