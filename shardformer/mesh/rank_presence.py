@@ -35,7 +35,7 @@ from shardformer.torch_compat import collectives_begun, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """What a rank waits for, as reported by the rank itself.
+    """Collective or transfer that a rank waits for, as the rank reports it.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
