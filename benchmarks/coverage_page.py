@@ -15,10 +15,9 @@ ENOUGH = 0.8
 
 ATTENTION, MIXED, OTHER = "attention and MLP", "attention among others", "no softmax attention"
 KINDS = {
-    ATTENTION: "In half of the layers or more softmax attention carries tokens to each other, and in less than half "
-    "a convolution does.",
-    MIXED: "There is softmax attention, but in fewer layers, or in half of the layers or more a convolution or a scan "
-    "(state spaces, linear attention, gated delta nets) carries tokens to each other.",
+    ATTENTION: "At least half of the layers mix tokens with softmax attention, and less than half with a convolution.",
+    MIXED: "Fewer layers use softmax attention, or at least half of the layers mix tokens with a convolution or a scan "
+    "(state spaces, linear attention, gated delta nets).",
     OTHER: "Convolutional networks, state spaces, linear attention, Fourier transforms.",
 }
 
@@ -75,15 +74,15 @@ def page(
     """
     built = [r for r in records if r.outcome != "not built"]
     lines = [
-        "# What is covered",
+        "# Coverage",
         "",
-        "Written by `python benchmarks/coverage.py --out coverage.jsonl --table`, of every model type that "
-        f"transformers {transformers.__version__} has a class for in causal or masked language modelling, "
-        "sequence to sequence, image or audio classification. Each is taken with its default config; the policy "
-        "is the registered one or inferred, proven on a small twin over ranks that are threads; the share is that "
-        "of the weights of linears that the forward calls, and of stacked experts, that it cuts.",
+        "Results of `python benchmarks/coverage.py --out coverage.jsonl --table` for every model type of transformers "
+        f"{transformers.__version__} with a class for causal or masked language modeling, sequence to sequence, or "
+        "image or audio classification. Each model has its default config. Its policy is registered, or derived and "
+        "validated on a reduced model with threads as ranks. The share is the part of the linear and stacked expert "
+        "weights in the forward that is sharded.",
         "",
-        "| what it is made of | can be built | any part sharded | at least 80 % of its linear weights |",
+        "| kind of model | can be built | any part sharded | at least 80 % of its linear weights |",
         "|---|---|---|---|",
     ]
     for kind in KINDS:
@@ -91,23 +90,23 @@ def page(
         reached = sum(r.reached for r in of)
         share = f"{reached} ({reached / max(len(of), 1):.0%})"
         lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
-    lines += ["", "What a model is made of is read from one forward of its twin:", ""]
+    lines += ["", "The kind is detected in one forward of the reduced model:", ""]
     lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
     seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
     if seconds:
         lines += [
             "",
-            f"Inference took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
-            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten, on one core.",
+            f"Deriving a policy took {seconds[len(seconds) // 2]:.1f} s for the median model and less than "
+            f"{seconds[int(len(seconds) * 0.9)]:.0f} s for nine of ten models, on one core.",
         ]
     if verdicts:
         passed = sum(v["passed"] for v in verdicts)
         every = {r.type for r in built if r.outcome == "sharded"} <= {v["verify"] for v in verdicts}
-        number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn by chance,"
+        number = f"all {len(verdicts)}" if every else f"{len(verdicts)}, drawn at random,"
         lines += [
             "",
-            f"`shardformer.verify` compared {number} of those that are sharded in two "
-            f"processes over three steps, in fp64 where the model computes in it: {passed} equal the plain model.",
+            f"`shardformer.verify` compared {number} sharded models on two processes over three steps, in fp64 if "
+            f"the model supports it: {passed} equal the plain model.",
             *(f"- {v['verify']}: {v['said']}" for v in verdicts if not v["passed"]),
         ]
     lines += in_stages(built, stages) if stages else []
@@ -116,7 +115,13 @@ def page(
         rest = [r for r in built if r.kind == kind and not r.reached]
         lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
         lines += [f"| {r.type} | {r.share:.0%} | {cell(r.reason)} |" for r in rest]
-    lines += ["", "## Cannot be built small", "", "Transformers itself raises, with the type's default config:", ""]
+    lines += [
+        "",
+        "## Models that cannot be built",
+        "",
+        "transformers raises an error for the default config of these types:",
+        "",
+    ]
     lines += [f"- {r.type}: {cell(r.reason)[:160]}" for r in records if r.outcome == "not built"]
     lines += ["", "## At least 80 %", ""]
     for kind in KINDS:

@@ -185,18 +185,17 @@ def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before:
 
 INTRO = f"""# Families and features
 
-What works for which family. Each cell is the result of the tests that it links to: small random models of the family,
-cut and compared with the plain ones. `make features` runs these tests and writes this page; `make test` fails when the
-page says anything else.
+Support of each feature in each family. Every cell links to a test that compares small random models with the plain
+models. `make features` runs these tests and writes this page. `make test` fails if the page is not up to date.
 
-- **yes**: all tests of the cell pass. Where a number follows, its note says more.
-- **part**: it works, and not everywhere; the note says where.
-- **refused**: the program says no before anything changes; the note is what it says.
-- **{EMPTY}**: no test says anything. It may work, and `shardformer verify` tells.
-- **{NOT_RUN}**: where the page was written, something that the tests need was missing.
-- **{NOT_YET}**: for no family.
+- **yes**: all tests of the cell pass. A footnote has more information.
+- **part**: the feature works with restrictions, which the footnote describes.
+- **refused**: an error is raised before the model changes. The footnote has the reason.
+- **{EMPTY}**: not tested. Use `shardformer verify` to find out.
+- **{NOT_RUN}**: not tested on the machine that wrote the page.
+- **{NOT_YET}**: not supported in any family.
 
-A family that is not here may work as well: [ten minutes for a new family](add-a-model.md).
+Other families may work as well: see [add a model family](add-a-model.md).
 """
 
 
@@ -216,7 +215,7 @@ def page_of(cases: Iterable[Case], cells: Cells) -> str:
     for row in rows_of(case.family for case in cases):
         types = ", ".join(f"`{name}`" for name in row.families)
         table.append([row.title, types, *(shown(row.title, column) for column in COLUMNS)])
-    asked = [["feature", "how it is asked for", "tests"], ["---"] * 3]
+    asked = [["feature", "how to enable it", "tests"], ["---"] * 3]
     for column, how in COLUMNS.items():
         said = dict.fromkeys(labels[case.path, case.name] for case in cases if column in case.columns)
         asked.append([column, how, ", ".join(f"[{label}]" for label in said) or EMPTY])
