@@ -219,7 +219,7 @@ def test_a_word_without_legend_raises(project: Project) -> None:
         "--write-features",
         saying=(
             "perhaps: who knows",
-            "the words are yes, part, refused",
+            "The words are yes, part, refused",
         ),
     )
     assert not project.page.exists()

@@ -517,7 +517,7 @@ SAID = {
     "no batch at all": ("InputError", "an empty list"),
     "a tensor for a batch": ("InputError", "a Tensor", "'input_ids': ids"),
     "states of all layers": ("output_hidden_states=True", "a stage runs only its own layers"),
-    "a cache": ("use_cache=True", "Leave use_cache off"),
+    "a cache": ("use_cache=True", "Set use_cache=False"),
     "another grid": ("ConfigError", "more than one of context", "Pass only one of them"),
 }
 

@@ -32,7 +32,7 @@ TWO = """
     config = ShardConfig(context=launch_from_torch())
     check_process_group(config)
     if rank == 1:
-        raise ConfigError("'my-model' holds no config", rule="It does", remedy="Correct the path")
+        raise ConfigError("'my-model' has no config", remedy="Correct the path")
     try:
         check_process_group(config)
     except LaunchError as error:

@@ -134,7 +134,7 @@ def test_a_derived_policy_fits_a_lazy_model() -> None:
 
     def shard(context: ParallelContext) -> None:
         model = shard_model(lazy[context.tensor.rank], context=context)
-        assert "inferred" in str(describe_sharding(model))
+        assert "derived and validated policy" in str(describe_sharding(model))
         assert_parts_of(model, plain, context.tensor.rank)
 
     run_as_threads(shard, tensor=2)

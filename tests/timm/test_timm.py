@@ -278,7 +278,7 @@ def test_methods_of_timm_after_sharding(
 
 
 def test_another_class_of_timm_is_named(timm_pools: WorkerPools) -> None:
-    with pytest.raises(ShardFormerError, match=r"it is of the model type 'timm:MlpMixer'"):
+    with pytest.raises(ShardFormerError, match=r"model type 'timm:MlpMixer'"):
         timm_pools(1).run(shard_mixer)
 
 
