@@ -166,12 +166,12 @@ def _colored(text: str, schedule: Schedule) -> Text:
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, action_label, colours
+    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, choose_colors, format_action
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):
-        face, ink = colours(schedule, action)
-        styles[action_label(schedule, action)] = Style(color=ink, bgcolor=face)
+        face, ink = choose_colors(schedule, action)
+        styles[format_action(schedule, action)] = Style(color=ink, bgcolor=face)
     result = Text()
     running: dict[str, Style] = {}  # the current action of each rank, which may continue in the next band
     for line in text.splitlines(keepends=True):

@@ -194,7 +194,7 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
         model, placeholders = copy_sharing_values(reference.model), MissingParams()
-        placeholders.remove(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
+        placeholders.replace_params(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
         copy_shared_attributes(model, chain, [spans[stage]])
         stages.append((model, StageForward(model, chain, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages

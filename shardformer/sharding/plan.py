@@ -71,7 +71,7 @@ class ShardingPlan:
         """Return the plan for this pipeline stage, without the modules whose parameters are on other stages."""
 
         def is_here(path: str) -> bool:
-            return not placeholders.has_any(self.model.get_submodule(path))
+            return not placeholders.has_placeholders(self.model.get_submodule(path))
 
         def has(path: str) -> bool:
             owner, name = parent_of(self.model, path)

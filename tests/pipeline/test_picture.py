@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, colours, save, schedule_as_text
+from shardformer.pipeline.schedule_chart import check_file, choose_colors, save, schedule_as_text
 from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
 from tests.pipeline.schedule_checks import grid_rows
 
@@ -92,7 +92,7 @@ def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
     svg = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     for said in ("rank 0", f"{name}: 2 stages, 4 micro-batches", f"bubble (idle) {timeline.bubble:.1%}", "forward"):
         assert said in svg
-    wanted = Counter(colours(schedule, action)[0].lower() for order in schedule.actions for action in order)
+    wanted = Counter(choose_colors(schedule, action)[0].lower() for order in schedule.actions for action in order)
     drawn = Counter(re.findall(r"fill: (#\w{6}); stroke: #ffffff", svg))
     assert drawn == wanted
 
@@ -116,7 +116,7 @@ def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
 def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-    faces = {colours(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    faces = {choose_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 
