@@ -190,8 +190,11 @@ def test_argument_from_another_stage_raises(before: int) -> None:
     chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, LayerRange(0, 2))
-    said = rf"argument input of the layer layers\.{before} contains NaN, because another stage has the parameters.*with_first_layer="
-    with pytest.raises(ConfigError, match=said):
+    message = (
+        rf"argument input of the layer layers\.{before} contains NaN, because another stage has the parameters"
+        r".*with_first_layer="
+    )
+    with pytest.raises(ConfigError, match=message):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
     output, _ = stretch(whole, chain, LayerRange(0, 3)).run(

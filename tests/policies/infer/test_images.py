@@ -146,11 +146,11 @@ def check(
     def run(context: ParallelContext) -> set[str]:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context, **options)
         if context.pipe.size > 1:
-            found = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
+            sharded_loss = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
         else:
-            found = loss_of(model(**batch), batch)
-            found.backward()
-        torch.testing.assert_close(found.detach(), loss.detach())
+            sharded_loss = loss_of(model(**batch), batch)
+            sharded_loss.backward()
+        torch.testing.assert_close(sharded_loss.detach(), loss.detach())
         specs, coords = shard_specs(model), metadata_of(model).coords
         for name, p in model.named_parameters():
             if (grad := gradients[name]) is not None:
