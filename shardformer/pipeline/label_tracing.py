@@ -200,17 +200,17 @@ class LabelForm:
     shifted: bool = False
     clamped: bool = False
 
-    def __call__(self, tensors: Tensors, ignored: int) -> Tensor:
+    def __call__(self, tensors: Tensors, ignore_index: int) -> Tensor:
         labels = tensors[self.name]
         if self.shifted:
-            labels = F.pad(labels, (0, 1), value=ignored)
+            labels = F.pad(labels, (0, 1), value=ignore_index)
         if self.offset:
             labels = labels[..., self.offset :]
-        return (labels.clamp(0, ignored) if self.clamped else labels).reshape(-1)
+        return (labels.clamp(0, ignore_index) if self.clamped else labels).reshape(-1)
 
 
 def find_label_forms(
-    target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Collection[LabelForm]
+    target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
     """Find the transformations of micro-batch tensors that produce ``target``, the most likely first.
 
@@ -220,7 +220,7 @@ def find_label_forms(
     flat = target.reshape(-1)
     used_names = {form.name for form in used}
     forms = _list_candidate_forms(flat.numel(), tensors, clamped)
-    matches = [form for form in forms if _has_equal_values(form(tensors, ignored), flat)]
+    matches = [form for form in forms if _has_equal_values(form(tensors, ignore_index), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 

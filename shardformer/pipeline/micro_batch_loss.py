@@ -69,7 +69,7 @@ class LossCall:
     Args:
         named: arguments by name.
         basis: the tensor that determines the count: labels or weights.
-        ignored: class index of ignored labels.
+        ignore_index: class index of ignored labels.
     """
 
     func: Callable[..., Tensor]
@@ -78,7 +78,7 @@ class LossCall:
     named: Mapping[str, Any]
     reduction: str
     basis: Tensor | None
-    ignored: int | None
+    ignore_index: int | None
 
     @classmethod
     def bind(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
@@ -119,7 +119,7 @@ class LossCall:
         """Return the number by which a mean loss divides the sum of its elements."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
-            return self.count_labels(self.basis, self.ignored)
+            return self.count_labels(self.basis, self.ignore_index)
         first: Tensor = next(iter(self.named.values()))
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
@@ -131,7 +131,7 @@ class LossCall:
             return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
         return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_labels(self, basis: Tensor, ignored: int | None) -> LossCount:
+    def count_labels(self, basis: Tensor, ignore_index: int | None) -> LossCount:
         """Return the denominator of the mean loss for another target or weight tensor.
 
         Counts all elements of a tensor without data.
@@ -141,7 +141,7 @@ class LossCall:
         weight: Tensor | None = self.named.get("weight")
         if not self.has_classes:
             return basis.detach().sum(dtype=torch.float64)
-        counted = torch.ones_like(basis, dtype=torch.bool) if ignored is None else basis != ignored
+        counted = torch.ones_like(basis, dtype=torch.bool) if ignore_index is None else basis != ignore_index
         if weight is None:
             return counted.sum()
         of_target = weight.detach().double()[torch.where(counted, basis, 0).to(weight.device)]
@@ -150,13 +150,13 @@ class LossCall:
     @property
     def ignores_extra_class(self) -> bool:
         """Whether ``ignore_index`` equals the number of classes, as in losses of question answering."""
-        return self.has_classes and self.ignored == self._num_classes()
+        return self.has_classes and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
         """Return the ``ignore_index`` for another micro-batch, which differs if it equals the sequence length."""
-        if self.ignored is None or not self.ignores_extra_class:
-            return self.ignored
-        size = TensorSize.match(self.ignored, tensors)
+        if self.ignore_index is None or not self.ignores_extra_class:
+            return self.ignore_index
+        size = TensorSize.match(self.ignore_index, tensors)
         return size.evaluate(other_tensors) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
@@ -331,21 +331,21 @@ class LossWeights:
             self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
             return call.compute()
-        number = len(forward.parts)
+        loss_index = len(forward.parts)
         if index == self._first:
             self._losses.append(_LossTotals(call.name, call.is_mean))
             if call.is_mean:
-                self._store_counts(self._losses[-1], index, trace, call, number)
+                self._store_counts(self._losses[-1], index, trace, call, loss_index)
             else:
                 self.has_only_class_means = False
-        elif [(x.name, x.is_mean) for x in self._losses[number : number + 1]] != [(call.name, call.is_mean)]:
+        elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
             raise not_sum_of_means_error(
-                f"The model computes loss {number} of micro-batch {index} with {call.name}, but with another loss "
+                f"The model computes loss {loss_index} of micro-batch {index} with {call.name}, but with another loss "
                 f"function or reduction in micro-batch {self._first}"
             )
         elif call.is_mean:
-            self._check_count(index, number, call)
-        part = self._compute_share(self._losses[number], index, call)
+            self._check_count(index, loss_index, call)
+        part = self._compute_share(self._losses[loss_index], index, call)
         if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
@@ -399,10 +399,10 @@ class LossWeights:
             )
         return [weight * self._num_ranks / total for weight in weights]
 
-    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
+    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int) -> list[float]:
         here = call.compute_count()
         tensors = [dict(iterate_named_tensors(m)) for m in self._micro_batches]
-        n_m = self._predict_from_labels(first, trace, call, number, tensors)
+        n_m = self._predict_from_labels(first, trace, call, loss_index, tensors)
         self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
         if n_m is None:
             n_m = self._predict_from_samples(first, call, here)
@@ -413,7 +413,7 @@ class LossWeights:
         return [float(n) for n in n_m]
 
     def _predict_from_labels(
-        self, first: int, trace: LabelTracer | None, call: LossCall, number: int, tensors: list[dict[Any, Tensor]]
+        self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
         """Predict the label count of each micro-batch from its labels. Returns None if they are unknown."""
         basis, here = call.basis, tensors[first]
@@ -437,36 +437,36 @@ class LossWeights:
                 return [count(m, there) for m, there in enumerate(bases)]
         if not call.has_classes:
             return None
-        ignored = -100 if call.ignored is None else call.ignored
-        used = [form for i, form in self._label_forms.items() if i < number]
-        forms = find_label_forms(basis, here, ignored, call.ignores_extra_class, used)
+        ignore_index = -100 if call.ignore_index is None else call.ignore_index
+        used = [form for i, form in self._label_forms.items() if i < loss_index]
+        forms = find_label_forms(basis, here, ignore_index, call.ignores_extra_class, used)
         if not forms:
             return None
-        form = self._label_forms[number] if self._label_forms.get(number) in forms else forms[0]
-        self._label_forms[number] = form
+        form = self._label_forms[loss_index] if self._label_forms.get(loss_index) in forms else forms[0]
+        self._label_forms[loss_index] = form
         there_m = [call.find_ignore_index(here, of_m) for of_m in tensors]
-        return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
+        return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _predict_from_samples(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
+    def _predict_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
         """Predict label counts in proportion to the samples of each micro-batch, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
-        if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
+        if call.has_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
             raise not_sum_of_means_error(
-                f"The loss {call.name} counts {float(here):g} labels in {size} samples of micro-batch {first}, but the "
-                f"micro-batch contains no tensor of shape {shape} with these labels"
+                f"The loss {call.name} counts {float(first_count):g} labels in {size} samples of micro-batch {first}, "
+                f"but the micro-batch contains no tensor of shape {shape} with these labels"
             )
-        return [int(here) // size * other for other in self._sizes]
+        return [int(first_count) // size * other for other in self._sizes]
 
-    def _check_count(self, index: int, number: int, call: LossCall) -> None:
-        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.compute_count())
+    def _check_count(self, index: int, loss_index: int, call: LossCall) -> None:
+        expected, seen = self._losses[loss_index].n_m[index], torch.as_tensor(call.compute_count())
         name = call.name  # the deferred check must not keep the logits alive
         self._require(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
-                f"The loss {name} (number {number}) counts {float(seen):g} labels in micro-batch {index} instead of "
-                f"the predicted {expected:g}"
+                f"The function {name} (loss {loss_index} of the model) counts {float(seen):g} labels in micro-batch "
+                f"{index} instead of the predicted {expected:g}"
             ),
         )
 
@@ -510,11 +510,11 @@ class LossWeights:
 
     def _check_no_divided_sum(self) -> None:
         """Raise ConfigError if the model divides a summed loss by the label count of a micro-batch."""
-        for number, loss in enumerate(self._losses):
+        for loss_index, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
             total = self._sum_over_data(sum(n_m.values())) if n_m else 0.0
             for m, n in n_m.items():
-                factor = float(self._factors[m][number]) if m in self._factors else 0.0
+                factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise not_sum_of_means_error(
                         f"The model divides the sum of {loss.name} by {n:g}, the number of labels in micro-batch {m}"

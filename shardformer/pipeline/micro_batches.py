@@ -338,11 +338,11 @@ class _BatchSplitter:
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])
             if name in rows
-            else self._split(value, f"{path}{name}")
+            else self._split_value(value, f"{path}{name}")
             for name, value in batch.items()
         }
 
-    def _split(self, value: Any, path: str) -> list[Any]:
+    def _split_value(self, value: Any, path: str) -> list[Any]:
         if isinstance(value, Tensor):
             return self._split_tensor(value, path)
         if has_entry_per_sample(value, self.ends[-1]):
@@ -351,7 +351,7 @@ class _BatchSplitter:
             inner = self.split_mapping(value, f"{path}.")
             return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._parts]
         if isinstance(value, list | tuple) and any(True for _ in iterate_named_tensors(value)):
-            columns = [self._split(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
+            columns = [self._split_value(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
             return [rebuild_container(value, [column[i] for column in columns]) for i in self._parts]
         return [value for _ in self._parts]
 

@@ -39,7 +39,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
-def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence[float] | float = 0) -> list[int]:
+def partition_balanced(costs: Sequence[float], num_stages: int, extra_costs: Sequence[float] | float = 0) -> list[int]:
     """Return the stage bounds that minimize the cost of the most expensive pipeline stage.
 
     Ties prefer the most even layer counts (smallest sum of squares), then fewer layers in the earlier stages, which
@@ -49,24 +49,24 @@ def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence
     [0, 4, 5]
     >>> partition_balanced([1, 1, 1, 1, 1], 2)
     [0, 2, 5]
-    >>> partition_balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage has additional work
+    >>> partition_balanced([1, 1, 1, 1], 2, extra_costs=[2, 0])     # the first stage has additional work
     [0, 1, 4]
 
     Args:
         costs: cost of each layer, including the embedding in the first and the head in the last.
-        before: additional cost of a stage; one number for all stages, or one per stage.
+        extra_costs: additional cost of a stage; one number for all stages, or one per stage.
 
     Raises ConfigError for more stages than layers, or an invalid cost.
     """
     _check_counts(len(costs), num_stages)
-    base_costs = [before] * num_stages if isinstance(before, int | float) else list(before)
+    base_costs = [extra_costs] * num_stages if isinstance(extra_costs, int | float) else list(extra_costs)
     if len(base_costs) != num_stages:
         raise ConfigError(
-            f"The argument before has {len(base_costs)} numbers for {num_stages} stages",
+            f"The argument extra_costs has {len(base_costs)} numbers for {num_stages} stages",
             remedy=f"Pass {num_stages} numbers, or one number for all stages",
         )
     _check_costs("costs", costs)
-    _check_costs("before", base_costs)
+    _check_costs("extra_costs", base_costs)
     # integers: rounding must not decide between two partitions
     units, base_units = _scale_to_integers(costs, base_costs)
     sums = [0, *accumulate(units)]
@@ -173,22 +173,26 @@ def _scale_to_integers(*groups: Sequence[float]) -> list[list[int]]:
 
 
 def _minimize_partition(
-    sums: Sequence[int], base_costs: Sequence[int], limit: float, end: Any, value: Callable[[int, int, Any], Any]
+    sums: Sequence[int],
+    base_costs: Sequence[int],
+    limit: float,
+    empty_value: Any,
+    extend: Callable[[int, int, Any], Any],
 ) -> Any:
     """Return the smallest value of all partitions whose stages cost at most ``limit``, by dynamic programming.
 
     Args:
-        end: value of the empty partition.
-        value: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
+        empty_value: value of the empty partition.
+        extend: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
     """
     layers = len(sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
-    best_from: list[Any] = [None] * layers + [end]
+    best_from: list[Any] = [None] * layers + [empty_value]
     for base_cost in reversed(base_costs):
         best_from = [
             min(
                 (
-                    value(cost, j - i, best_from[j])
+                    extend(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
                     if best_from[j] is not None and (cost := base_cost + sums[j] - sums[i]) <= limit
                 ),

@@ -285,14 +285,14 @@ class Runtime:
 
     def _run_action(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
-            self._forward(action)
+            self._run_forward(action)
         elif action.kind is ActionKind.WEIGHT:
             with self._disable_autocast():
                 self._weights.pop((action.stage, action.micro_batch)).run()
         else:
-            self._backward(action)
+            self._run_backward(action)
 
-    def _forward(self, action: Action) -> None:
+    def _run_forward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         step, span = self._step, self._spans[stage]
         received: list[Tensor] = []
@@ -324,7 +324,7 @@ class Runtime:
         )
         return [name != "hidden" or not is_sharded for name in activations]
 
-    def _backward(self, action: Action) -> None:
+    def _run_backward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         live = self._in_flight.pop((stage, index))
         outputs = [live.loss] if live.loss is not None else []
@@ -334,11 +334,11 @@ class Runtime:
             grads = self._exchange.receive_gradients(stage, index, action.kind)
         trained = [x for x in live.received if x.requires_grad]
         with self._disable_autocast():
-            input_grads = self._run_backward(action, outputs, grads, trained)
+            input_grads = self._compute_input_grads(action, outputs, grads, trained)
         if stage > 0:
             self._exchange.send(action, input_grads, [])
 
-    def _run_backward(
+    def _compute_input_grads(
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]

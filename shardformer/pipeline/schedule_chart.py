@@ -133,7 +133,7 @@ def _round_to_column(time: float, unit: float) -> int:
     return floor(time / unit + 0.5 + 1e-9)
 
 
-def check_file(path: Path) -> None:
+def check_chart_file(path: Path) -> None:
     """Raise ConfigError if a chart cannot be saved to ``path``: wrong suffix, no writable folder, no matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use chart.svg")
@@ -147,7 +147,7 @@ def check_file(path: Path) -> None:
 
 
 @contextmanager
-def reporting_write_errors(path: Path) -> Iterator[Path]:
+def replace_chart_file(path: Path) -> Iterator[Path]:
     """Context that yields a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
     try:
         with replacing(path) as hidden:
@@ -158,12 +158,12 @@ def reporting_write_errors(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
+def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
     """Draw a schedule as a chart with one lane per rank, and save it as SVG or PNG by the suffix of ``path``.
 
-    Raises ConfigError if ``path`` is invalid (``check_file``) or writing fails.
+    Raises ConfigError if ``path`` is invalid (``check_chart_file``) or writing fails.
     """
-    check_file(path)
+    check_chart_file(path)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -179,7 +179,7 @@ def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
         _draw_frame(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        with reporting_write_errors(path) as hidden:
+        with replace_chart_file(path) as hidden:
             figure.savefig(hidden, dpi=160, metadata=metadata)
 
 

@@ -28,7 +28,7 @@ from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import has_data, tree_leaves
 
 
-class MissingParams:
+class ParameterPlaceholders:
     """Replaces the parameters of other stages by placeholders that have a shape, dtype and device but no memory."""
 
     def __init__(self) -> None:
@@ -125,7 +125,7 @@ class MissingParams:
 class _NamedParameters:
     """Replacement for a module's ``named_parameters`` that can include placeholders."""
 
-    def __init__(self, module: nn.Module, placeholders: MissingParams) -> None:
+    def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
 
     def __call__(
@@ -248,7 +248,7 @@ class StageForward:
         self,
         model: nn.Module,
         chain: LayerSequence,
-        placeholders: MissingParams,
+        placeholders: ParameterPlaceholders,
         owners: Mapping[str, frozenset[int]],
         embedding_types: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
@@ -337,17 +337,19 @@ class StageForward:
             self._patched_layers[path] = current, index, layer_index
             self._override_layer(current, index, layer_index)
 
-    def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, StageActivations | None]:
+    def run(
+        self, model: nn.Module, stage_pass: StagePass, forward: Callable[[], Any]
+    ) -> tuple[Any, StageActivations | None]:
         """Run the model's forward up to the last layer of the stage.
 
         Returns:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
         """
         self._placeholders.move_to_device_of(model)
-        self.now = run
-        self._seed_segment(run, 0)
-        if not self._num_layers and run.at_end is not None:
-            run.at_end()
+        self.now = stage_pass
+        self._seed_segment(stage_pass, 0)
+        if not self._num_layers and stage_pass.at_end is not None:
+            stage_pass.at_end()
         try:
             with self._placeholders.included_in_parameters():
                 return forward(), None
@@ -359,11 +361,11 @@ class StageForward:
             self.now = None
             self.draws.end()
 
-    def _seed_segment(self, run: StagePass, segment: int) -> None:
+    def _seed_segment(self, stage_pass: StagePass, segment: int) -> None:
         """Seed the random generators before each layer, so that results do not depend on the number of stages."""
         self.draws.end()
-        if run.seed is not None:
-            seed_random((run.seed + SPLITMIX64[0] * segment) % 2**63)
+        if stage_pass.seed is not None:
+            seed_random((stage_pass.seed + SPLITMIX64[0] * segment) % 2**63)
         self.draws.begin()
 
     def _override_layer(self, module: nn.Module, index: int, layer_index: int) -> None:
@@ -371,55 +373,61 @@ class StageForward:
         first = self._chain.starts[index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            run = self.now
-            if run is None:
+            stage_pass = self.now
+            if stage_pass is None:
                 return original(*args, **kwargs)
             at = layer_index
             if stack.repeats_layers:
-                at = first + sum(first <= u < first + len(stack.layer_calls) for u in run.calls)
-            if at in run.calls:
+                at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
+            if at in stage_pass.calls:
                 raise ConfigError(
                     f"The model ran the layers of {stack.layers} twice in one forward, which pipelines do not support",
                     remedy="Train this model without a pipeline, or compute its loss in two steps",
                 )
-            run.calls.append(at)
-            if at < run.span.start:
+            stage_pass.calls.append(at)
+            if at < stage_pass.span.start:
                 hidden, returns = first_tensor(args, kwargs), stack.stages.num_outputs
                 return (hidden, *[None] * (returns - 1)) if returns else hidden
-            if at >= run.span.stop:
-                raise StageBoundaryReached(self._collect_activations(run, at, args, kwargs))
-            if at == run.span.start and "hidden" in run.received:
-                before, hidden = first_tensor(args, kwargs), run.received["hidden"]
+            if at >= stage_pass.span.stop:
+                raise StageBoundaryReached(self._collect_activations(stage_pass, at, args, kwargs))
+            if at == stage_pass.span.start and "hidden" in stage_pass.received:
+                before, hidden = first_tensor(args, kwargs), stage_pass.received["hidden"]
                 args = tuple(hidden if value is before else value for value in args)
                 kwargs = {name: hidden if value is before else value for name, value in kwargs.items()}
-            return self._run_layer(run, at, stack, original, args, kwargs)
+            return self._run_layer(stage_pass, at, stack, original, args, kwargs)
 
         self._override_forward(module, forward)
 
     def _run_layer(
-        self, run: StagePass, at: int, stack: StackDescription, original: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        stage_pass: StagePass,
+        at: int,
+        stack: StackDescription,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        self._seed_segment(run, at + 1 + (self._num_layers + 2) * self._random_stream(stack))
+        self._seed_segment(stage_pass, at + 1 + (self._num_layers + 2) * self._random_stream(stack))
         is_first = at not in self._checked_layers
         if is_first:
             self._checked_layers.add(at)
-            self._check_arguments(run, at, original, args, kwargs)
+            self._check_arguments(stage_pass, at, original, args, kwargs)
         if at in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original, *args, use_reentrant=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         if is_first:
-            run.is_computed = not any(map(has_nan, tree_leaves(output)))
+            stage_pass.is_computed = not any(map(has_nan, tree_leaves(output)))
         if at == self._num_layers - 1:
             if is_first:
-                self.is_last_layer_valid = run.is_computed
-            self._seed_segment(run, self._num_layers + 1)
-            if run.at_end is not None:
-                run.at_end()
+                self.is_last_layer_valid = stage_pass.is_computed
+            self._seed_segment(stage_pass, self._num_layers + 1)
+            if stage_pass.at_end is not None:
+                stage_pass.at_end()
         return output
 
     def _check_arguments(
-        self, run: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+        self, stage_pass: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> None:
         """Raise ConfigError if a layer receives an argument that only another stage can compute."""
         path = self._chain.layer_calls[at]
@@ -427,18 +435,20 @@ class StageForward:
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = first_tensor(args, kwargs)
         for name, value in arguments:
-            may_be_nan = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
+            may_be_nan = value is hidden and (
+                not stage_pass.is_computed or at == stage_pass.span.start > 0 or not self._placeholders
+            )
             if not may_be_nan and any(map(has_nan, tree_leaves(value))):
                 raise _missing_argument_error(path, name)
 
     def _collect_activations(
-        self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, stage_pass: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StageActivations:
         def state(name: str) -> Tensor:
             if name == "hidden":
                 return first_tensor(args, kwargs)
-            assert run.context is not None
-            return to_local(run.context)
+            assert stage_pass.context is not None
+            return to_local(stage_pass.context)
 
         return {name: state(name) for name in self._chain.list_received_states(at)}
 
@@ -449,26 +459,26 @@ class StageForward:
         position = parameters.index(name) if name in parameters else len(parameters)
 
         def replace_context(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            run = self.now
-            if run is None:
+            stage_pass = self.now
+            if stage_pass is None:
                 return None
             value = kwargs[name] if name in kwargs else next(iter(args[position:]), None)
-            if run.span.start >= start and "context" in run.received:
-                if run.span.start >= start + len(stack.layer_calls):
+            if stage_pass.span.start >= start and "context" in stage_pass.received:
+                if stage_pass.span.start >= start + len(stack.layer_calls):
                     return None
-                run.context = shard_like(run.received["context"], value)
+                stage_pass.context = shard_like(stage_pass.received["context"], value)
                 if name in kwargs:
-                    return args, {**kwargs, name: run.context}
-                return (*args[:position], run.context, *args[position + 1 :]), kwargs
+                    return args, {**kwargs, name: stage_pass.context}
+                return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"{type(module).__name__} received {name}={value!r:.60} instead of the hidden states "
                     "of the previous stack",
                     remedy="Pass the inputs of both stacks to the model, as in training on one device",
                 )
-            if run.span.stop <= start:
+            if stage_pass.span.stop <= start:
                 raise StageBoundaryReached({"context": to_local(value)})
-            run.context = value
+            stage_pass.context = value
             return None
 
         self._hooks.append(module.register_forward_pre_hook(replace_context, with_kwargs=True, prepend=True))
@@ -478,8 +488,8 @@ class StageForward:
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            run = self.now
-            if run is not None and owners.isdisjoint(run.span):
+            stage_pass = self.now
+            if stage_pass is not None and owners.isdisjoint(stage_pass.span):
                 return compute_placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 

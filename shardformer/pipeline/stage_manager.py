@@ -33,7 +33,7 @@ from shardformer.pipeline.partition import (
     partition_uniform,
 )
 from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, default_chunks
-from shardformer.pipeline.stage_forward import MissingParams, StageForward
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
 from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
@@ -170,7 +170,7 @@ class Stages:
     state: dict[str, tuple[str, tuple[int, ...]]]
     parameters: dict[str, tuple[str, int]]
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    placeholders: MissingParams = field(default_factory=MissingParams)
+    placeholders: ParameterPlaceholders = field(default_factory=ParameterPlaceholders)
     stage_forward: StageForward | None = None
     uses_random: bool = False
     stream: ActivationLayout = field(default_factory=ActivationLayout)

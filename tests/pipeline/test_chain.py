@@ -13,7 +13,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
-from shardformer.pipeline.stage_forward import MissingParams, StageForward, StagePass
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import RandomBatches, SmallModel
 
@@ -113,7 +113,7 @@ def test_every_parameter_belongs_to_a_stage() -> None:
 
 def stretch(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """Prepare the model for the stage that runs ``span``."""
-    home, placeholders = owner_layers(model, chain), MissingParams()
+    home, placeholders = owner_layers(model, chain), ParameterPlaceholders()
     placeholders.replace_params(model, {name: any(unit in span for unit in units) for name, units in home.items()})
     return StageForward(model, chain, placeholders, home)
 
