@@ -351,7 +351,7 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Context that disables autocast in the backward, as PyTorch recommends."""
+        """Context that disables autocast in the backward, which uses the dtypes of the forward."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager

@@ -402,7 +402,7 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
     model, _, parts = tagged(loss)
     if later:
         monkeypatch.setattr(
-            LossWeights, "_check", lambda self, ok, problem: self._deferred_checks.append((ok, problem))
+            LossWeights, "_require", lambda self, valid, describe: self._deferred_checks.append((valid, describe))
         )
     with pytest.raises(ConfigError, match=what) as error:
         in_parts(model, LossWeights(parts, SIZES), parts, run)
