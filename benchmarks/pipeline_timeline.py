@@ -16,7 +16,7 @@ from common import Llama
 import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.pipeline import Pipeline
-from shardformer.pipeline.schedule_chart import action_label, colours
+from shardformer.pipeline.schedule_chart import choose_colors, format_action
 from shardformer.pipeline.schedules import (
     Action,
     ActionKind,
@@ -162,10 +162,10 @@ def _draw_rows(axis: Any, schedule: Schedule, rows: Sequence[Sequence[ActionSpan
     narrowest = 1.5 * max(end for row in rows for *_, end in row) / 100
     for rank, row in enumerate(rows):
         for action, start, end in row:
-            face, ink = colours(schedule, action)
+            face, ink = choose_colors(schedule, action)
             axis.barh(rank, (end - start) * 1e3, 0.8, start * 1e3, color=face, edgecolor="white", linewidth=0.4)
             if end - start > narrowest:  # wide enough for its name
-                middle, name = (start + end) / 2 * 1e3, action_label(schedule, action)
+                middle, name = (start + end) / 2 * 1e3, format_action(schedule, action)
                 axis.text(middle, rank, name, color=ink, fontsize=6, ha="center", va="center")
     axis.set_yticks(range(len(rows)), [f"rank {rank}" for rank in range(len(rows))])
     axis.invert_yaxis()

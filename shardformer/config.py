@@ -299,7 +299,7 @@ class ParallelConfig:
         from shardformer.mesh.tensor_grid import sizes_of_mode
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
-        from shardformer.pipeline.micro_batches import check_sizes
+        from shardformer.pipeline.micro_batches import check_micro_batch_arguments
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
         from shardformer.zero.config import ZERO_STAGES, ZeroOptions
         from shardformer.zero.mixed_precision import MixedPrecision
@@ -326,7 +326,7 @@ class ParallelConfig:
         if num_ranks(self.tensor, "tensor") > 1 and self.tensor_parallel_mode != "1d":
             sizes_of_mode(self.tensor_parallel_mode, self.tensor)
         if self.micro_batches is not None or self.micro_batch_size is not None:
-            check_sizes(self.micro_batches, self.micro_batch_size)
+            check_micro_batch_arguments(self.micro_batches, self.micro_batch_size)
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         ZeroOptions(
             max_grad_norm=self.max_grad_norm,

@@ -65,18 +65,18 @@ def draw(
         _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d")
         return
 
-    from shardformer.pipeline.schedule_chart import check_file, save, schedule_as_text
+    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, schedule_as_text
     from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
 
     if out is not None:
-        check_file(out)
+        check_chart_file(out)
     _check_size(stages, micro_batches, num_model_chunks or default_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate(chosen, _durations(durations, chosen), send)
     console = Console(highlight=False)
     console.print(_colored(schedule_as_text(chosen, timeline, console.width), chosen))
     if out is not None:
-        save(chosen, timeline, out)
+        save_chart(chosen, timeline, out)
         console.print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
 
 
@@ -166,12 +166,12 @@ def _colored(text: str, schedule: Schedule) -> Text:
     from rich.style import Style
     from rich.text import Text
 
-    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, action_label, colours
+    from shardformer.pipeline.schedule_chart import CONTINUATION_MARK, choose_colors, format_action
 
     styles = {}
     for action in (action for order in schedule.actions for action in order):
-        face, ink = colours(schedule, action)
-        styles[action_label(schedule, action)] = Style(color=ink, bgcolor=face)
+        face, ink = choose_colors(schedule, action)
+        styles[format_action(schedule, action)] = Style(color=ink, bgcolor=face)
     result = Text()
     running: dict[str, Style] = {}  # the current action of each rank, which may continue in the next band
     for line in text.splitlines(keepends=True):

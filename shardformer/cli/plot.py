@@ -34,7 +34,7 @@ def plot(
     """Print a table of the metrics of one or more runs, and plot their loss, tokens per second and memory."""
     from rich.console import Console
 
-    from shardformer.pipeline.schedule_chart import check_file
+    from shardformer.pipeline.schedule_chart import check_chart_file
     from shardformer.training.metrics_log import file_of, read_records
     from shardformer.training.metrics_plot import draw_metrics, panel_names
 
@@ -50,14 +50,14 @@ def plot(
     path = out if out is not None else _output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
-        check_file(path)
+        check_chart_file(path)
     console = Console(highlight=False)
     _print_tables(console, found)
     if has_matplotlib:
         draw_metrics(found, path, selected or None)
         _print_line(console, f"Plot saved to {path}")
     elif out is not None:
-        check_file(out)
+        check_chart_file(out)
     else:
         _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 

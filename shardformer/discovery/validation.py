@@ -34,7 +34,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
-from shardformer.pipeline.stage_forward import MissingParams, StageForward, StagePass, is_placeholder
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass, is_placeholder
 from shardformer.pipeline.stage_manager import copy_shared_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
@@ -193,8 +193,8 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     stages_of_param = owner_stages(owners, spans)
     stages: list[tuple[nn.Module, StageForward]] = []
     for stage in range(len(spans)):
-        model, placeholders = copy_sharing_values(reference.model), MissingParams()
-        placeholders.remove(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
+        model, placeholders = copy_sharing_values(reference.model), ParameterPlaceholders()
+        placeholders.replace_params(model, {name: stage in stages_of for name, stages_of in stages_of_param.items()})
         copy_shared_attributes(model, chain, [spans[stage]])
         stages.append((model, StageForward(model, chain, placeholders, owners)))
     (first, first_forward), (second, second_forward) = stages

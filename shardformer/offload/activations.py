@@ -445,8 +445,8 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     for _, state in _sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
-            stage_forward.when_left.append(store.leave)
-            store.undo.append(partial(stage_forward.when_left.remove, store.leave))
+            stage_forward.boundary_callbacks.append(store.leave)
+            store.undo.append(partial(stage_forward.boundary_callbacks.remove, store.leave))
     return store
 
 
@@ -474,7 +474,7 @@ def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
     for module, state in _sharded_models(model):
         policy: Any = state.request.policy
         for stack in policy.layer_sequence().stacks:
-            layout = stack.layout_in(state.activations)
+            layout = stack.get_activation_layout(state.activations)
             if layout.shards_stacks:
                 cut = str(layout)
             else:

@@ -1,4 +1,4 @@
-"""Derives the target of a loss from the tensors of a micro-batch, to predict the targets of other micro-batches.
+"""Records how a model computes the target of a loss, to compute the targets of other micro-batches in advance.
 
 A head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
 expresses the target in terms of the micro-batch's tensors, which can then be evaluated for other micro-batches. If a
@@ -24,7 +24,7 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A size of one of the micro-batch's tensors, multiplied by ``sign``."""
+    """Symbolic int: the size of one dim of a micro-batch tensor, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
@@ -35,7 +35,10 @@ class TensorSize:
 
     @staticmethod
     def match(number: int, tensors: Tensors) -> TensorSize | int:
-        """Return an int as a size of a tensor, except dim 0, or the int itself if no size matches or it is 0 or 1."""
+        """Return the ``TensorSize`` that equals ``number`` for these tensors, or ``number`` if none matches.
+
+        Ignores dim 0, and the numbers -1, 0 and 1.
+        """
         if abs(number) > 1:
             for name, tensor in tensors.items():
                 if abs(number) in tensor.shape[1:]:
@@ -45,14 +48,14 @@ class TensorSize:
 
 @dataclass(frozen=True, eq=False)
 class BatchTensor:
-    """A tensor of the micro-batch, as an expression."""
+    """Expression for a tensor that the micro-batch contains."""
 
     name: TensorPath
 
 
 @dataclass(frozen=True, eq=False)
 class DerivedTensor:
-    """Result of a torch function whose arguments contain expressions over the micro-batch.
+    """Expression for the result of a torch function that was called with tensors derived from the micro-batch.
 
     Args:
         item: index of the result, if the function returns several.
@@ -70,20 +73,23 @@ Expression = BatchTensor | DerivedTensor
 
 
 @torch.no_grad()
-def evaluate(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
-    """Return the value of an expression for the tensors of a micro-batch."""
+def evaluate_expression(expression: Expression, tensors: Tensors, values: dict[int, Tensor] | None = None) -> Tensor:
+    """Compute the tensor that an expression describes, from the tensors of a micro-batch."""
     values = {} if values is None else values
     if id(expression) in values:
         return values[id(expression)]
     if isinstance(expression, BatchTensor):
         return tensors[expression.name]
 
-    def value(x: Any) -> Any:
+    def evaluate_argument(x: Any) -> Any:
         if isinstance(x, BatchTensor | DerivedTensor):
-            return evaluate(x, tensors, values)
+            return evaluate_expression(x, tensors, values)
         return x.evaluate(tensors) if isinstance(x, TensorSize) else x
 
-    args, kwargs = _map_nested(expression.args, value), _map_nested(dict(expression.kwargs), value)
+    args, kwargs = (
+        _map_nested(expression.args, evaluate_argument),
+        _map_nested(dict(expression.kwargs), evaluate_argument),
+    )
     if expression.writes:
         args = (args[0].clone(), *args[1:])
     result = expression.func(*args, **kwargs)
@@ -105,11 +111,14 @@ def _map_nested(value: Any, func: Callable[[Any], Any]) -> Any:
 
 
 class _UnknownArgumentError(Exception):
-    """Raised for an argument that is not computed from the micro-batch."""
+    """Raised for a tensor argument whose origin in the micro-batch is unknown."""
 
 
 class LabelTracer:
-    """Tracks how tensors derive from a micro-batch. Call ``record`` after each torch function."""
+    """Records which torch functions compute each tensor from the tensors of a micro-batch.
+
+    Call ``record`` after each torch function.
+    """
 
     def __init__(self, tensors: Tensors) -> None:
         self._tensors = tensors
@@ -126,23 +135,23 @@ class LabelTracer:
         written = args[0] if is_write and args and isinstance(args[0], Tensor) else None
         if written is None and not isinstance(out, Tensor | tuple | list):
             return
-        derived = self._derive(func, args, kwargs, is_write)
+        derived = self._derive_expression(func, args, kwargs, is_write)
         if written is not None:
-            self._store(written, derived)
+            self._store_expression(written, derived)
         elif isinstance(out, Tensor):
-            self._store(out, derived)
+            self._store_expression(out, derived)
         elif derived is not None:
             for i, part in enumerate(out):
                 if isinstance(part, Tensor):
-                    self._store(part, DerivedTensor(derived.func, derived.args, derived.kwargs, item=i))
+                    self._store_expression(part, DerivedTensor(derived.func, derived.args, derived.kwargs, item=i))
 
-    def _store(self, tensor: Tensor, derived: DerivedTensor | None) -> None:
+    def _store_expression(self, tensor: Tensor, derived: DerivedTensor | None) -> None:
         if derived is not None:
             self._expressions[tensor] = derived
         elif tensor in self._expressions:
             del self._expressions[tensor]  # overwritten with an unknown value
 
-    def _derive(
+    def _derive_expression(
         self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], is_write: bool
     ) -> DerivedTensor | None:
         name = getattr(func, "__name__", "")
@@ -178,7 +187,7 @@ _OPS_WITH_SIZES = ("__getitem__", "__setitem__", "clamp", "clip", "narrow")
 
 @dataclass(frozen=True)
 class LabelForm:
-    """A tensor of the micro-batch in a form that heads give to labels, flattened.
+    """Common transformation that turns a micro-batch tensor into the flat target of a loss: shift, slice or clamp.
 
     Args:
         offset: number of leading entries of the last dim to drop.
@@ -191,19 +200,19 @@ class LabelForm:
     shifted: bool = False
     clamped: bool = False
 
-    def __call__(self, tensors: Tensors, ignored: int) -> Tensor:
+    def __call__(self, tensors: Tensors, ignore_index: int) -> Tensor:
         labels = tensors[self.name]
         if self.shifted:
-            labels = F.pad(labels, (0, 1), value=ignored)
+            labels = F.pad(labels, (0, 1), value=ignore_index)
         if self.offset:
             labels = labels[..., self.offset :]
-        return (labels.clamp(0, ignored) if self.clamped else labels).reshape(-1)
+        return (labels.clamp(0, ignore_index) if self.clamped else labels).reshape(-1)
 
 
 def find_label_forms(
-    target: Tensor, tensors: Tensors, ignored: int, clamped: bool, used: Collection[LabelForm]
+    target: Tensor, tensors: Tensors, ignore_index: int, clamped: bool, used: Collection[LabelForm]
 ) -> list[LabelForm]:
-    """Return all label forms whose content equals ``target``, the most likely first.
+    """Find the transformations of micro-batch tensors that produce ``target``, the most likely first.
 
     Several forms match if tensors are equal by chance or all labels are ignored. Tensors with a typical name of labels
     come first, then those that no other loss of the model has used.
@@ -211,25 +220,25 @@ def find_label_forms(
     flat = target.reshape(-1)
     used_names = {form.name for form in used}
     forms = _list_candidate_forms(flat.numel(), tensors, clamped)
-    matches = [form for form in forms if _equals(form(tensors, ignored), flat)]
+    matches = [form for form in forms if _has_equal_values(form(tensors, ignore_index), flat)]
     return sorted(matches, key=lambda form: (not _has_label_name(form.name), form.name in used_names))
 
 
-def _list_candidate_forms(size: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
+def _list_candidate_forms(num_labels: int, tensors: Tensors, clamped: bool) -> Iterator[LabelForm]:
     for name, tensor in tensors.items():
         if tensor.is_floating_point() or tensor.dtype == torch.bool or not tensor.dim() or not tensor.numel():
             continue
         length = tensor.shape[-1]
         rows = tensor.numel() // length
-        if tensor.numel() == size:
+        if tensor.numel() == num_labels:
             yield LabelForm(name, clamped=clamped)
             yield LabelForm(name, offset=1, shifted=True, clamped=clamped)
-        elif 0 < size < tensor.numel() and size % rows == 0:
-            yield LabelForm(name, offset=length - size // rows, clamped=clamped)
+        elif 0 < num_labels < tensor.numel() and num_labels % rows == 0:
+            yield LabelForm(name, offset=length - num_labels // rows, clamped=clamped)
 
 
-def _equals(form: Tensor, flat: Tensor) -> bool:
-    return form.shape == flat.shape and bool(to_list((form.to(flat.device) == flat).all()))
+def _has_equal_values(labels: Tensor, target: Tensor) -> bool:
+    return labels.shape == target.shape and bool(to_list((labels.to(target.device) == target).all()))
 
 
 def _has_label_name(name: TensorPath) -> bool:

@@ -1,4 +1,4 @@
-"""Layers of a model in execution order: their cost, their parameters and what each pipeline stage needs of them.
+"""Layers of a model in execution order, with their costs and the parameters that belong to each layer.
 
 The sequence contains *layer calls*. Most layers are called once; ALBERT calls one layer repeatedly. The sequence joins
 all stacks in execution order: an encoder's layers precede the decoder's. Modules before a stack (embeddings) belong to
@@ -24,15 +24,18 @@ from shardformer.public_names import renamed_arguments
 Record = TypeVar("Record", bound=Any)
 
 
-def with_path_prefix(record: Record, path: str, *fields: str) -> Record:
-    """Return the record with ``path`` prepended to the paths in ``fields``; a trailing ``?`` is dropped."""
-    return replace(record, **{field: _add_prefix(path, getattr(record, field)) for field in fields})
+def prepend_path(record: Record, path: str, *fields: str) -> Record:
+    """Return a copy of a dataclass in which ``path`` precedes the module paths in ``fields``.
+
+    Drops a trailing ``?`` of these paths.
+    """
+    return replace(record, **{field: _prepend_path(path, getattr(record, field)) for field in fields})
 
 
-def _add_prefix(path: str, inner: Any) -> Any:
-    if isinstance(inner, str):
-        return ".".join(part for part in (path, inner.rstrip("?")) if part)
-    return inner and tuple(_add_prefix(path, each) for each in inner)
+def _prepend_path(prefix: str, paths: Any) -> Any:
+    if isinstance(paths, str):
+        return ".".join(part for part in (prefix, paths.rstrip("?")) if part)
+    return paths and tuple(_prepend_path(prefix, each) for each in paths)
 
 
 @renamed_arguments(
@@ -46,7 +49,7 @@ def _add_prefix(path: str, inner: Any) -> Any:
 )
 @dataclass(frozen=True, kw_only=True)
 class PipelineHints:
-    """Modules and attributes outside a stack's layers that the stages of a pipeline need.
+    """Assignment of modules outside a stack's layers (embeddings, norms, heads) to pipeline stages.
 
     Args:
         with_first_layer, with_last_layer: paths of modules that belong to the first or the last layer of the stack.
@@ -63,8 +66,8 @@ class PipelineHints:
     on_every_stage: Sequence[str] = ()
     num_outputs: int | None = 0
 
-    def for_layers(self, layers: nn.Module) -> PipelineHints:
-        """Return the hints with ``num_outputs`` resolved for ``layers``."""
+    def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
+        """Return the hints with ``num_outputs=None`` replaced by the number that the forward of a layer implies."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -82,7 +85,9 @@ class PipelineHints:
 )
 @dataclass(frozen=True)
 class SequenceParallelHints:
-    """Parts of a layer that need special treatment under sequence parallelism. Module paths are relative to a layer.
+    """Modules and arguments of a layer that need special treatment under sequence parallelism.
+
+    Module paths are relative to a layer.
 
     Args:
         gather_modules: modules without blocks that need the full sequence, such as convolutions and replicated
@@ -107,7 +112,7 @@ class SequenceParallelHints:
 
 @dataclass(frozen=True)
 class StackDescription:
-    """A stack of layers: the region of sequence parallelism, and the layers that a pipeline partitions.
+    """Stack of layers of a model, which sequence parallelism shards and a pipeline partitions into stages.
 
     Args:
         layers: path of the ModuleList.
@@ -131,14 +136,18 @@ class StackDescription:
     sequence: SequenceParallelHints = SequenceParallelHints()
 
     def within(self, path: str) -> StackDescription:
-        """Return this stack for a model that contains the stack's model at ``path``. A trailing ``?`` is dropped."""
-        own = with_path_prefix(self, path, "layers", "final_norm", "layer_calls")
-        stages = with_path_prefix(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
-        context = self.context and (_add_prefix(path, self.context[0]), self.context[1])
+        """Return this stack with ``path`` prepended to all module paths, for a model that contains this one."""
+        own = prepend_path(self, path, "layers", "final_norm", "layer_calls")
+        stages = prepend_path(self.stages, path, "with_first_layer", "with_last_layer", "on_every_stage")
+        context = self.context and (_prepend_path(path, self.context[0]), self.context[1])
         return replace(own, context=context, stages=stages)
 
-    def layout_in(self, stream: ActivationLayout) -> ActivationLayout:
-        """Return the activation layout inside this stack, without sequence shards if the stack keeps full sequences."""
+    def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
+        """Return the layout of the activations inside this stack, which is unsharded if the stack needs full sequences.
+
+        Args:
+            stream: layout of the activations of the model.
+        """
         unsharded = Dim.SEQUENCE if self.whole_sequence else None
         shards = [x for x in stream.shards if x.begin is ShardedFrom.INPUTS or x.dim is not unsharded]
         return replace(stream, shards=tuple(shards))
@@ -150,7 +159,7 @@ class StackDescription:
 
 
 def _list_layer_paths(layers: nn.Module, path: str) -> tuple[str, ...]:
-    """Return the path of each layer in order. A layer that the list contains repeatedly has its first path."""
+    """Return the path of each layer in a ModuleList. A layer that occurs repeatedly has the path of its first place."""
     first: dict[int, str] = {}
     return tuple(first.setdefault(id(m), f"{path}.{name}") for name, m in layers._modules.items() if m is not None)
 
@@ -167,7 +176,7 @@ class LayerSequence:
 
     @classmethod
     def of(cls, model: nn.Module, stacks: Sequence[StackDescription]) -> LayerSequence:
-        """Return the sequence of a model's stacks. Stacks without layers are dropped."""
+        """Create the layer sequence of a model from its stacks, except stacks without layers."""
         found = []
         for at, stack in enumerate(stacks):
             calls = stack.layer_calls or _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
@@ -184,21 +193,21 @@ class LayerSequence:
         """Index of the first layer call of each stack."""
         return tuple(accumulate((len(s.layer_calls) for s in self.stacks[:-1]), initial=0))[: len(self.stacks)]
 
-    def stack_of(self, layer: int) -> int:
+    def find_stack_index(self, layer: int) -> int:
         """Return the index of the stack that contains a layer call."""
         return max(i for i, start in enumerate(self.starts) if start <= layer)
 
-    def received_states(self, layer: int) -> tuple[str, ...]:
-        """Return the states that a stage starting at ``layer`` receives: "hidden", "context" or both."""
+    def list_received_states(self, layer: int) -> tuple[str, ...]:
+        """Return the names of the activations that a stage receives if it starts at ``layer``: "hidden", "context"."""
         if layer == 0:
             return ()
-        index = self.stack_of(layer)
+        index = self.find_stack_index(layer)
         has_context = index > 0 and self.stacks[index].context is not None
         begins = layer == self.starts[index]
         return (() if begins and has_context else ("hidden",)) + (("context",) if has_context else ())
 
     def stage_ranges(self, bounds: Sequence[int]) -> list[LayerRange]:
-        """Return the layer range of each stage from the stage bounds."""
+        """Return the range of layers of each pipeline stage, from the bounds of a partition."""
         return [LayerRange(a, b) for a, b in pairwise(bounds)]
 
 
@@ -247,12 +256,12 @@ def _find_owner_layers(name: str, layers: LayerSequence, order: Mapping[str, int
 
 
 def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, int]) -> int:
-    """Return the layer call that a tensor outside the layers belongs to, from the registration order."""
+    """Return the layer call that a parameter outside the layers belongs to, from the order of registration."""
     starts = layers.starts
     firsts = [min(at for n, at in order.items() if _is_inside(n, s.layer_calls[0])) for s in layers.stacks]
     later = [i for i, first in enumerate(firsts) if order[name] < first]
     follows = later[0] if later else len(firsts)  # the next stack
-    shared = [_count_common_parts(name, s.layers) for s in layers.stacks]
+    shared = [_count_common_prefix(name, s.layers) for s in layers.stacks]
     nearest = max(shared[:follows], default=-1)
     if follows < len(firsts) and shared[follows] >= nearest:
         # a tensor that is passed directly between two stacks is computed on the stage that sends it
@@ -261,8 +270,8 @@ def _find_adjacent_layer(name: str, layers: LayerSequence, order: Mapping[str, i
     return starts[earlier] + len(layers.stacks[earlier].layer_calls) - 1
 
 
-def _count_common_parts(name: str, layers: str) -> int:
-    pairs = zip(name.split("."), layers.split("."), strict=False)
+def _count_common_prefix(name: str, path: str) -> int:
+    pairs = zip(name.split("."), path.split("."), strict=False)
     return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
 
@@ -271,7 +280,11 @@ def _is_inside(name: str, path: str) -> bool:
 
 
 def no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> ConfigError:
-    """Return the error for a model whose policy describes no stack of layers; ``notes`` are its reasons."""
+    """Return the error for a pipeline over a model whose policy describes no stack of layers.
+
+    Args:
+        notes: reasons that the policy reports.
+    """
     why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
         f"pipe={size} needs a stack of layers, but the policy of {type(model).__name__} describes none{why}",
@@ -284,7 +297,7 @@ MIN_COST = 1e-9
 
 
 def estimate_layer_costs(model: nn.Module, chain: LayerSequence, owners: Mapping[str, frozenset[int]]) -> list[float]:
-    """Estimate the cost per token of each layer call: the number of elements of its matrices and active experts.
+    """Estimate the cost of each layer call as the number of weight elements that a token is multiplied by.
 
     Embedding lookups are free. Modules before and after a stack count for its first and last layer.
     """
@@ -315,25 +328,27 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 def measure_layer_costs(
     model: nn.Module, chain: LayerSequence, run: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure the forward time of each layer call in seconds, as the minimum over several rounds.
+    """Measure the forward time of each layer call in seconds, as the minimum over ``rounds`` forwards.
 
     The time between two layers counts for the second, the time after the last layer for the last.
     """
     marks: list[float] = []
 
-    def mark(*_: Any) -> None:
+    def record_time(*_: Any) -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
-    handles = [model.get_submodule(path).register_forward_hook(mark) for path in dict.fromkeys(chain.layer_calls)]
+    handles = [
+        model.get_submodule(path).register_forward_hook(record_time) for path in dict.fromkeys(chain.layer_calls)
+    ]
     found: list[list[float]] = []
     try:
         for _ in range(rounds + 1):  # the first round is a warm-up
             marks.clear()
-            mark()
+            record_time()
             run()
-            mark()
+            record_time()
             marks[-2:] = marks[-1:]  # the last layer ends with the model
             found.append([b - a for a, b in pairwise(marks)])
     finally:

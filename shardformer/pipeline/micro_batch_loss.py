@@ -1,4 +1,4 @@
-"""Loss of a batch that runs as micro-batches, equal to the loss of the full batch.
+"""Weights the losses of micro-batches so that their sum equals the loss of the full batch.
 
 Micro-batches can count different numbers of labels, because of padding or a short last micro-batch. The mean of their
 means then differs from the mean over the tokens of the batch. While the model's head runs, ``LossWeights``
@@ -34,8 +34,8 @@ from torch.overrides import TorchFunctionMode
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.label_tracing import LabelForm, LabelTracer, TensorSize, evaluate, find_label_forms
-from shardformer.pipeline.micro_batches import Tensors, named_tensors_in, rebuild_container
+from shardformer.pipeline.label_tracing import LabelForm, LabelTracer, TensorSize, evaluate_expression, find_label_forms
+from shardformer.pipeline.micro_batches import Tensors, iterate_named_tensors, rebuild_container
 from shardformer.torch_compat import has_data, to_list
 
 _CLASS_LOSSES = "cross_entropy nll_loss linear_cross_entropy"
@@ -64,12 +64,12 @@ LossCount = Tensor | int
 
 @dataclass(frozen=True, eq=False)
 class LossCall:
-    """One call of a loss function.
+    """Recorded call of a loss function of ``torch.nn.functional``.
 
     Args:
         named: arguments by name.
         basis: the tensor that determines the count: labels or weights.
-        ignored: class index of ignored labels.
+        ignore_index: class index of ignored labels.
     """
 
     func: Callable[..., Tensor]
@@ -78,7 +78,7 @@ class LossCall:
     named: Mapping[str, Any]
     reduction: str
     basis: Tensor | None
-    ignored: int | None
+    ignore_index: int | None
 
     @classmethod
     def bind(cls, func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> LossCall:
@@ -104,7 +104,7 @@ class LossCall:
 
     @property
     def has_classes(self) -> bool:
-        """Whether the count basis contains class indices."""
+        """Whether the target of the loss contains class indices."""
         return RECORDED_LOSSES[self.func] == "classes" and self.basis is not None and not self.basis.is_floating_point()
 
     @property
@@ -112,14 +112,14 @@ class LossCall:
         return self.named.get("weight") is not None and (self.has_classes or self.func in _WEIGHT_NORMALIZED_LOSSES)
 
     def compute(self) -> Tensor:
-        """Compute the loss as it was called."""
+        """Call the loss function with the recorded arguments."""
         return self.func(*self.args, **self.kwargs)
 
     def compute_count(self) -> LossCount:
-        """Return the denominator of the mean."""
+        """Return the number by which a mean loss divides the sum of its elements."""
         if self.has_classes or self.has_weights:
             assert self.basis is not None
-            return self.count_labels(self.basis, self.ignored)
+            return self.count_labels(self.basis, self.ignore_index)
         first: Tensor = next(iter(self.named.values()))
         if self.reduction == "batchmean":
             return first.shape[0] if first.dim() else 1
@@ -131,14 +131,17 @@ class LossCall:
             return int(torch.broadcast_shapes(first.shape, self.basis.shape).numel())
         return self.basis.numel() // self._num_classes()  # class probabilities
 
-    def count_labels(self, basis: Tensor, ignored: int | None) -> LossCount:
-        """Return the denominator of the mean for other labels or weights; all elements for tensors without values."""
+    def count_labels(self, basis: Tensor, ignore_index: int | None) -> LossCount:
+        """Return the denominator of the mean loss for another target or weight tensor.
+
+        Counts all elements of a tensor without data.
+        """
         if not has_data(basis):
             return basis.numel()
         weight: Tensor | None = self.named.get("weight")
         if not self.has_classes:
             return basis.detach().sum(dtype=torch.float64)
-        counted = torch.ones_like(basis, dtype=torch.bool) if ignored is None else basis != ignored
+        counted = torch.ones_like(basis, dtype=torch.bool) if ignore_index is None else basis != ignore_index
         if weight is None:
             return counted.sum()
         of_target = weight.detach().double()[torch.where(counted, basis, 0).to(weight.device)]
@@ -146,15 +149,15 @@ class LossCall:
 
     @property
     def ignores_extra_class(self) -> bool:
-        """Whether the ignored index equals the number of classes, as for positions outside the text."""
-        return self.has_classes and self.ignored == self._num_classes()
+        """Whether ``ignore_index`` equals the number of classes, as in losses of question answering."""
+        return self.has_classes and self.ignore_index == self._num_classes()
 
-    def find_ignored_index(self, here: Tensors, there: Tensors) -> int | None:
-        """Return the ignored index in another micro-batch, which differs if it is a sequence length."""
-        if self.ignored is None or not self.ignores_extra_class:
-            return self.ignored
-        size = TensorSize.match(self.ignored, here)
-        return size.evaluate(there) if isinstance(size, TensorSize) else size
+    def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
+        """Return the ``ignore_index`` for another micro-batch, which differs if it equals the sequence length."""
+        if self.ignore_index is None or not self.ignores_extra_class:
+            return self.ignore_index
+        size = TensorSize.match(self.ignore_index, tensors)
+        return size.evaluate(other_tensors) if isinstance(size, TensorSize) else size
 
     def _num_classes(self) -> int:
         if "linear_weight" in self.named:
@@ -163,7 +166,7 @@ class LossCall:
         return logits.shape[1] if logits.dim() > 1 else logits.shape[0]
 
     def compute_with(self, reduction: str) -> Tensor:
-        """Compute the loss with another reduction."""
+        """Call the loss function with another value of ``reduction``."""
         arguments = {n: value for n, value in self.named.items() if n not in ("size_average", "reduce", "reduction")}
         first = [arguments.pop(name) for name in list(arguments)[:2]]  # vocabulary-parallel logits need them positional
         return self.func(*first, **arguments, reduction=reduction)
@@ -180,7 +183,10 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossTotals:
-    """The i-th loss call of all micro-batches, with counts predicted for means and observed for sums."""
+    """Label counts of all micro-batches for the i-th loss call of a forward.
+
+    Predicted for mean losses, observed for summed losses.
+    """
 
     name: str
     is_mean: bool
@@ -191,17 +197,17 @@ class _LossTotals:
 
 @dataclass
 class _RecordedLosses:
-    """Losses of one micro-batch. Tensors with autograd history are kept only until ``of``."""
+    """Losses recorded in the forward of one micro-batch. ``scale_loss`` frees them."""
 
     parts: list[Tensor] = field(default_factory=list)  # the model receives clones, which it may modify
     reductions: list[str] = field(default_factory=list)
 
 
 class LossWeights:
-    """Scales the mean losses of each micro-batch to its share of the full batch's loss.
+    """Scales the losses of micro-batches so that they sum to the loss of the full batch.
 
     Call ``start(m)`` and ``stop()`` around the head of each micro-batch's forward, backward on the result of
-    ``of(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
+    ``scale_loss(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
 
     The host synchronizes with the device in the first forward and in ``finish`` only. On the CPU, checks run at once.
 
@@ -209,10 +215,10 @@ class LossWeights:
         micro_batches: all micro-batches; shapes may differ.
         sizes: number of samples of each.
         loss_weight: micro-batch -> number of counted labels. The loss is then weighted by it, and none is recorded.
-        found: label forms found in earlier steps. It is extended.
-        over: (data axis, device for communication) if the full batch spans all data ranks. Losses are then multiplied
-            by the number of ranks, because gradients are averaged. Communicates one number per loss before the first
-            backward.
+        label_forms: label forms that earlier steps found, by index of the loss. New ones are added.
+        data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
+            multiplied by the number of ranks, because gradients are averaged. Communicates one number per loss before
+            the first backward.
         counts: whether to compute ``counted`` even for a single micro-batch.
     """
 
@@ -221,15 +227,15 @@ class LossWeights:
         micro_batches: Sequence[Mapping[str, Any]],
         sizes: Sequence[int],
         loss_weight: LossWeight | None = None,
-        found: dict[int, LabelForm] | None = None,
-        over: tuple[Axis, torch.device] | None = None,
+        label_forms: dict[int, LabelForm] | None = None,
+        data_axis: tuple[Axis, torch.device] | None = None,
         *,
         counts: bool = False,
     ) -> None:
         assert len(micro_batches) == len(sizes), (len(micro_batches), len(sizes))
         self._micro_batches, self._sizes = micro_batches, sizes
-        self._label_forms = {} if found is None else found
-        self._data_axis = over if over is not None and over[0].size > 1 else None
+        self._label_forms = {} if label_forms is None else label_forms
+        self._data_axis = data_axis if data_axis is not None and data_axis[0].size > 1 else None
         self._num_ranks = 1 if self._data_axis is None else self._data_axis[0].size
         self._is_full_batch = len(micro_batches) == 1 and self._data_axis is None
         self._counts, self._weight = counts, 0.0
@@ -245,7 +251,7 @@ class LossWeights:
         """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
     def start(self, index: int) -> None:
-        """Start recording losses for micro-batch ``index``. ``stop()`` must follow."""
+        """Start recording the loss calls of micro-batch ``index``. Call ``stop`` after its forward."""
         self.stop()
         if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
@@ -255,18 +261,18 @@ class LossWeights:
             self._losses = []
         self._forwards[index] = _RecordedLosses()
         needs_labels = index == self._first and not self._is_full_batch
-        trace = LabelTracer(dict(named_tensors_in(self._micro_batches[index]))) if needs_labels else None
+        trace = LabelTracer(dict(iterate_named_tensors(self._micro_batches[index]))) if needs_labels else None
         self._recorder = _LossRecorder(self, index, trace)
         self._recorder.__enter__()
 
     def stop(self) -> None:
-        """Stop recording losses."""
+        """Stop recording loss calls."""
         watch, self._recorder = self._recorder, None
         if watch is not None:
             watch.__exit__(None, None, None)
 
-    def of(self, index: int, loss: Tensor) -> Tensor:
-        """Return the micro-batch's share of the full batch's loss. The shares of all micro-batches sum to that loss.
+    def scale_loss(self, index: int, loss: Tensor) -> Tensor:
+        """Scale the loss of a micro-batch to its share of the full batch's loss.
 
         Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
@@ -279,20 +285,23 @@ class LossWeights:
         if not forward.parts:
             unreduced = " except with reduction='none'" if "none" in forward.reductions else ""
             raise not_sum_of_means_error(
-                f"The model called no loss of torch.nn.functional{unreduced}, but returned the loss {loss.detach()}"
+                f"The model called no loss function of torch.nn.functional{unreduced}, but returned the loss "
+                f"{loss.detach()}"
             )
         if loss.numel() != 1:
-            raise not_sum_of_means_error(f"The loss of micro-batch {index} has the shape {tuple(loss.shape)}, not ()")
+            raise not_sum_of_means_error(
+                f"The loss of micro-batch {index} has the shape {tuple(loss.shape)} instead of ()"
+            )
         if len(forward.parts) != len(self._losses):
             raise not_sum_of_means_error(
-                f"Micro-batch {index} called {len(forward.parts)} losses, but micro-batch {self._first} called "
-                f"{len(self._losses)}"
+                f"The model called {len(forward.parts)} loss functions for micro-batch {index}, but "
+                f"{len(self._losses)} for micro-batch {self._first}"
             )
         self._check_sum(index, loss, forward)
         return loss.detach() if self._is_evaluation else loss
 
     def finish(self) -> None:
-        """Run the deferred checks after all forwards. Raises ConfigError."""
+        """Run the checks that were deferred to avoid device synchronizations. Raises ConfigError if one fails."""
         checks, self._deferred_checks = self._deferred_checks, []
         results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
@@ -302,19 +311,19 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels in the full batch's loss; None for a sum or for means over different numbers."""
+        """Number of labels that the full batch's loss averages over; None if its terms have different numbers."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors(self) -> Tensor:
-        """A hash of the factors of the mean losses, which must be equal on all data ranks."""
+        """Hash of the factors that the model multiplies its mean losses by. It must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
     def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """Record a loss of micro-batch ``index``, and return its share of the full batch's loss."""
+        """Record a loss call of micro-batch ``index``, and return the loss scaled to its share of the full batch."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
@@ -322,20 +331,21 @@ class LossWeights:
             self._losses.append(_LossTotals(call.name, call.is_mean, total=total))
         if self._is_full_batch or call.reduction == "none":
             return call.compute()
-        number = len(forward.parts)
+        loss_index = len(forward.parts)
         if index == self._first:
             self._losses.append(_LossTotals(call.name, call.is_mean))
             if call.is_mean:
-                self._count_total(self._losses[-1], index, trace, call, number)
+                self._store_counts(self._losses[-1], index, trace, call, loss_index)
             else:
                 self.has_only_class_means = False
-        elif [(x.name, x.is_mean) for x in self._losses[number : number + 1]] != [(call.name, call.is_mean)]:
+        elif [(x.name, x.is_mean) for x in self._losses[loss_index : loss_index + 1]] != [(call.name, call.is_mean)]:
             raise not_sum_of_means_error(
-                f"Micro-batch {index} called {call.name} as loss {number}, unlike other micro-batches"
+                f"The model computes loss {loss_index} of micro-batch {index} with {call.name}, but with another loss "
+                f"function or reduction in micro-batch {self._first}"
             )
         elif call.is_mean:
-            self._check_count(index, number, call)
-        part = self._scale(self._losses[number], index, call)
+            self._check_count(index, loss_index, call)
+        part = self._compute_share(self._losses[loss_index], index, call)
         if self._is_evaluation:
             part = part.detach().requires_grad_()
         forward.parts.append(part)
@@ -343,10 +353,10 @@ class LossWeights:
             return part.clone()
 
     def grad_mode(self, index: int) -> AbstractContextManager[Any]:
-        """Enable gradients on the recorded losses in evaluation, too, to obtain their factors."""
+        """Context that enables gradients in evaluation, to compute the factors of the recorded losses."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
-    def _scale(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
+    def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:
         if not call.is_mean:
             loss.seen[index] = call.compute_count()
             return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()
@@ -355,8 +365,11 @@ class LossWeights:
             return call.compute()
         return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
 
-    def _count_total(self, loss: _LossTotals, *call: Any) -> None:
-        """Store a loss's counts. If they cannot be computed, other ranks receive NaN instead of waiting."""
+    def _store_counts(self, loss: _LossTotals, *call: Any) -> None:
+        """Store the predicted label counts of a mean loss.
+
+        If the prediction fails, sends NaN to the other data ranks so that they do not wait.
+        """
         try:
             loss.n_m = self._predict_counts(*call)
         except ShardFormerError:
@@ -364,30 +377,32 @@ class LossWeights:
             raise
         loss.total = self._sum_over_data(sum(loss.n_m))
 
-    def _sum_over_data(self, here: float) -> float:
+    def _sum_over_data(self, value: float) -> float:
         if self._data_axis is None:
-            return here
+            return value
         axis, device = self._data_axis
-        summed = all_reduce(torch.tensor(here, dtype=torch.float64, device=device), axis, purpose="loss")
-        total = float(summed) if has_data(summed) else here * axis.size
-        if math.isnan(here) or not math.isnan(total):
+        summed = all_reduce(torch.tensor(value, dtype=torch.float64, device=device), axis, purpose="loss")
+        total = float(summed) if has_data(summed) else value * axis.size
+        if math.isnan(value) or not math.isnan(total):
             return total
-        raise InputError("Another data rank could not count the labels in its loss", remedy="Read that rank's error")
+        raise InputError(
+            "Another data rank could not count the labels of its loss", remedy="Read the error of that rank in its log"
+        )
 
     def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
         weights = [float(loss_weight(m)) for m in self._micro_batches]
         total = self._weight = self._sum_over_data(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
-                f"loss_weight returned {weights}, but weights must be non-negative with a positive sum",
+                f"loss_weight returned {weights}, but the weights must be non-negative and their sum positive",
                 remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum())",
             )
         return [weight * self._num_ranks / total for weight in weights]
 
-    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, number: int) -> list[float]:
+    def _predict_counts(self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int) -> list[float]:
         here = call.compute_count()
-        tensors = [dict(named_tensors_in(m)) for m in self._micro_batches]
-        n_m = self._predict_from_basis(first, trace, call, number, tensors)
+        tensors = [dict(iterate_named_tensors(m)) for m in self._micro_batches]
+        n_m = self._predict_from_labels(first, trace, call, loss_index, tensors)
         self.has_only_class_means = self.has_only_class_means and n_m is not None and call.has_classes
         if n_m is None:
             n_m = self._predict_from_samples(first, call, here)
@@ -397,10 +412,10 @@ class LossWeights:
             n_m = torch.stack([torch.as_tensor(n, dtype=torch.float64, device=device) for n in n_m]).tolist()
         return [float(n) for n in n_m]
 
-    def _predict_from_basis(
-        self, first: int, trace: LabelTracer | None, call: LossCall, number: int, tensors: list[dict[Any, Tensor]]
+    def _predict_from_labels(
+        self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
-        """Predict the counts from the other micro-batches' labels. Returns None if their origin is unknown."""
+        """Predict the label count of each micro-batch from its labels. Returns None if they are unknown."""
         basis, here = call.basis, tensors[first]
         if basis is None:
             return None
@@ -408,55 +423,55 @@ class LossWeights:
 
         def count(m: int, there: Tensor) -> LossCount:
             if counts:
-                return call.count_labels(there.to(basis.device), call.find_ignored_index(here, tensors[m]))
+                return call.count_labels(there.to(basis.device), call.find_ignore_index(here, tensors[m]))
             assert isinstance(n, int)
             return n * there.numel() // max(basis.numel(), 1)
 
         expression = None if trace is None else trace.expression_of(basis)
         if expression is not None:
             try:
-                bases = [evaluate(expression, of_m) for of_m in tensors]
+                bases = [evaluate_expression(expression, of_m) for of_m in tensors]
             except (RuntimeError, IndexError, TypeError, ValueError, KeyError):
                 bases = []  # an expression with a fixed length, in a micro-batch of another length
-            if bases and _equals(bases[first], basis):
+            if bases and _is_equal_tensor(bases[first], basis):
                 return [count(m, there) for m, there in enumerate(bases)]
         if not call.has_classes:
             return None
-        ignored = -100 if call.ignored is None else call.ignored
-        used = [form for i, form in self._label_forms.items() if i < number]
-        forms = find_label_forms(basis, here, ignored, call.ignores_extra_class, used)
+        ignore_index = -100 if call.ignore_index is None else call.ignore_index
+        used = [form for i, form in self._label_forms.items() if i < loss_index]
+        forms = find_label_forms(basis, here, ignore_index, call.ignores_extra_class, used)
         if not forms:
             return None
-        form = self._label_forms[number] if self._label_forms.get(number) in forms else forms[0]
-        self._label_forms[number] = form
-        there_m = [call.find_ignored_index(here, of_m) for of_m in tensors]
-        return [count(m, form(tensors[m], ignored if i is None else i)) for m, i in enumerate(there_m)]
+        form = self._label_forms[loss_index] if self._label_forms.get(loss_index) in forms else forms[0]
+        self._label_forms[loss_index] = form
+        there_m = [call.find_ignore_index(here, of_m) for of_m in tensors]
+        return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
-    def _predict_from_samples(self, first: int, call: LossCall, here: LossCount) -> list[Any]:
-        """Predict counts in proportion to the samples, if no label is ignored."""
+    def _predict_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
+        """Predict label counts in proportion to the samples of each micro-batch, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
-        if call.has_weights or (full is not None and int(here) != full) or int(here) % size:
+        if call.has_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
             shape = None if call.basis is None else tuple(call.basis.shape)
             raise not_sum_of_means_error(
-                f"{call.name} counts {float(here):g} labels in {size} samples of micro-batch {first}, but the "
-                f"micro-batch contains no such labels of shape {shape}"
+                f"The loss {call.name} counts {float(first_count):g} labels in {size} samples of micro-batch {first}, "
+                f"but the micro-batch contains no tensor of shape {shape} with these labels"
             )
-        return [int(here) // size * other for other in self._sizes]
+        return [int(first_count) // size * other for other in self._sizes]
 
-    def _check_count(self, index: int, number: int, call: LossCall) -> None:
-        expected, seen = self._losses[number].n_m[index], torch.as_tensor(call.compute_count())
+    def _check_count(self, index: int, loss_index: int, call: LossCall) -> None:
+        expected, seen = self._losses[loss_index].n_m[index], torch.as_tensor(call.compute_count())
         name = call.name  # the deferred check must not keep the logits alive
-        self._check(
+        self._require(
             (seen - expected).abs() <= 1e-6 * abs(expected),
             lambda: (
-                f"{name}, loss {number} of the model, counts {float(seen):g} labels in micro-batch {index} instead of "
-                f"{expected:g}"
+                f"The function {name} (loss {loss_index} of the model) counts {float(seen):g} labels in micro-batch "
+                f"{index} instead of the predicted {expected:g}"
             ),
         )
 
     def _check_sum(self, index: int, loss: Tensor, forward: _RecordedLosses) -> None:
-        """Check that the loss is a linear combination of the recorded losses with the first micro-batch's factors."""
+        """Check that every micro-batch's loss is the same linear combination of its recorded losses."""
         if loss.requires_grad:
             factors = self._compute_factors(loss, forward)
         elif self._is_evaluation:  # detached, or not computed from the recorded losses
@@ -468,7 +483,7 @@ class LossWeights:
         bound = 8 * max(torch.finfo(dtype).eps for dtype in dtypes)
         value, expected = loss.detach().double(), values.sum()
         scale = value.abs() + values.abs().sum()
-        self._check(  # NaN passes
+        self._require(  # NaN passes
             ~((value - expected).abs() > bound * scale),
             lambda: (
                 f"The loss of micro-batch {index} is {float(value):.6g}, but its mean losses sum to "
@@ -477,11 +492,11 @@ class LossWeights:
         )
         self._factors[index] = factors
         before = self._factors[next(iter(self._factors))]
-        self._check(
+        self._require(
             ~((factors - before).abs() > bound * before.abs()).any(),
             lambda: (
-                f"The mean losses have the factors {factors.tolist()} in micro-batch {index}, but {before.tolist()} in "
-                "another"
+                f"The model multiplies its mean losses by {factors.tolist()} in micro-batch {index}, but by "
+                f"{before.tolist()} in another micro-batch"
             ),
         )
 
@@ -494,23 +509,23 @@ class LossWeights:
         return torch.stack([zero if grad is None else grad.double() for grad in of_parts])
 
     def _check_no_divided_sum(self) -> None:
-        """Refuse summed losses that the model divides by the micro-batch's count, because they are means."""
-        for number, loss in enumerate(self._losses):
+        """Raise ConfigError if the model divides a summed loss by the label count of a micro-batch."""
+        for loss_index, loss in enumerate(self._losses):
             n_m = {m: float(n) for m, n in loss.seen.items()}
             total = self._sum_over_data(sum(n_m.values())) if n_m else 0.0
             for m, n in n_m.items():
-                factor = float(self._factors[m][number]) if m in self._factors else 0.0
+                factor = float(self._factors[m][loss_index]) if m in self._factors else 0.0
                 if n < total and abs(factor * n - 1) < 1e-6:
                     raise not_sum_of_means_error(
                         f"The model divides the sum of {loss.name} by {n:g}, the number of labels in micro-batch {m}"
                     )
 
-    def _check(self, ok: Tensor, problem: Problem) -> None:
-        """Raise the error now on the CPU, or in ``finish`` to avoid a device synchronization."""
-        if ok.device.type != "cpu":
-            self._deferred_checks.append((ok, problem))
-        elif not to_list(ok):
-            raise not_sum_of_means_error(problem())
+    def _require(self, is_valid: Tensor, describe: Problem) -> None:
+        """Raise ConfigError if ``is_valid`` is False: now on the CPU, or in ``finish`` on a GPU."""
+        if is_valid.device.type != "cpu":
+            self._deferred_checks.append((is_valid, describe))
+        elif not to_list(is_valid):
+            raise not_sum_of_means_error(describe())
 
 
 class _LossRecorder(TorchFunctionMode):
@@ -531,7 +546,7 @@ class _LossRecorder(TorchFunctionMode):
         return out
 
 
-def _equals(x: Tensor, basis: Tensor) -> bool:
+def _is_equal_tensor(x: Tensor, basis: Tensor) -> bool:
     return x.shape == basis.shape and bool(to_list((x.detach().to(basis) == basis.detach()).all()))
 
 
@@ -546,18 +561,18 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
     )
 
 
-IS_TRYING: ContextVar[bool] = ContextVar("shardformer_is_trying_a_loss", default=False)
+IN_TRIAL: ContextVar[bool] = ContextVar("shardformer_is_trying_a_loss", default=False)
 RELATIVE, ABSOLUTE = 1e-3, 1e-6
 """Tolerances of losses in fp32."""
 
 
 class GatherInTrialError(Exception):
-    """Raised if a loss gathers the samples of all data ranks in a trial."""
+    """Raised by ``gather_over_data`` inside a trial of the loss function."""
 
 
 @torch.no_grad()
 def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, size: int, num_parts: int) -> bool:
-    """Return whether a loss of two samples differs from both the mean and the sum of their losses, on one rank.
+    """Return whether ``loss_fn`` compares samples: its loss of two samples is neither the mean nor the sum.
 
     Args:
         output, batch: for ``size`` samples.
@@ -565,7 +580,7 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
     """
     if size < 2:
         return False
-    token = IS_TRYING.set(True)
+    token = IN_TRIAL.set(True)
     try:
         alone = [
             float(loss_fn(_select_rows(output, size, i, i + 1), _select_rows(batch, size, i, i + 1))) for i in (0, 1)
@@ -576,16 +591,16 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
     except Exception:  # no error, no finding
         return False
     finally:
-        IS_TRYING.reset(token)
+        IN_TRIAL.reset(token)
     if not all(map(math.isfinite, (*alone, both))):
         return False
     return not is_mean_or_sum(alone, both, ABSOLUTE + RELATIVE * max(abs(x) for x in (*alone, both)))
 
 
-def is_mean_or_sum(alone: Sequence[float], both: float, tolerance: float) -> bool:
-    """Return whether the loss of two groups of samples may be a weighted mean of their losses, or is the sum."""
-    is_mean = min(alone) - tolerance <= both <= max(alone) + tolerance
-    return is_mean or abs(both - sum(alone)) <= tolerance
+def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: float) -> bool:
+    """Return whether ``joint_loss`` can be a weighted mean of the losses of two parts, or is their sum."""
+    is_mean = min(part_losses) - tolerance <= joint_loss <= max(part_losses) + tolerance
+    return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 
 
 def _select_rows(value: Any, size: int, begin: int, end: int) -> Any:

@@ -37,7 +37,7 @@ Ends = list[int]
 
 
 def special_token_ids(config: Any) -> dict[str, int]:
-    """Return the special token ids of a config by field.
+    """Return the fields of a model config that contain special token ids.
 
     >>> from types import SimpleNamespace
     >>> special_token_ids(SimpleNamespace(image_token_id=7, video_token_index=8, hidden_size=9))
@@ -48,28 +48,30 @@ def special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of the grids in a batch, and of the inputs with a row per patch."""
+    """Return the names of the batch's grids (patches per image), and of the inputs with a row per patch."""
     names = set()
-    for grid, units in _iterate_grids(batch):
-        flat = [name for name in _list_inputs_of_length(batch, sum(units)) if name not in (grid, MEDIA_TOKEN_FIELDS)]
+    for grid, patch_counts in _iterate_grids(batch):
+        flat = [
+            name for name in _list_inputs_of_length(batch, sum(patch_counts)) if name not in (grid, MEDIA_TOKEN_FIELDS)
+        ]
         names |= {grid, *flat} if flat else set()
     return names
 
 
 def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
-    """Return the row ends of each sample for all inputs without a row per sample.
+    """Find where the rows of each sample end, for all inputs without a row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
     ends: dict[str, Ends] = {}
-    for grid, units in [*_iterate_grids(batch), *_iterate_counts(batch, samples)]:
-        names = _find_flattened(batch, grid, sum(units), samples)
+    for grid, patch_counts in [*_iterate_grids(batch), *_iterate_count_inputs(batch, samples)]:
+        names = _find_per_patch_inputs(batch, grid, sum(patch_counts), samples)
         if not names:
             continue
-        images = _find_image_ends(batch, grid, units, samples, ids)
-        patches = [0, *accumulate(units)]
+        images = _find_image_ends(batch, grid, patch_counts, samples, ids)
+        patches = [0, *accumulate(patch_counts)]
         found = {grid: images, **{name: [patches[i] for i in images] for name in names}}
-        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(units), samples), images)
+        found |= dict.fromkeys(_iterate_per_image_inputs(batch, grid, len(patch_counts), samples), images)
         for name, rows in found.items():
             if ends.setdefault(name, rows) != rows:
                 raise _ambiguous_rows_error(batch, name, samples, f"it matches {grid} and another grid")
@@ -77,14 +79,14 @@ def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[s
 
 
 def _iterate_grids(batch: Mapping[Any, Any]) -> Iterator[tuple[str, list[int]]]:
-    """Yield each grid and the number of patches of each image."""
+    """Yield the name of each grid input of a batch, and the number of patches of each image."""
     for name, x in batch.items():
         if isinstance(name, str) and "grid" in name and _is_integer(x) and x.dim() == 2 and x.shape[1] <= 3:
             yield name, to_list(x.prod(-1))
 
 
-def _iterate_counts(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
-    """Yield each input that counts the rows of another input per sample, and its counts."""
+def _iterate_count_inputs(batch: Mapping[Any, Any], samples: int) -> Iterator[tuple[str, list[int]]]:
+    """Yield the name and values of each input that contains the number of rows per sample of another input."""
     for name, x in batch.items():
         words = set(name.split("_")) if isinstance(name, str) else set()
         if words & set(COUNTS) and _is_integer(x) and x.shape == (samples,):
@@ -103,8 +105,8 @@ def _has_same_modality(name: str, grid: str) -> bool:
     return ("video" in name or "second" in name) == ("video" in grid)
 
 
-def _find_flattened(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
-    """Return the inputs with a row per patch. Raises InputError if the rows might be samples."""
+def _find_per_patch_inputs(batch: Mapping[Any, Any], grid: str, length: int, samples: int) -> list[str]:
+    """Return the names of the inputs with a row per patch. Raises InputError if the rows might be samples."""
     names = [name for name in _list_inputs_of_length(batch, length) if name != grid]
     names = [name for name in names if _has_same_modality(name, grid)] or names
     if names and length == samples and batch[grid].dim() == 1:
@@ -115,7 +117,7 @@ def _find_flattened(batch: Mapping[Any, Any], grid: str, length: int, samples: i
 
 
 def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, samples: int) -> Iterator[str]:
-    """Yield other inputs with a row or number per image."""
+    """Yield the names of inputs, other than the grid, with one row or number per image."""
     if batch[grid].dim() == 1:
         return
     for name, x in batch.items():
@@ -126,12 +128,12 @@ def _iterate_per_image_inputs(batch: Mapping[Any, Any], grid: str, images: int, 
             yield name
 
 
-def _find_image_ends(batch: Mapping[Any, Any], grid: str, units: Sequence[int], samples: int, ids: Ids) -> Ends:
+def _find_image_ends(batch: Mapping[Any, Any], grid: str, patch_counts: Sequence[int], samples: int, ids: Ids) -> Ends:
     if batch[grid].dim() == 1:
         return list(range(samples + 1))
     candidates, known = _count_media_tokens(batch, grid, ids)
-    matches = [ends for counts in candidates if (ends := _split_images(counts, units)) is not None]
-    if not candidates and len(units) == samples:
+    matches = [ends for counts in candidates if (ends := _split_images(counts, patch_counts)) is not None]
+    if not candidates and len(patch_counts) == samples:
         return list(range(samples + 1))  # the batch contains only images
     if matches and all(ends == matches[0] for ends in matches):
         return matches[0]
@@ -142,7 +144,10 @@ def _find_image_ends(batch: Mapping[Any, Any], grid: str, units: Sequence[int], 
 
 
 def _count_media_tokens(batch: Mapping[Any, Any], grid: str, ids: Ids) -> tuple[list[list[int]], bool]:
-    """Return candidates for the placeholder tokens per sample, and whether the token is known."""
+    """Count the placeholder tokens of each sample, for each token id that may be the placeholder.
+
+    Also returns whether the placeholder's id is known.
+    """
     kinds, tokens = batch.get(KINDS), batch.get(MEDIA_TOKEN_FIELDS)
     of = "video" if "video" in grid else "audio" if "audio" in grid else "image"
     if isinstance(kinds, Tensor):
@@ -160,27 +165,31 @@ def _count_per_row(tokens: Tensor, token: int) -> list[int]:
     return list(to_list((tokens == token).flatten(1).sum(-1)))
 
 
-def _split_images(tokens: Sequence[int], units: Sequence[int]) -> Ends | None:
-    """Return the end of each sample's images, given placeholder tokens per sample and patches per image, or None.
+def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
+    """Return where the images of each sample end, or None if the token and patch counts do not match.
+
+    Args:
+        tokens: number of placeholder tokens of each sample.
+        patch_counts: number of patches of each image.
 
     >>> _split_images([6, 1], [8, 16, 4])  # a token per four patches
     [0, 2, 3]
     >>> _split_images([3, 4], [8, 16, 4]) is None
     True
     """
-    if not sum(tokens) or sum(units) % sum(tokens):
+    if not sum(tokens) or sum(patch_counts) % sum(tokens):
         return None
-    share = sum(units) // sum(tokens)
-    places = {patches: image for image, patches in enumerate(accumulate(units, initial=0))}
+    share = sum(patch_counts) // sum(tokens)
+    places = {patches: image for image, patches in enumerate(accumulate(patch_counts, initial=0))}
     ends = [places.get(share * n) for n in accumulate(tokens, initial=0)]
-    if any(n % share for n in units) or len(places) <= len(units):
+    if any(n % share for n in patch_counts) or len(places) <= len(patch_counts):
         return None
     return [end for end in ends if end is not None] if None not in ends else None
 
 
 def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
     return InputError(
-        f"The rows of {name}, a tensor of shape {tuple(batch[name].shape)}, cannot be assigned to {samples} samples: "
+        f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be assigned to {samples} samples: "
         f"{why}",
         rule="Tensors with a row per image or patch are split by the placeholder tokens of each sample",
         remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
@@ -194,29 +203,29 @@ TensorPath = tuple[Any, ...]
 Tensors = Mapping[TensorPath, Tensor]
 
 
-def named_tensors_in(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
-    """Yield all tensors of a micro-batch with their paths."""
+def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[TensorPath, Tensor]]:
+    """Yield the path and value of every tensor in a nested micro-batch."""
     if isinstance(value, Tensor):
         yield name, value
     elif isinstance(value, Mapping):
         for key, part in value.items():
-            yield from named_tensors_in(part, (*name, key))
+            yield from iterate_named_tensors(part, (*name, key))
     elif isinstance(value, list | tuple):
         for i, part in enumerate(value):
-            yield from named_tensors_in(part, (*name, i))
+            yield from iterate_named_tensors(part, (*name, i))
 
 
 def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """Return the number of samples of each micro-batch, from their number or from the size of all but the last.
+    """Return the number of samples of each micro-batch, from ``micro_batches`` or ``micro_batch_size``.
 
     >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
     >>> micro_batch_sizes(7, micro_batches=None, micro_batch_size=3)
     [3, 3, 1]
 
-    Raises ConfigError as ``check_sizes``, or for more micro-batches than samples.
+    Raises ConfigError for invalid arguments, or for more micro-batches than samples.
     """
-    check_sizes(micro_batches, micro_batch_size)
+    check_micro_batch_arguments(micro_batches, micro_batch_size)
     if micro_batch_size is not None:
         full, remainder = divmod(batch_size, micro_batch_size)
         return [micro_batch_size] * full + [remainder] * (remainder > 0)
@@ -233,12 +242,12 @@ def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_si
 MAX_MICRO_BATCHES = 2**14
 
 
-def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None:
-    """Raise ConfigError unless exactly one argument is set, to a positive int."""
+def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int | None) -> None:
+    """Raise ConfigError unless exactly one of the two arguments is a positive int and the other is None."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
             f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set",
-            remedy="Pass one of the two",
+            remedy="Pass either micro_batches or micro_batch_size",
         )
     if micro_batches is None:
         check_int("micro_batch_size", micro_batch_size)
@@ -252,12 +261,13 @@ def check_sizes(micro_batches: int | None, micro_batch_size: int | None) -> None
 
 
 def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
-    """Return the batch size: the first dim of ``batch[main]``, or of the first tensor without a row per patch.
+    """Return the number of samples of a batch.
 
+    This is the first dim of ``batch[main]``, or of the first tensor without a row per patch.
     Raises ConfigError if the batch contains no tensor with a first dim.
     """
     named = _find_main_input(batch, main) if main in batch or find_flattened_inputs(batch) else None
-    for _, tensor in named_tensors_in([named, _without_flattened(batch), *_list_grids(batch)]):
+    for _, tensor in iterate_named_tensors([named, _drop_flattened_inputs(batch), *_list_grids(batch)]):
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
@@ -272,11 +282,11 @@ def _find_main_input(batch: Mapping[Any, Any], main: str | None) -> Any:
     return next((batch[name] for name in known), None)
 
 
-def _without_flattened(value: Any) -> Any:
+def _drop_flattened_inputs(value: Any) -> Any:
     if not isinstance(value, Mapping):
         return value
     flat = find_flattened_inputs(value)
-    return {name: _without_flattened(inner) for name, inner in value.items() if name not in flat}
+    return {name: _drop_flattened_inputs(inner) for name, inner in value.items() if name not in flat}
 
 
 def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
@@ -309,39 +319,39 @@ def split_batch(
         )
     if len(sizes) == 1:
         return [dict(batch)]
-    splitter = _BatchSplit([0, *accumulate(sizes)], _find_main_input(batch, main), ids)
+    splitter = _BatchSplitter([0, *accumulate(sizes)], _find_main_input(batch, main), ids)
     parts = splitter.split_mapping(batch)
     return [{name: column[i] for name, column in parts.items()} for i in range(len(sizes))]
 
 
 @dataclasses.dataclass(frozen=True)
-class _BatchSplit:
-    """Splits the values of one batch at ``ends``, in samples."""
+class _BatchSplitter:
+    """Splits all inputs of a batch into micro-batches that end at the samples ``ends``."""
 
     ends: Ends
     main: Any
     ids: Ids
 
     def split_mapping(self, batch: Mapping[Any, Any], path: str = "") -> dict[Any, list[Any]]:
-        """Return the parts of each value."""
+        """Return the micro-batch slices of each input, by the input's name."""
         rows = find_sample_ends(batch, self.ends[-1], self.ids)
         return {
             name: self._slice_rows(value, [rows[name][end] for end in self.ends])
             if name in rows
-            else self._split(value, f"{path}{name}")
+            else self._split_value(value, f"{path}{name}")
             for name, value in batch.items()
         }
 
-    def _split(self, value: Any, path: str) -> list[Any]:
+    def _split_value(self, value: Any, path: str) -> list[Any]:
         if isinstance(value, Tensor):
             return self._split_tensor(value, path)
         if has_entry_per_sample(value, self.ends[-1]):
             return self._slice_rows(value, self.ends)
-        if isinstance(value, Mapping) and any(True for _ in named_tensors_in(value)):
+        if isinstance(value, Mapping) and any(True for _ in iterate_named_tensors(value)):
             inner = self.split_mapping(value, f"{path}.")
             return [rebuild_container(value, {name: column[i] for name, column in inner.items()}) for i in self._parts]
-        if isinstance(value, list | tuple) and any(True for _ in named_tensors_in(value)):
-            columns = [self._split(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
+        if isinstance(value, list | tuple) and any(True for _ in iterate_named_tensors(value)):
+            columns = [self._split_value(inner, f"{path}[{i}]") for i, inner in enumerate(value)]
             return [rebuild_container(value, [column[i] for column in columns]) for i in self._parts]
         return [value for _ in self._parts]
 
@@ -387,7 +397,7 @@ def has_entry_per_sample(value: Any, samples: int) -> bool:
 
 def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
     return InputError(
-        f"{path}, a tensor of shape {tuple(x.shape)}, has {x.shape[0]} rows in a batch of {samples} samples: {why}",
+        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}",
         rule="The first dim of a tensor is the samples. Image patches also need a grid with a row per image "
         "(image_grid_thw)",
         remedy="Pass one row per sample, or one row (x[None]) that all samples share. Or avoid splitting with one "
@@ -438,12 +448,12 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
     return first if all(torch.equal(part, first) for part in parts) else None
 
 
-def rebuild_container(one: Any, content: Any) -> Any:
-    """Return a container of the type of ``one``, or ``content`` itself if the type cannot be constructed from it."""
-    if isinstance(one, tuple) and hasattr(one, "_fields"):
-        return type(one)(*content)
+def rebuild_container(template: Any, content: Any) -> Any:
+    """Return ``content`` in a container of the type of ``template``, or ``content`` itself if that type rejects it."""
+    if isinstance(template, tuple) and hasattr(template, "_fields"):
+        return type(template)(*content)
     try:
-        return type(one)(content)
+        return type(template)(content)
     except TypeError:
         return content
 

@@ -1,4 +1,4 @@
-"""Sends activations forward and gradients backward between pipeline stages."""
+"""Point-to-point communication of activations and gradients between pipeline stages."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TO_NEXT_STAGE, TO_PREVIOUS_STAGE = 1, 2
 
 
 class PointToPoint:
-    """Sends and receives between ranks of the pipe axis, in order within each direction.
+    """Point-to-point sends and receives between ranks of the pipe axis, in order within each direction.
 
     A transport that serializes the messages of two ranks is duplicated, so that activations and gradients do not wait
     for each other. All processes must construct their PointToPoint at the same time.
@@ -40,15 +40,15 @@ class PointToPoint:
             self._transports[TO_PREVIOUS_STAGE] = context.world.connect(context.grid.rank_groups("pipe"))
 
     def send(self, x: Tensor, to: int, purpose: str) -> PendingCollective:
-        """Start sending a contiguous tensor, which must not change until the returned work completes."""
-        way = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
+        """Start an asynchronous send of a contiguous tensor, which must not change until the send completes."""
+        tag = TO_NEXT_STAGE if to > self.axis.rank else TO_PREVIOUS_STAGE
         event = record("send", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].send(x, to, way)], lambda: x, event)
+        return PendingCollective([self._transports[tag].send(x, to, tag)], lambda: x, event)
 
     def receive(self, x: Tensor, source: int, purpose: str) -> PendingCollective:
-        way = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
+        tag = TO_NEXT_STAGE if source < self.axis.rank else TO_PREVIOUS_STAGE
         event = record("receive", self.axis, bytes_of(x), purpose, ranks=2)
-        return PendingCollective([self._transports[way].receive(x, source, way)], lambda: x, event)
+        return PendingCollective([self._transports[tag].receive(x, source, tag)], lambda: x, event)
 
 
 HEADER_BYTES = 1024
@@ -58,16 +58,16 @@ PREFETCHED_MESSAGES = 4
 
 @dataclass(frozen=True)
 class TensorMeta:
-    """Metadata of one tensor of a message.
+    """Shape, dtype and sharding of one tensor in a message between stages.
 
     Args:
-        trains: whether the tensor needs a gradient.
+        requires_grad: whether the tensor needs a gradient.
         is_sharded: whether each tensor-parallel rank sends one shard of it.
     """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
-    trains: bool
+    requires_grad: bool
     is_sharded: bool
 
     @property
@@ -80,7 +80,10 @@ TensorMetas = tuple[TensorMeta, ...]
 
 @dataclass
 class _PostedMessage:
-    """A message whose receives are posted: first its header, if the shapes are unknown."""
+    """Message from another stage whose asynchronous receives are posted.
+
+    If the shapes are unknown, the receive of a header with the shapes is posted first.
+    """
 
     action: Action
     header: tuple[Tensor, Any] | None = None
@@ -90,7 +93,7 @@ class _PostedMessage:
 
 @dataclass
 class _MessageQueue:
-    """Messages from one rank, in the order in which it sends them."""
+    """Messages expected from one rank of the pipe axis, in the order in which that rank sends them."""
 
     source: int
     expected: deque[Action]
@@ -98,7 +101,7 @@ class _MessageQueue:
 
 
 class StageExchange:
-    """Messages of one step between this rank and all other ranks of the pipe axis.
+    """Exchanges activations and gradients between this rank and the other ranks of the pipe axis.
 
     ``known`` maps (receiving virtual stage, key of the micro-batch) to the metadata of the activations, across steps.
     A trace of a single rank receives no headers. It takes the metadata from ``given``, the ``known`` of earlier
@@ -125,15 +128,19 @@ class StageExchange:
         """Log of this process's collectives."""
         return self._point_to_point.axis.traffic
 
-    def begin(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
-        """Prepare for a step whose micro-batches have these keys."""
+    def begin_step(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
+        """Start the communication of a training step.
+
+        Args:
+            keys: one key per micro-batch, equal for micro-batches with equal activation shapes.
+        """
         self._schedule, self._keys = schedule, keys
         self._arrived.clear()
         orders = (list_messages(schedule, source, self._rank) for source in range(self._point_to_point.axis.size))
         self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
     def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
-        """Send the result of ``action``: activations after a forward, gradients after a backward.
+        """Send the activations of a forward to the next stage, or the gradients of a backward to the previous stage.
 
         Gradients are passed for the tensors that need one; None stands for zero.
         """
@@ -148,15 +155,15 @@ class StageExchange:
             is_new = key not in self.known
             if self.known.setdefault(key, metas) != metas:
                 raise InputError(
-                    f"A stage computed activations of shapes {[s.sizes for s in metas]}, but an earlier micro-batch of "
-                    f"the same shape gave {[s.sizes for s in self.known[key]]}",
+                    f"A stage computed activations of shapes {[s.sizes for s in metas]}, but for an earlier "
+                    f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}",
                     remedy="Pad the batch so that its shape determines the shapes of all activations",
                 )
             parts = [t.detach() for t in parts]
             if receiver != self._rank and is_new:
                 self._start_send(_encode_header(metas, self.device), receiver, "header")
         else:
-            metas = tuple(s for s in self.known[key] if s.trains)
+            metas = tuple(s for s in self.known[key] if s.requires_grad)
             parts = [
                 torch.zeros(s.sizes, dtype=s.dtype, device=self.device) if t is None else t
                 for t, s in zip(tensors, metas, strict=True)
@@ -180,35 +187,35 @@ class StageExchange:
             self._sent.popleft()
 
     def prefetch(self) -> None:
-        """Post the receives of the next messages of every rank, to overlap them with computation."""
+        """Post receives for the next messages of all ranks, to overlap the transfers with computation."""
         for incoming in self._incoming.values():
-            self._post_next(incoming)
+            self._post_next_receives(incoming)
 
-    def activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
-        """Return the activations from the virtual stage before ``stage``, and their metadata."""
-        parts = self._wait_for(Action(ActionKind.FORWARD, stage - 1, micro_batch))
+    def receive_activations(self, stage: int, micro_batch: int) -> tuple[list[Tensor], TensorMetas]:
+        """Wait for the activations that virtual stage ``stage`` receives for a micro-batch, and their metadata."""
+        parts = self._receive(Action(ActionKind.FORWARD, stage - 1, micro_batch))
         return parts, self.known[stage, self._keys[micro_batch]]
 
-    def gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
-        """Return the gradients of the activations that ``stage`` sent and that need one."""
-        return self._wait_for(Action(kind, stage + 1, micro_batch))
+    def receive_gradients(self, stage: int, micro_batch: int, kind: ActionKind) -> list[Tensor]:
+        """Wait for the gradients of the activations that virtual stage ``stage`` sent for a micro-batch."""
+        return self._receive(Action(kind, stage + 1, micro_batch))
 
-    def _wait_for(self, action: Action) -> list[Tensor]:
+    def _receive(self, action: Action) -> list[Tensor]:
         began = time.perf_counter()
         while _result_key(action) not in self._arrived:
             incoming = self._incoming[self._schedule.placement[action.stage]]
-            self._post_next(incoming)
+            self._post_next_receives(incoming)
             posted = incoming.posted.popleft()
-            self._arrived[_result_key(posted.action)] = self._wait_posted(incoming, posted)
-            self._post_next(incoming)
+            self._arrived[_result_key(posted.action)] = self._complete_receive(incoming, posted)
+            self._post_next_receives(incoming)
         self.seconds_waited += time.perf_counter() - began
         return self._arrived.pop(_result_key(action))
 
-    def _post_next(self, incoming: _MessageQueue) -> None:
+    def _post_next_receives(self, incoming: _MessageQueue) -> None:
         posted = incoming.posted
         while incoming.expected and len(posted) < PREFETCHED_MESSAGES and not (posted and posted[-1].header):
             action = incoming.expected[0]
-            metas = self._metas_of(action)
+            metas = self._get_metas(action)
             if metas is None and action.kind is not ActionKind.FORWARD:
                 return  # the gradient has the shapes of an activation that this rank has not sent yet
             posted.append(_PostedMessage(incoming.expected.popleft()))
@@ -216,9 +223,9 @@ class StageExchange:
                 header = torch.empty(HEADER_BYTES, dtype=torch.uint8, device=self.device)
                 posted[-1].header = header, self._point_to_point.receive(header, incoming.source, "header")
             else:
-                self._post(incoming.source, posted[-1], metas)
+                self._post_tensor_receives(incoming.source, posted[-1], metas)
 
-    def _post(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
+    def _post_tensor_receives(self, source: int, posted: _PostedMessage, metas: TensorMetas) -> None:
         for shape in metas:
             start, end = self._local_bounds(shape)
             sizes = (end - start,) if shape.is_sharded else shape.sizes
@@ -227,37 +234,37 @@ class StageExchange:
             if part.numel():
                 posted.works.append(self._point_to_point.receive(part, source, _describe_purpose(posted.action)))
 
-    def _metas_of(self, action: Action) -> TensorMetas | None:
+    def _get_metas(self, action: Action) -> TensorMetas | None:
         metas = self.known.get(self._boundary_key(action))
         if metas is None or action.kind is ActionKind.FORWARD:
             return metas
-        return tuple(s for s in metas if s.trains)
+        return tuple(s for s in metas if s.requires_grad)
 
     def _boundary_key(self, action: Action) -> tuple[int, Hashable]:
         return max(action.stage, action.receiver_stage), self._keys[action.micro_batch]
 
-    def _wait_posted(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
+    def _complete_receive(self, incoming: _MessageQueue, posted: _PostedMessage) -> list[Tensor]:
         action, self.waiting_for = posted.action, incoming.source
         if posted.header is not None:
             header, work = posted.header
             work.wait()
             key = self._boundary_key(action)
             self.known[key] = pickle.loads(bytes(header.tolist())) if has_data(header) else self._infer_metas(*key)
-            self._post(incoming.source, posted, self.known[key])
+            self._post_tensor_receives(incoming.source, posted, self.known[key])
         for work in posted.works:
             work.wait()
         self.waiting_for = None
-        metas = self._metas_of(action)
+        metas = self._get_metas(action)
         assert metas is not None
         return [self._gather_full(part, shape) for part, shape in zip(posted.parts, metas, strict=True)]
 
     def _infer_metas(self, boundary: int, key: Hashable) -> TensorMetas:
-        """Return the metadata at the nearest earlier boundary, because a trace receives headers without values."""
+        """Infer the metadata of activations from the nearest earlier stage, in a trace that receives no headers."""
         metas_at = {**self.given, **self.known}
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:
             raise ConfigError(
-                f"Stage {boundary} cannot be traced before the shapes of its input activations are known",
+                f"Virtual stage {boundary} cannot be traced because the shapes of its input activations are unknown",
                 remedy="Trace stage 0 with the same batch first, and assign its exchange.known to exchange.given",
             )
         return earlier[max(earlier)]
@@ -268,8 +275,8 @@ class StageExchange:
         lengths = [b - a for a, b in pairwise(even_bounds(shape.numel, self._tensor.size))]
         return all_gather(part, self._tensor, 0, lengths=lengths, purpose="arrival").view(shape.sizes)
 
-    def finish(self) -> None:
-        """Wait until all sends have completed."""
+    def wait_for_sends(self) -> None:
+        """Wait until all asynchronous sends of this step have completed."""
         while self._sent:
             work, _ = self._sent.popleft()
             work.wait()

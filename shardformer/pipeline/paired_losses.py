@@ -28,7 +28,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.label_tracing import LabelTracer
 from shardformer.pipeline.micro_batch_loss import (
     ABSOLUTE,
-    IS_TRYING,
+    IN_TRIAL,
     RELATIVE,
     GatherInTrialError,
     LossCall,
@@ -36,7 +36,7 @@ from shardformer.pipeline.micro_batch_loss import (
     is_mean_or_sum,
 )
 from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
-from shardformer.pipeline.runtime import Batch, LastStage, LossFn
+from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.random_state import fork_random_state
 from shardformer.torch_compat import disable_current_modes, is_compiled
@@ -52,7 +52,7 @@ SAMPLES_PER_PART = 2
 
 
 def gather_over_data(x: Tensor, context: Any) -> Tensor:
-    """All-gather the samples of all data ranks, in rank order, with gradients.
+    """All-gather a tensor of samples over the data ranks, with gradients.
 
     Use it in a ``loss_fn`` that compares all samples of the batch. Every data rank then computes the loss of the full
     batch, and the mean over data ranks has the gradients of one device. Requires one micro-batch.
@@ -72,7 +72,7 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
             f"gather_over_data received context={context!r:.60}, which is not a ParallelContext",
             remedy="Pass engine.context or the context that launch_from_torch returned",
         )
-    if IS_TRYING.get():
+    if IN_TRIAL.get():
         raise GatherInTrialError
     if context.data.size == 1:
         return x
@@ -96,7 +96,7 @@ class _GatherSamples(Function):
 
 
 class Finding(IntEnum):
-    """Result of a trial on one rank."""
+    """Result of one rank's trial: whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
     INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself refuses it
@@ -105,20 +105,24 @@ class Finding(IntEnum):
     COMPARES = 4  # the loss compares the samples of a batch
 
 
-def merge_findings(every: Sequence[Sequence[int]]) -> list[int] | None:
-    """Merge the (finding, whether random numbers were drawn) of all ranks. Returns None if they are inconclusive.
+def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
+    """Merge the trial results of all ranks. Returns None if the loss is random and the results are inconclusive.
+
+    Args:
+        rank_results: (finding, whether random numbers were drawn) of each rank.
+
 
     A loss that is not repeatable without random numbers reads samples of other data ranks, which change in between.
     """
-    found = [finding for finding, _ in every]
+    found = [finding for finding, _ in rank_results]
     if Finding.NOT_REPEATABLE not in found:
         return found
-    return None if any(drew for _, drew in every) else [*found, Finding.GATHERS]
+    return None if any(drew for _, drew in rank_results) else [*found, Finding.GATHERS]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A few samples of this rank's batch as micro-batches of one forward, and the interpretation of their losses.
+    """Comparison of the losses of two groups of samples, separately (A, B) and as one batch (AB).
 
     Args:
         parts: A and B.
@@ -134,14 +138,18 @@ class Trial:
     uses_counts: bool
     rejects_unknown: bool
 
-    def micro_batches(self, data_rank: int) -> list[Batch]:
-        """Return A and B with weighted losses; A, B and AB; and A again (B except on the first data rank)."""
+    def list_micro_batches(self, data_rank: int) -> list[Batch]:
+        """Return the six micro-batches of the trial: A, B, A, B, AB, and a repetition.
+
+        The first two have weighted losses. The first data rank repeats A, the others repeat B.
+        """
         return [*self.parts, *self.parts, self.both, self.parts[min(data_rank, 1)]]
 
     def classify(self, losses: Sequence[float], *, data_rank: int, eps: float) -> Finding:
-        """Return the finding for the losses: weighted A plus weighted B, A, B, AB, and the repetition.
+        """Classify a loss function by its losses of the trial's micro-batches.
 
         Args:
+            losses: weighted A plus weighted B, A, B, AB, and the repetition.
             eps: machine epsilon of the model's dtype.
         """
         weighted, first, second, both, repeated = losses
@@ -160,7 +168,7 @@ class Trial:
 def make_trial(
     batch: Batch, main: str | None, ids: Ids, *, needs_full_samples: bool, uses_counts: bool, rejects_unknown: bool
 ) -> Trial | None:
-    """Return a trial of the first samples of a batch, or None if the samples cannot be separated.
+    """Create a trial from the first samples of a batch. Returns None if the samples cannot be separated.
 
     Args:
         main, ids: as in ``split_batch``.
@@ -183,8 +191,8 @@ def make_trial(
     return None
 
 
-class TrialHead(LastStage):
-    """Records the losses of a trial without raising errors."""
+class TrialOutputs(LastStageOutputs):
+    """Collects the losses of a trial, and ignores errors of the loss function."""
 
     def __init__(
         self, trial: Trial, parts: Sequence[Batch], stage_forward: StageForward, loss_fn: LossFn | None
@@ -199,23 +207,27 @@ class TrialHead(LastStage):
             super().begin_head(micro_batch)
 
     def end_head(self, micro_batch: int, output: Any) -> None:
-        token = IS_TRYING.set(True)
+        token = IN_TRIAL.set(True)
         try:
-            loss = self._loss_of(output, self._parts[micro_batch])
+            loss = self._extract_loss(output, self._parts[micro_batch])
             self.close()
             if micro_batch < 2:
-                loss = loss * math.nan if self._trial_weights is None else self._trial_weights.of(micro_batch, loss)
+                loss = (
+                    loss * math.nan
+                    if self._trial_weights is None
+                    else self._trial_weights.scale_loss(micro_batch, loss)
+                )
             self._losses_seen[micro_batch] = float(loss)
         except GatherInTrialError:
             self.has_gathered = True
         except Exception:  # no error, no finding
             return
         finally:
-            IS_TRYING.reset(token)
+            IN_TRIAL.reset(token)
             self.close()
 
     def losses(self) -> list[float]:
-        """Return the losses in the order of ``Trial.classify``."""
+        """Return the losses of the trial's micro-batches in the order that ``Trial.classify`` expects."""
         try:
             if self._trial_weights is not None:
                 self._trial_weights.finish()
@@ -225,7 +237,7 @@ class TrialHead(LastStage):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that raise errors after the forward instead of inside it."""
+    """Loss weights that raise errors after the model's forward instead of inside it."""
 
     _first_error: Exception | None = None
 
@@ -237,15 +249,17 @@ class _DeferredLossWeights(LossWeights):
                 self._first_error = problem
         return call.compute()
 
-    def of(self, index: int, loss: Tensor) -> Tensor:
+    def scale_loss(self, index: int, loss: Tensor) -> Tensor:
         if self._first_error is not None:
             raise self._first_error
-        return super().of(index, loss)
+        return super().scale_loss(index, loss)
 
 
 @contextmanager
 def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """Restore random states, buffers and plain attributes of the modules on exit, and disable the user's forward hooks.
+    """Context for a trial forward, which restores the random states, buffers and plain attributes of the model on exit.
+
+    Disables the forward hooks that the user registered.
 
     Yields a list, which on exit contains the modules that wrote to their buffers.
     """
@@ -290,7 +304,7 @@ def _is_user_hook(hook: Any) -> bool:
 def report_finding(
     findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
-    """Raise ConfigError, or warn, if a divided batch has a loss that compares its samples.
+    """Raise ConfigError or warn if the loss compares samples that are in different micro-batches or data ranks.
 
     Args:
         findings: findings of all ranks.

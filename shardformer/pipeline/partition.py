@@ -39,8 +39,8 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
-def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence[float] | float = 0) -> list[int]:
-    """Return the bounds that minimize the cost of the slowest stage.
+def partition_balanced(costs: Sequence[float], num_stages: int, extra_costs: Sequence[float] | float = 0) -> list[int]:
+    """Return the stage bounds that minimize the cost of the most expensive pipeline stage.
 
     Ties prefer the most even layer counts (smallest sum of squares), then fewer layers in the earlier stages, which
     keep more micro-batches in flight.
@@ -49,26 +49,26 @@ def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence
     [0, 4, 5]
     >>> partition_balanced([1, 1, 1, 1, 1], 2)
     [0, 2, 5]
-    >>> partition_balanced([1, 1, 1, 1], 2, before=[2, 0])     # the first stage has additional work
+    >>> partition_balanced([1, 1, 1, 1], 2, extra_costs=[2, 0])     # the first stage has additional work
     [0, 1, 4]
 
     Args:
         costs: cost of each layer, including the embedding in the first and the head in the last.
-        before: additional cost of a stage; one number for all stages, or one per stage.
+        extra_costs: additional cost of a stage; one number for all stages, or one per stage.
 
     Raises ConfigError for more stages than layers, or an invalid cost.
     """
     _check_counts(len(costs), num_stages)
-    base_costs = [before] * num_stages if isinstance(before, int | float) else list(before)
+    base_costs = [extra_costs] * num_stages if isinstance(extra_costs, int | float) else list(extra_costs)
     if len(base_costs) != num_stages:
         raise ConfigError(
-            f"before has {len(base_costs)} numbers for {num_stages} stages",
-            remedy=f"Pass {num_stages} numbers, or one for all stages",
+            f"The argument extra_costs has {len(base_costs)} numbers for {num_stages} stages",
+            remedy=f"Pass {num_stages} numbers, or one number for all stages",
         )
     _check_costs("costs", costs)
-    _check_costs("before", base_costs)
+    _check_costs("extra_costs", base_costs)
     # integers: rounding must not decide between two partitions
-    units, base_units = _as_integers(costs, base_costs)
+    units, base_units = _scale_to_integers(costs, base_costs)
     sums = [0, *accumulate(units)]
     peak = _minimize_partition(sums, base_units, math.inf, 0, lambda cost, count, after: max(cost, after))
     _, counts = _minimize_partition(
@@ -78,7 +78,7 @@ def partition_balanced(costs: Sequence[float], num_stages: int, before: Sequence
 
 
 def partition_uniform(layers: int, num_stages: int) -> list[int]:
-    """Return the bounds of a partition with equal layer counts.
+    """Return the stage bounds that give each pipeline stage the same number of layers.
 
     If the number of layers is not divisible, the extra layers go to the middle stages, later ones first because earlier
     stages keep more micro-batches in flight. Then follow the first stage, which also computes the embedding, and the
@@ -101,7 +101,7 @@ def partition_uniform(layers: int, num_stages: int) -> list[int]:
 
 
 def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> list[int]:
-    """Return the bounds for user-specified layer counts, one per stage.
+    """Return the stage bounds for the number of layers that the user specified for each stage.
 
     >>> partition_explicit([3, 4, 4, 1], 12, 4)
     [0, 3, 7, 11, 12]
@@ -125,7 +125,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     total = sum(counts)
     if total != layers:
         wrong = (
-            f"omits {_range_of(total, layers)}"
+            f"omits {_format_layers(total, layers)}"
             if total < layers
             else f"assigns {total} layers, but the model has {layers}"
         )
@@ -133,8 +133,8 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     return [0, *accumulate(counts)]
 
 
-def _range_of(start: int, end: int) -> str:
-    """Format the layers ``start`` to ``end - 1``: ``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``."""
+def _format_layers(start: int, end: int) -> str:
+    """Format a range of layers as text: ``layer 11``, ``layers 10 and 11`` or ``layers 9 to 11``."""
     if end - start == 1:
         return f"layer {start}"
     return f"layers {start} {'and' if end - start == 2 else 'to'} {end - 1}"
@@ -165,30 +165,34 @@ def _check_costs(name: str, costs: Sequence[float]) -> None:
             )
 
 
-def _as_integers(*groups: Sequence[float]) -> list[list[int]]:
-    """Scale all numbers by one power of two so that each becomes an int, without rounding."""
+def _scale_to_integers(*groups: Sequence[float]) -> list[list[int]]:
+    """Multiply all numbers by the same power of two, so that each becomes an int without rounding."""
     ratios = [[float(x).as_integer_ratio() for x in group] for group in groups]
     unit = max((d for group in ratios for _, d in group), default=1)
     return [[n * (unit // d) for n, d in group] for group in ratios]
 
 
 def _minimize_partition(
-    sums: Sequence[int], base_costs: Sequence[int], limit: float, end: Any, value: Callable[[int, int, Any], Any]
+    sums: Sequence[int],
+    base_costs: Sequence[int],
+    limit: float,
+    empty_value: Any,
+    extend: Callable[[int, int, Any], Any],
 ) -> Any:
-    """Return the smallest value of a partition in which no stage costs more than ``limit``.
+    """Return the smallest value of all partitions whose stages cost at most ``limit``, by dynamic programming.
 
     Args:
-        end: value of the empty partition.
-        value: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
+        empty_value: value of the empty partition.
+        extend: (cost of a stage, its layer count, value of the later stages) -> value including the stage.
     """
     layers = len(sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
-    best_from: list[Any] = [None] * layers + [end]
+    best_from: list[Any] = [None] * layers + [empty_value]
     for base_cost in reversed(base_costs):
         best_from = [
             min(
                 (
-                    value(cost, j - i, best_from[j])
+                    extend(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
                     if best_from[j] is not None and (cost := base_cost + sums[j] - sums[i]) <= limit
                 ),

@@ -1,4 +1,4 @@
-"""Pipeline: trains a sharded model with one call per batch, on one or several pipeline stages."""
+"""Trains and evaluates a sharded model with one call per batch, on one or several pipeline stages."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import micro_batches as splitting
 from shardformer.pipeline import paired_losses as trials
 from shardformer.pipeline.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
-from shardformer.pipeline.micro_batches import named_tensors_in
+from shardformer.pipeline.micro_batches import iterate_named_tensors
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.paired_losses import Finding, Trial
-from shardformer.pipeline.runtime import Batch, LastStage, LossFn, NoOutput, Runtime, RunTrace, StepInputs
-from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, fitting_micro_batches, make_schedule
+from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, NoOutput, Runtime, RunTrace, StepInputs
+from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
 from shardformer.pipeline.stage_forward import list_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
 from shardformer.public_names import renamed_arguments
@@ -33,7 +33,7 @@ from shardformer.transformers_compat import keywords_of, with_mask_as_cached
 
 
 def start_training(model: nn.Module) -> nn.Module:
-    """Put a model into train mode, unless some of its modules already are. Returns the model.
+    """Put a model into train mode, unless some of its modules already are in train mode. Returns the model.
 
     ``from_pretrained`` returns models in eval mode. If some modules are in train mode, the user has chosen the modes
     (for example a frozen BatchNorm in eval mode), and only the root module's flag is set.
@@ -46,12 +46,12 @@ def start_training(model: nn.Module) -> nn.Module:
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Return the path of each module -> whether it is in train mode."""
+    """Return the train mode (True) or eval mode (False) of each module by its path."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Restore the modes that ``modes_of`` returned, by calling ``train`` of the modules."""
+    """Put each module into the train or eval mode that ``modes_of`` returned for its path."""
     modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -62,7 +62,7 @@ def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context in which the model is in eval mode. Restores the mode of each module on exit."""
+    """Context that puts a model into eval mode, and restores the mode of each module on exit."""
     before = modes_of(model)
     try:
         model.eval()
@@ -79,7 +79,7 @@ STEPS, OPTIONS = 6, 7
 
 @renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {False: "ranks", True: "tokens"}})
 class Pipeline:
-    """Runs batches as micro-batches through a sharded model, over its pipeline stages.
+    """Splits batches into micro-batches and runs them through the pipeline stages of a sharded model.
 
     Without a pipe axis, the same call runs on one stage and accumulates the gradients of the micro-batches.
 
@@ -126,11 +126,11 @@ class Pipeline:
         self._model, self._state, self._context = model, state, state.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
-        splitting.check_sizes(micro_batches, micro_batch_size)
+        splitting.check_micro_batch_arguments(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
-        self._stages: Stages = state.stages or _single_stage(model, state)
+        self._stages: Stages = state.stages or _make_single_stage(model, state)
         self._label_forms: dict[int, Any] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
@@ -144,15 +144,17 @@ class Pipeline:
         self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
         self._runtime = Runtime(model, stages, self.exchange)
         if micro_batches is not None:
-            self._schedule(micro_batches)  # raises for an invalid number
+            self._make_schedule(micro_batches)  # raises for an invalid number
 
     @property
     def stage_manager(self) -> PipelineStageManager:
-        """Layout of the pipeline stages, and this process's position in it."""
+        """Manager that assigns virtual stages to ranks and knows the stages of this process."""
         return self._manager
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """Run the forward and backward of a batch. Gradients are accumulated in ``.grad``; you call the optimizer.
+        """Run the forward and backward of a batch, and accumulate the gradients in ``.grad``.
+
+        Does not call the optimizer.
 
         Communicates over pipe per micro-batch and stage boundary: the activations in the forward and their gradients in
         the backward. Additionally one small all-gather before and one broadcast after each step. In the first step, and
@@ -168,7 +170,7 @@ class Pipeline:
         reducers = [reducer for reducer in self._state.reducers if not reducer.is_paused]
         keeper = self._state.gradient_owner
         with self._state.paused(), keeper.scaled() if keeper is not None else nullcontext(1.0) as scale:
-            loss = self._run(batch, backward=True, loss_scale=scale).loss
+            loss = self._run_batch(batch, backward=True, loss_scale=scale).loss
         for reducer in reducers:
             reducer.start()
         for reducer in reducers:
@@ -177,14 +179,14 @@ class Pipeline:
         return loss
 
     def evaluate(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """Return the loss of a batch on every rank, without a backward."""
+        """Compute the loss of a batch without gradients, and return it on every rank."""
         with torch.no_grad():
-            loss = self._run(batch, backward=False).loss
+            loss = self._run_batch(batch, backward=False).loss
         assert loss is not None
         return loss
 
     def mean_loss(self, batches: Iterable[Batch]) -> Tensor:
-        """Return the mean loss over several batches on every rank, without a backward.
+        """Compute the mean loss of several batches without gradients, and return it on every rank.
 
         Batches are weighted by their number of counted labels, or by their number of samples if that is unknown. All
         ranks must pass the same number of batches.
@@ -192,7 +194,7 @@ class Pipeline:
         total, weight = torch.zeros((), dtype=torch.float64), 0.0
         for batch in batches:
             with torch.no_grad():
-                head = self._run(batch, backward=False, counts=True)
+                head = self._run_batch(batch, backward=False, counts=True)
             counted = head.counted if head.counted is not None else float(sum(head.sizes))
             assert head.loss is not None
             # the mean over zero labels is NaN
@@ -203,7 +205,7 @@ class Pipeline:
         return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
-        """Return the model's output for a batch on the last stage, without gradients.
+        """Run the forward of a batch without gradients, and return the model's output on the last stage.
 
         Args:
             gather: whether to send the output to all stages.
@@ -213,7 +215,7 @@ class Pipeline:
             ConfigError on access.
         """
         with torch.no_grad():
-            output = self._run(batch, backward=False, wants_output=True).output
+            output = self._run_batch(batch, backward=False, wants_output=True).output
         axis, last = self._manager.axis, self._manager.last_stage
         if gather:
             return collectives.broadcast_object(output, axis, last)
@@ -221,14 +223,14 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
-        """Record the start and end of each action of this rank, and the number of micro-batches in flight."""
+        """Context that records the start and end of this rank's forwards and backwards, for a timeline."""
         self._runtime.trace = RunTrace()
         try:
             yield self._runtime.trace
         finally:
             self._runtime.trace = None
 
-    def _run(
+    def _run_batch(
         self,
         batch: Batch | Sequence[Batch],
         *,
@@ -236,28 +238,28 @@ class Pipeline:
         wants_output: bool = False,
         loss_scale: float = 1.0,
         counts: bool = False,
-    ) -> LastStage:
+    ) -> LastStageOutputs:
         self._runtime.check_not_interrupted()
-        batches = _as_batches(batch)
+        batches = _list_batches(batch)
         parts, sizes = self._split_batches(batches)
-        inputs = self._inputs(parts)
+        inputs = self._select_inputs(parts)
         if self._state.check_call is not None:  # before any communication
             self._state.check_call(self._model, inputs[0])
-        schedule = self._schedule(len(parts))
+        schedule = self._make_schedule(len(parts))
         if not backward:
             schedule = drop_backward(schedule)
         self._check_not_compiled()
         draws = self._check_data_ranks(batches)
         runs_trial = not wants_output and self._must_run_trial(len(parts), backward=backward)
         with fork_random_state(self._context.device):
-            keys, seed = self._compare_stages(parts, backward, _next_seed() if draws else 0)
+            keys, seed = self._compare_stages(parts, backward, _draw_seed() if draws else 0)
             seeds = [(seed + 7919 * i) % 2**62 if seed else None for i in range(len(parts))]
             self._adopt_gradient_checkpointing()
             weights = None
             if not wants_output:
                 over = (self._context.data, self._context.device) if self._averages_tokens else None
                 weights = LossWeights(parts, sizes, self._loss_weight, self._label_forms, over, counts=counts)
-            head = LastStage(parts, sizes, self._stage_forward, weights, self._loss_fn)
+            head = LastStageOutputs(parts, sizes, self._stage_forward, weights, self._loss_fn)
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
                 with self._stages.installed(self._model):
@@ -265,7 +267,7 @@ class Pipeline:
             finally:
                 head.close()
         if draws and self._uses_random():
-            _next_seed()
+            _draw_seed()
         head.finish()
         if not wants_output:
             loss, *noted = self._broadcast_loss(head, runs_trial)
@@ -273,7 +275,7 @@ class Pipeline:
                 _check_factors_agree(*noted[:2])
                 self._must_check_factors = False
             if runs_trial and has_data(loss):
-                self._check_independence(batches, len(parts), *map(bool, to_list(noted[-1] > 0)))
+                self._check_samples_are_independent(batches, len(parts), *map(bool, to_list(noted[-1] > 0)))
             in_fp64 = any(p.dtype == torch.float64 for p in self._model.parameters())
             head.loss = loss if in_fp64 else loss.float()
         return head
@@ -285,22 +287,25 @@ class Pipeline:
             # the model itself, and layers whose forwards are overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
-                    f"{path or type(self._model).__name__} is compiled, which does not work in a pipeline",
+                    f"The module {path or type(self._model).__name__} is compiled, which does not work in a pipeline",
                     remedy="Compile submodules of the layers: for layer in model.model.layers: layer.mlp.compile()",
                 )
 
     def _check_data_ranks(self, batches: Sequence[Batch]) -> bool:
-        """Compare the ranks that share a batch. Returns whether any rank uses random numbers in training."""
+        """Check that all ranks that share a batch received the same batch.
+
+        Returns whether any rank uses random numbers in training.
+        """
         training, watch = self._model.training, self._state.monitor
         if watch is not None:
             watch.training = training
         elif not training:
             return False
-        tensors = [x for batch in batches for _, x in named_tensors_in(batch)]
+        tensors = [x for batch in batches for _, x in iterate_named_tensors(batch)]
         return check_step(self._state, tensors, self._uses_random()) and training
 
-    def _broadcast_loss(self, head: LastStage, runs_trial: bool) -> list[Tensor]:
-        """Return the loss of the batch, and statistics that share its broadcast.
+    def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
+        """Broadcast the loss of the batch from the last stage, together with statistics of the losses.
 
         The statistics are the mean of the loss factors, the mean of their squares, and (whether a trial is needed,
         whether the loss compares samples).
@@ -321,7 +326,7 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
-        """Return whether this step checks if the loss compares samples: the first one in each mode.
+        """Return whether this step must check if the loss compares samples: the first step in train and in eval mode.
 
         Evaluations whose loss is not averaged over data ranks are skipped, because data ranks may run them
         independently.
@@ -332,8 +337,11 @@ class Pipeline:
     def _requires_exact_loss(self, num_parts: int) -> bool:
         return self._loss_weight is None and (num_parts > 1 or self._averages_tokens)
 
-    def _needs_trial(self, head: LastStage) -> bool:
-        """Return whether to run a trial. With several stages, only a ``loss_fn`` is checked, on the last stage."""
+    def _needs_trial(self, head: LastStageOutputs) -> bool:
+        """Return whether a trial must check if the loss compares samples.
+
+        With several stages, the last stage checks ``loss_fn`` without a trial.
+        """
         if self._manager.num_stages > 1:
             return False
         if not self._requires_exact_loss(len(head.sizes)):
@@ -342,8 +350,10 @@ class Pipeline:
             self._model.training and any(map(_is_batch_norm, self._model.modules()))
         )
 
-    def _check_independence(self, batches: Sequence[Batch], num_parts: int, may_compare: bool, compares: bool) -> None:
-        """Raise ConfigError, or warn, if the loss of a divided batch compares its samples. See ``report_finding``.
+    def _check_samples_are_independent(
+        self, batches: Sequence[Batch], num_parts: int, may_compare: bool, compares: bool
+    ) -> None:
+        """Raise ConfigError or warn if the loss compares samples of different micro-batches or data ranks.
 
         Communicates a few numbers per rank if a trial is needed.
         """
@@ -374,7 +384,10 @@ class Pipeline:
         self._checked_modes.add(mode)
 
     def _run_trial_on_all_ranks(self, trial: Trial | None) -> tuple[Sequence[int] | None, list[nn.Module]]:
-        """Return the findings of all ranks (None if the loss is random), and the modules that wrote to buffers."""
+        """Run a trial on every rank, and return all ranks' findings and the modules that wrote to their buffers.
+
+        The findings are None if the loss is random.
+        """
         world = self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
         if not all(has_one for (has_one,) in collectives.all_gather_numbers([trial is not None], world)):
             return (), []
@@ -394,24 +407,24 @@ class Pipeline:
 
     def _run_trial(self, trial: Trial) -> Finding:
         data_rank, compares, trace = self._context.data.rank, self._must_compare_batches, self._runtime.trace
-        parts = trial.micro_batches(data_rank)
-        inputs, head = self._inputs(parts), trials.TrialHead(trial, parts, self._stage_forward, self._loss_fn)
+        parts = trial.list_micro_batches(data_rank)
+        inputs, head = self._select_inputs(parts), trials.TrialOutputs(trial, parts, self._stage_forward, self._loss_fn)
         keys, _ = self._compare_stages(inputs, False, 0)
         self._runtime.trace = None
         try:
             with self._stages.installed(self._model):
-                schedule = drop_backward(self._schedule(len(parts)))
+                schedule = drop_backward(self._make_schedule(len(parts)))
                 self._runtime.run(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
             head.close()
             self._runtime.trace, self._must_compare_batches = trace, compares
         dtypes = {p.dtype for p in self._model.parameters() if p.is_floating_point()}
-        dtypes |= {autocast} if (autocast := _autocast_dtype(self._context.device)) is not None else set()
+        dtypes |= {autocast} if (autocast := _get_autocast_dtype(self._context.device)) is not None else set()
         eps = max((torch.finfo(dtype).eps for dtype in dtypes), default=0.0)
         return Finding.GATHERS if head.has_gathered else trial.classify(head.losses(), data_rank=data_rank, eps=eps)
 
     def _uses_random(self) -> bool:
-        """Return whether this rank may use random numbers: by its config, by observation, or before its first run.
+        """Return whether the layers of this rank may draw random numbers in training.
 
         Ranks of a stage may disagree if another thread draws numbers, so the ranks agree on the result.
         """
@@ -439,7 +452,7 @@ class Pipeline:
             sizes += each
         return parts, sizes
 
-    def _inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
+    def _select_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
         names = keywords_of(self._model) if self._loss_fn is not None else None
         parts = [
             {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
@@ -452,27 +465,29 @@ class Pipeline:
 
     def _fit_to_schedule(self, size: int, each: list[int]) -> list[int]:
         manager = self._manager
-        count = fitting_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(each))
+        count = round_up_micro_batches(manager.schedule, manager.num_stages, manager.num_model_chunks, len(each))
         return splitting.micro_batch_sizes(size, count, None) if count != len(each) and count <= size else each
 
-    def _schedule(self, micro_batches: int) -> Schedule:
+    def _make_schedule(self, micro_batches: int) -> Schedule:
         manager = self._manager
         return make_schedule(manager.schedule, manager.num_stages, micro_batches, manager.num_model_chunks)
 
     def _compare_stages(self, parts: Sequence[Batch], backward: bool, seed: int) -> tuple[list[Hashable], int]:
-        """Return a key of each micro-batch, equal for equal activation shapes, and a common seed.
+        """Check that all stages received the same batch, and return a key per micro-batch and a common random seed.
+
+        The keys of micro-batches with equal activation shapes are equal.
 
         Raises InputError on every stage if stages received batches of different shapes or made different numbers of
         steps. Unless ``check_inputs=False``, also compares the contents of the batches: in the first call, or in every
         call if the consistency monitor is active.
         """
         kinds = tuple((p.requires_grad, p.dtype) for p in self._model.parameters())
-        autocast = _autocast_dtype(self._context.device)
-        shapes = [_shapes_of(part) for part in parts]
+        autocast = _get_autocast_dtype(self._context.device)
+        shapes = [_get_shapes(part) for part in parts]
         axis, watch, training = self._manager.axis, self._state.monitor, self._model.training
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
-        tensors = [t for part in parts for _, t in named_tensors_in(part)] if self._must_compare_batches else []
+        tensors = [t for part in parts for _, t in iterate_named_tensors(part)] if self._must_compare_batches else []
         seen = watch.batch(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
         self._must_compare_batches = self._must_compare_batches and watch is not None
         steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
@@ -487,7 +502,7 @@ class Pipeline:
         return [(s, (*modes, stages)) for s in shapes], next((row[-1] for row in rows if row[-1]), 0)
 
     def _update_placeholder_dtypes(self, stages: tuple[int, ...]) -> None:
-        """Convert the placeholders of other stages' parameters if a stage's parameters have changed.
+        """Convert the placeholders of other stages' parameters if a stage changed the dtypes of its parameters.
 
         Raises InputError on all stages if two stages have the same parameter in different dtypes.
         """
@@ -504,11 +519,11 @@ class Pipeline:
                         f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}",
                         remedy="Convert the model with model.to(dtype), or convert the weight on both stages",
                     )
-        self._stages.placeholders.take_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
+        self._stages.placeholders.convert_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
 
     def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
-        """Return the stages' values without those that may differ between stages (see ``consistency``)."""
+        """Return the gathered values of all stages, with values that may differ between stages made equal."""
         rows = [list(row) for row in gathered]
         are_known = all(row[OPTIONS] for row in rows)
         has_one_kind = len({row[OPTIONS] >> KIND_SHIFT for row in rows}) == 1
@@ -522,7 +537,7 @@ class Pipeline:
 
     def _adopt_gradient_checkpointing(self) -> None:
         if self._manager.num_stages > 1:
-            self._stage_forward.follow_wrappers(self._model)
+            self._stage_forward.move_overrides_to_wrappers(self._model)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._model.get_submodule(path)
             while (name := wrapped_name(layer)) is not None:
@@ -533,7 +548,7 @@ class Pipeline:
                 self.checkpointed.add(path)
 
 
-def _as_batches(batch: Any) -> list[Batch]:
+def _list_batches(batch: Any) -> list[Batch]:
     batches = list(batch) if isinstance(batch, list | tuple) else [batch]
     if batches and all(isinstance(one, Mapping) for one in batches):
         return batches
@@ -544,20 +559,20 @@ def _as_batches(batch: Any) -> list[Batch]:
     )
 
 
-def _shapes_of(part: Batch) -> Hashable:
-    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in named_tensors_in(part))
+def _get_shapes(part: Batch) -> Hashable:
+    return tuple((name, tuple(t.shape), str(t.dtype)) for name, t in iterate_named_tensors(part))
 
 
 def _hash_repr(value: Any) -> int:
-    """Return a hash of a value's repr that is equal in every process."""
+    """Return a hash of ``repr(value)`` that is the same in every process."""
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _autocast_dtype(device: torch.device) -> torch.dtype | None:
+def _get_autocast_dtype(device: torch.device) -> torch.dtype | None:
     return torch.get_autocast_dtype(device.type) if torch.is_autocast_enabled(device.type) else None
 
 
-def _next_seed() -> int:
+def _draw_seed() -> int:
     return 1 + int(to_list(torch.randint(2**62 - 1, (), device="cpu")))
 
 
@@ -588,10 +603,12 @@ def _is_batch_norm(module: nn.Module) -> bool:
 
 def _check_factors_agree(mean: Tensor, mean_square: Tensor) -> None:
     if has_data(mean) and not to_list(mean_square - mean.square() <= 1e-11 * mean_square):
-        raise not_sum_of_means_error("The mean losses have different factors on different data ranks")
+        raise not_sum_of_means_error(
+            "The model multiplies its mean losses by different factors on different data ranks"
+        )
 
 
-def _single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
+def _make_single_stage(model: nn.Module, state: ShardingMetadata) -> Stages:
     manager = PipelineStageManager(state.context, "1f1b")
     state.stages = stages = build_stages(model, state.request.policy, manager)
     stages.uses_random = uses_dropout(model)

@@ -1,4 +1,4 @@
-"""Runs the actions of a pipeline schedule on one rank, for the micro-batches of one step."""
+"""Runs the forwards and backwards of a pipeline schedule on one rank."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from shardformer.errors import ConfigError, InputError, LaunchError
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.pipeline.micro_batch_loss import LossWeights, is_comparing_samples
-from shardformer.pipeline.micro_batches import merge_outputs, named_tensors_in
+from shardformer.pipeline.micro_batches import iterate_named_tensors, merge_outputs
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs
@@ -29,8 +29,8 @@ Batch = Mapping[str, Any]
 LossFn = Callable[[Any, Batch], Tensor]
 
 
-class LastStage:
-    """Collects the outputs of the last stage: weights their losses, or keeps the outputs themselves.
+class LastStageOutputs:
+    """Collects the outputs of the last stage: sums the weighted losses, or keeps the outputs.
 
     Args:
         parts, sizes: the micro-batches and their numbers of samples.
@@ -59,17 +59,17 @@ class LastStage:
         self.output: Any = None
 
     def begin_head(self, micro_batch: int) -> None:
-        """Start recording losses, after the last layer has run."""
+        """Start recording the loss calls of a micro-batch, when the model's head starts."""
         if self._weights is not None:
             self._weights.start(micro_batch)
 
     def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Process the model's output. Returns the loss for the backward, or None."""
+        """Store the model's output for a micro-batch. Returns the weighted loss for the backward, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
         try:
-            loss = self._loss_of(output, self._parts[micro_batch])
+            loss = self._extract_loss(output, self._parts[micro_batch])
         finally:
             self._weights.stop()
         self._check_first_loss(loss, output)
@@ -77,31 +77,31 @@ class LastStage:
             part, size = self._parts[micro_batch], self.sizes[micro_batch]
             self.compares_samples = is_comparing_samples(self._loss_fn, output, part, size, len(self._parts))
             self.checks_comparison = False
-        loss = self._weights.of(micro_batch, loss)
+        loss = self._weights.scale_loss(micro_batch, loss)
         value = loss.detach().double()
         self.loss = value if self.loss is None else self.loss + value
         return loss
 
-    def _loss_of(self, output: Any, part: Batch) -> Tensor:
+    def _extract_loss(self, output: Any, part: Batch) -> Tensor:
         result = output if self._loss_fn is None else self._loss_fn(output, part)
-        loss = loss_in(result)
+        loss = find_loss(result)
         if loss is not None:
             return loss
         source = "model" if self._loss_fn is None else "loss function"
         raise ConfigError(
-            f"The {source} returned {_describe_output(result)}, which contains no loss",
+            f"The {source} returned {_describe_output(result)}, which contains no scalar loss",
             rule="The loss must be a tensor with one element: the return value, its .loss, its ['loss'], or the first "
             "element of a tuple. Models of transformers return a loss if the batch contains labels",
             remedy="Add labels to the batch, or pass loss_fn, a function (output, micro-batch) -> loss",
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
-        """Raise if the first loss is NaN because the labels are ignored or another stage computes its inputs."""
+        """Raise an error if the first loss is NaN because all labels are ignored or another stage computes it."""
         is_valid, self._stage_forward.is_last_layer_valid = self._stage_forward.is_last_layer_valid, None
-        outputs = [t for _, t in named_tensors_in({"output": output})]
+        outputs = [t for _, t in iterate_named_tensors({"output": output})]
         if not is_valid or not is_placeholder(loss) or not any(map(is_placeholder, outputs)):
             return
-        tensors = [(str(name[-1]), t) for part in self._parts for name, t in named_tensors_in(part)]
+        tensors = [(str(name[-1]), t) for part in self._parts for name, t in iterate_named_tensors(part)]
         labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
@@ -116,25 +116,25 @@ class LastStage:
 
     @property
     def has_only_class_means(self) -> bool:
-        """Whether the loss consists of means over class labels of the batch."""
+        """Whether the loss is a sum of means over class labels, which never compare samples."""
         return self._weights is not None and self._weights.has_only_class_means
 
     def close(self) -> None:
-        """Stop recording losses, after the last forward or an error."""
+        """Stop recording loss calls, after the last forward or an error."""
         if self._weights is not None:
             self._weights.stop()
 
     def finish(self) -> None:
         if self._weights is None:
             ordered = [self._outputs[i] for i in sorted(self._outputs)]
-            self.output = without_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
+            self.output = replace_placeholders(merge_outputs(ordered, self.sizes)) if ordered else None
         elif self.loss is not None:
             self._weights.finish()
             self.counted, self.factors = self._weights.counted, self._weights.factors
 
 
-def loss_in(output: Any) -> Tensor | None:
-    """Return the loss in a model's output as a scalar tensor, or None if there is none.
+def find_loss(output: Any) -> Tensor | None:
+    """Find the loss in a model's output, and return it as a scalar tensor or None.
 
     Accepts the forms that the Trainer of transformers accepts (``output.loss``, ``output["loss"]``, the first element
     of a tuple) and the loss itself.
@@ -160,7 +160,7 @@ def _describe_output(output: Any) -> str:
 
 
 class NoOutput:
-    """Return value of ``Pipeline.forward`` on a stage without an output."""
+    """Placeholder that ``Pipeline.forward`` returns on stages without an output. Raises ConfigError on access."""
 
     def __init__(self, stage: int) -> None:
         self._stage = stage
@@ -180,9 +180,9 @@ class NoOutput:
         )
 
 
-def without_placeholders(output: Any) -> Any:
-    """Replace the outputs that only other stages compute, which are NaN here, by None, unless all are NaN."""
-    tensors = [t for _, t in named_tensors_in({"output": output}) if t.is_floating_point() and t.numel()]
+def replace_placeholders(output: Any) -> Any:
+    """Replace the NaN outputs that only another stage computes by None, unless all outputs are NaN."""
+    tensors = [t for _, t in iterate_named_tensors({"output": output}) if t.is_floating_point() and t.numel()]
     placeholders = {id(t) for t in tensors if is_placeholder(t)}
     if len(placeholders) == len(tensors):
         return output
@@ -198,7 +198,7 @@ class _InFlightMicroBatch:
 
 @dataclass
 class StepInputs:
-    """Inputs of one step.
+    """Schedule, micro-batches and seeds that ``Runtime.run`` needs for one step.
 
     Args:
         batches: the micro-batches, on every rank.
@@ -212,15 +212,16 @@ class StepInputs:
     batches: Sequence[Mapping[str, Any]]
     keys: Sequence[Hashable]
     seeds: Sequence[int | None]
-    head: LastStage
+    head: LastStageOutputs
     loss_scale: float = 1.0
 
 
 @dataclass
 class RunTrace:
-    """Start and end of this rank's actions in seconds since ``start``, and the peak number of micro-batches in flight.
+    """Measured start and end of this rank's forwards and backwards, in seconds since ``start``.
 
     Args:
+        in_flight: peak number of micro-batches in flight.
         start: start of the last step by ``time.perf_counter``, which is shared by the processes of one machine.
     """
 
@@ -230,7 +231,7 @@ class RunTrace:
 
 
 class Runtime:
-    """Runs schedules on one rank.
+    """Runs the actions of a pipeline schedule on this rank, and exchanges their results with other stages.
 
     Args:
         model: the model with this rank's parameters.
@@ -249,7 +250,7 @@ class Runtime:
         self.trace: RunTrace | None = None
 
     def check_not_interrupted(self) -> None:
-        """Raise LaunchError if an error interrupted the previous step."""
+        """Raise LaunchError if an error interrupted a previous step, because other stages then still wait."""
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
@@ -259,11 +260,11 @@ class Runtime:
         )
 
     def run(self, step: StepInputs) -> None:
-        """Run this rank's actions. Raises LaunchError if another stage has ended."""
+        """Run this rank's forwards and backwards of one step. Raises LostPeerError if another stage has ended."""
         self._step = step
         self._in_flight.clear()
         self._weights.clear()
-        self._exchange.begin(step.schedule, step.keys)
+        self._exchange.begin_step(step.schedule, step.keys)
         self._exchange.prefetch()
         start = time.perf_counter()
         if self.trace is not None:
@@ -279,28 +280,28 @@ class Runtime:
                 self.trace.in_flight = max(self.trace.in_flight, len({*self._in_flight, *self._weights}))
         self._interrupted_at = "at the end of a step"
         with self.annotate_errors(self._interrupted_at):
-            self._exchange.finish()
+            self._exchange.wait_for_sends()
         self._interrupted_at = ""
 
     def _run_action(self, action: Action) -> None:
         if action.kind is ActionKind.FORWARD:
-            self._forward(action)
+            self._run_forward(action)
         elif action.kind is ActionKind.WEIGHT:
             with self._disable_autocast():
                 self._weights.pop((action.stage, action.micro_batch)).run()
         else:
-            self._backward(action)
+            self._run_backward(action)
 
-    def _forward(self, action: Action) -> None:
+    def _run_forward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         step, span = self._step, self._spans[stage]
         received: list[Tensor] = []
         if stage > 0:
-            parts, shapes = self._exchange.activations(stage, index)
-            trained = [s.trains and torch.is_grad_enabled() for s in shapes]
+            parts, shapes = self._exchange.receive_activations(stage, index)
+            trained = [s.requires_grad and torch.is_grad_enabled() for s in shapes]
             received = [p.requires_grad_() if trains else p for p, trains in zip(parts, trained, strict=True)]
         is_last = stage == step.schedule.last
-        names = self._chain.received_states(span.start)
+        names = self._chain.list_received_states(span.start)
         # non-leaf views: autocast would cache 16-bit copies of leaves, as of weights, and accumulate gradients in them
         states = [x.view_as(x) for x in received]
         run = StagePass(span, dict(zip(names, states, strict=True)), step.seeds[index])
@@ -317,25 +318,27 @@ class Runtime:
         if torch.is_grad_enabled():
             self._in_flight[stage, index] = live
 
-    def _list_replicated(self, unit: int, payload: StageActivations) -> list[bool]:
-        is_sharded = self._chain.stacks[self._chain.stack_of(unit)].layout_in(self._stream).shards_stacks
-        return [name != "hidden" or not is_sharded for name in payload]
+    def _list_replicated(self, layer: int, activations: StageActivations) -> list[bool]:
+        is_sharded = (
+            self._chain.stacks[self._chain.find_stack_index(layer)].get_activation_layout(self._stream).shards_stacks
+        )
+        return [name != "hidden" or not is_sharded for name in activations]
 
-    def _backward(self, action: Action) -> None:
+    def _run_backward(self, action: Action) -> None:
         stage, index = action.stage, action.micro_batch
         live = self._in_flight.pop((stage, index))
         outputs = [live.loss] if live.loss is not None else []
         grads: Sequence[Tensor | None] = [torch.full_like(loss, self._step.loss_scale) for loss in outputs] or [None]
         if stage != self._step.schedule.last:
             outputs = [t for t in live.sent if t.requires_grad]
-            grads = self._exchange.gradients(stage, index, action.kind)
+            grads = self._exchange.receive_gradients(stage, index, action.kind)
         trained = [x for x in live.received if x.requires_grad]
         with self._disable_autocast():
-            input_grads = self._run_backward(action, outputs, grads, trained)
+            input_grads = self._compute_input_grads(action, outputs, grads, trained)
         if stage > 0:
             self._exchange.send(action, input_grads, [])
 
-    def _run_backward(
+    def _compute_input_grads(
         self, action: Action, outputs: list[Tensor], grads: Sequence[Tensor | None], inputs: list[Tensor]
     ) -> list[Tensor | None]:
         pairs = [(y, g) for y, g in zip(outputs, grads, strict=False) if y.requires_grad]
@@ -348,12 +351,12 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Disable autocast for the backward, which uses the dtypes of the forward, as outside a pipeline."""
+        """Context that disables autocast in the backward, which uses the dtypes of the forward."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Add the stage and the action to errors."""
+        """Context that adds this stage and ``where`` (the current action) to errors as a note."""
         where = f"stage {self._stage}, {where}"
         try:
             yield
@@ -376,6 +379,6 @@ def _describe_action(action: Action) -> str:
 
 def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"Stage {stage} ended while {where} waited for it. {error.what}",
+        f"The process of stage {stage} ended while {where} waited for its message. {error.what}",
         remedy="Read the error of the stage that ended first",
     )

@@ -1,4 +1,4 @@
-"""Pipeline schedules as a text grid, and as an SVG or PNG chart."""
+"""Draws pipeline schedules as a text grid, or as an SVG or PNG chart."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _FONT_SIZE_RANGE = 3.0, 9.0  # points
 
 
 def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None = None) -> str:
-    """Return the text grid with its legend, the bubble and the number of micro-batches in flight.
+    """Format a schedule as a text grid with a legend, the bubble and the number of micro-batches in flight.
 
     The grid has a row per rank and a column per time unit, the duration of the shortest action. ``F3`` is the forward
     of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the number
@@ -59,18 +59,18 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
 
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:
-    """Return the bubble and the micro-batches in flight of a schedule as two lines."""
+    """Return two lines of text: the bubble of a schedule, and its number of micro-batches in flight."""
     form = bubble_formula(schedule.name, schedule.stages, schedule.micro_batches, schedule.num_model_chunks)
     by_formula = "" if form is None or _list_kinds(schedule) == [ActionKind.FORWARD] else f" (formula: {form:.1%})"
     in_flight = ", ".join(map(str, timeline.in_flight))
     on = f" on ranks 0 to {schedule.stages - 1}" if schedule.stages > 1 else ""
     return [
         f"bubble     {timeline.bubble:.1%} of {timeline.makespan:g} units of time{by_formula}",
-        f"in flight  at most {in_flight} micro-batches{_chunk_note(schedule)}{on}",
+        f"in flight  at most {in_flight} micro-batches{_format_chunk_note(schedule)}{on}",
     ]
 
 
-def _chunk_note(schedule: Schedule) -> str:
+def _format_chunk_note(schedule: Schedule) -> str:
     return " (of one chunk)" if schedule.num_model_chunks > 1 else ""
 
 
@@ -84,7 +84,7 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
     if schedule.num_model_chunks > 1:
         size = schedule.stages
         of = [f"s {c * size}-{c * size + size - 1}" if size > 1 else f" {c}" for c in range(schedule.num_model_chunks)]
-        shown = [f"{_chunk_suffix(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
+        shown = [f"{_format_chunk_suffix(schedule, chunk)} virtual stage{which}" for chunk, which in enumerate(of)]
         lines.append(f"chunk: {', '.join(shown)}")
     unit = _shortest_action(timeline)
     if any(abs(span.start / unit - round(span.start / unit)) > 1e-6 for row in timeline.spans for span in row):
@@ -92,12 +92,12 @@ def _format_legend(schedule: Schedule, timeline: Timeline) -> list[str]:
     return lines
 
 
-def action_label(schedule: Schedule, action: Action) -> str:
-    """Return the label of ``action`` in the grid."""
-    return f"{action.kind}{action.micro_batch}{_chunk_suffix(schedule, schedule.chunk_index(action.stage))}"
+def format_action(schedule: Schedule, action: Action) -> str:
+    """Format an action as in the text grid: its kind, micro-batch and chunk."""
+    return f"{action.kind}{action.micro_batch}{_format_chunk_suffix(schedule, schedule.chunk_index(action.stage))}"
 
 
-def _chunk_suffix(schedule: Schedule, chunk: int) -> str:
+def _format_chunk_suffix(schedule: Schedule, chunk: int) -> str:
     if schedule.num_model_chunks == 1:
         return ""
     return ascii_lowercase[chunk] if schedule.num_model_chunks <= len(ascii_lowercase) else f".{chunk}"
@@ -113,7 +113,7 @@ def _shortest_action(timeline: Timeline) -> float:
 
 
 def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
-    """Return the text of each column for each rank. Every action has at least one column."""
+    """Return the text grid as a list of cells per rank. Every action has at least one cell."""
     unit = _shortest_action(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
@@ -125,7 +125,7 @@ def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     for row, spans in zip(rows, timeline.spans):
         for action, start, end in spans:
             first, stop = _round_to_column(start, unit), _round_to_column(end, unit)
-            row[first:stop] = [action_label(schedule, action)] + [CONTINUATION_MARK] * (stop - first - 1)
+            row[first:stop] = [format_action(schedule, action)] + [CONTINUATION_MARK] * (stop - first - 1)
     return rows
 
 
@@ -133,8 +133,8 @@ def _round_to_column(time: float, unit: float) -> int:
     return floor(time / unit + 0.5 + 1e-9)
 
 
-def check_file(path: Path) -> None:
-    """Raise ConfigError if ``path`` has no chart suffix, its folder is not writable, or matplotlib is missing."""
+def check_chart_file(path: Path) -> None:
+    """Raise ConfigError if a chart cannot be saved to ``path``: wrong suffix, no writable folder, no matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
         raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use chart.svg")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
@@ -147,8 +147,8 @@ def check_file(path: Path) -> None:
 
 
 @contextmanager
-def reporting_write_errors(path: Path) -> Iterator[Path]:
-    """Yield a temporary path that replaces ``path`` on success. Raises ConfigError if writing fails."""
+def replace_chart_file(path: Path) -> Iterator[Path]:
+    """Context that yields a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
     try:
         with replacing(path) as hidden:
             yield hidden
@@ -158,12 +158,12 @@ def reporting_write_errors(path: Path) -> Iterator[Path]:
         ) from error
 
 
-def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
-    """Draw a chart with one lane per rank, and save it as SVG or PNG according to the suffix of ``path``.
+def save_chart(schedule: Schedule, timeline: Timeline, path: Path) -> None:
+    """Draw a schedule as a chart with one lane per rank, and save it as SVG or PNG by the suffix of ``path``.
 
-    Raises ConfigError as ``check_file``, or if writing fails.
+    Raises ConfigError if ``path`` is invalid (``check_chart_file``) or writing fails.
     """
-    check_file(path)
+    check_chart_file(path)
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -179,7 +179,7 @@ def save(schedule: Schedule, timeline: Timeline, path: Path) -> None:
         _draw_frame(axes, schedule, timeline)
         _draw_legend(axes, schedule)
         metadata = {"Date": None} if path.suffix.lower() == ".svg" else {}
-        with reporting_write_errors(path) as hidden:
+        with replace_chart_file(path) as hidden:
             figure.savefig(hidden, dpi=160, metadata=metadata)
 
 
@@ -192,7 +192,7 @@ def _draw_boxes(axes: Axes, schedule: Schedule, timeline: Timeline, points_per_u
     for rank, row in enumerate(timeline.spans):
         axes.add_patch(Rectangle((0, rank - 0.4), timeline.makespan, 0.8, color=_IDLE_COLOR, linewidth=0))
         for action, start, end in row:
-            face, ink = colours(schedule, action)
+            face, ink = choose_colors(schedule, action)
             box = Rectangle((start, rank - 0.4), end - start, 0.8, facecolor=face)
             box.set(edgecolor="white", linewidth=min(0.8, 0.06 * column))
             axes.add_patch(box)
@@ -219,7 +219,7 @@ def _draw_frame(axes: Axes, schedule: Schedule, timeline: Timeline) -> None:
     chunks = f", {schedule.num_model_chunks} chunks per rank" if schedule.num_model_chunks > 1 else ""
     axes.set_title(f"{schedule.name}: {stages}, {micro_batches}{chunks}", loc="left", fontsize=11, pad=22)
     most = f"{max(timeline.in_flight)} micro-batch{'es' if max(timeline.in_flight) > 1 else ''}"
-    cost = f"bubble (idle) {timeline.bubble:.1%}; activations of at most {most}{_chunk_note(schedule)} per rank"
+    cost = f"bubble (idle) {timeline.bubble:.1%}; activations of at most {most}{_format_chunk_note(schedule)} per rank"
     axes.annotate(cost, (0, 1), (0, 8), "axes fraction", "offset points", fontsize=9, color="#444444")
 
 
@@ -229,8 +229,8 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     patches = []
     for kind in _list_kinds(schedule):
         for chunk in range(schedule.num_model_chunks):
-            face = colours(schedule, Action(kind, chunk * schedule.stages, 0))[0]
-            of = f", chunk {_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
+            face = choose_colors(schedule, Action(kind, chunk * schedule.stages, 0))[0]
+            of = f", chunk {_format_chunk_suffix(schedule, chunk)}" if schedule.num_model_chunks > 1 else ""
             patches.append(Patch(facecolor=face, label=ACTION_STYLES[kind][0] + of))
     # pad to a full column: matplotlib divides the list into columns of equal length
     patches.append(Patch(facecolor=_IDLE_COLOR, label="idle"))
@@ -239,8 +239,8 @@ def _draw_legend(axes: Axes, schedule: Schedule) -> None:
     axes.figure.legend(handles=patches, loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
 
 
-def colours(schedule: Schedule, action: Action) -> tuple[str, str]:
-    """Return the colors of an action's box and of its number. Later chunks have lighter shades."""
+def choose_colors(schedule: Schedule, action: Action) -> tuple[str, str]:
+    """Return the colors of an action's box and text in a chart. Later chunks have lighter shades."""
     share = 0.55 * schedule.chunk_index(action.stage) / max(1, schedule.num_model_chunks - 1)
     full = (int(ACTION_STYLES[action.kind][1][i : i + 2], 16) for i in (1, 3, 5))
     red, green, blue = (round(part + (255 - part) * share) for part in full)

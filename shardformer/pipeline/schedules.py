@@ -1,4 +1,4 @@
-"""Pipeline schedules: the ordered actions of each rank, and the simulation and validation of a schedule.
+"""Pipeline schedules: the order of forwards and backwards on each rank, and the simulation of a schedule.
 
 Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, the last one
 computes the loss.
@@ -23,7 +23,7 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """Kind of a pipeline action. A backward is either one ``B``, or an ``I`` and a later ``W``."""
+    """Kind of a pipeline action: forward, full backward, backward of the inputs, or backward of the weights."""
 
     FORWARD = "F"
     BACKWARD = "B"  # the full backward
@@ -48,11 +48,15 @@ class Action:
 
     @property
     def receiver_stage(self) -> int:
-        """The virtual stage that receives the result: the next one for a forward, the previous one for a backward."""
+        """Virtual stage that receives the result: the next one for a forward, the previous one for a backward."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def dependencies(self, last: int) -> tuple[Action, ...]:
-        """Return the actions that must complete before this one. ``last`` is the last virtual stage."""
+        """Return the actions that must complete before this one.
+
+        Args:
+            last: index of the last virtual stage.
+        """
         forward = Action(ActionKind.FORWARD, self.stage, self.micro_batch)
         if self.kind is ActionKind.FORWARD:
             return (Action(self.kind, self.stage - 1, self.micro_batch),) if self.stage > 0 else ()
@@ -69,7 +73,7 @@ _IN_FLIGHT_CHANGE = {ActionKind.FORWARD: 1, ActionKind.BACKWARD: -1, ActionKind.
 
 
 class _PipelineState:
-    """State of a step-by-step simulation: the actions that each rank has run."""
+    """Step-by-step simulation of a pipeline, which records the actions that each rank has run."""
 
     def __init__(self, ranks: int, last: int) -> None:
         self.last = last
@@ -81,7 +85,11 @@ class _PipelineState:
         return self.done.issuperset(action.dependencies(self.last))
 
     def run(self, total: int, choose: Callable[[int], Action | None]) -> tuple[RankActions, ...]:
-        """Simulate until ``total`` actions are done. ``choose(rank)`` returns the rank's next action or None."""
+        """Simulate until ``total`` actions are done, and return the order of actions of each rank.
+
+        Args:
+            choose: rank -> its next action, or None to stay idle.
+        """
         while len(self.done) < total:
             chosen = [choose(rank) for rank in range(len(self.orders))]
             assert any(chosen), "no rank can run an action"
@@ -94,8 +102,9 @@ class _PipelineState:
 
 
 def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
-    """Split every B into an I at the same place and a W where the rank would otherwise be idle.
+    """Split every backward (B) into an input part (I) and a later weight part (W), to reduce idle time.
 
+    I runs in the place of B. W runs where the rank would otherwise be idle.
     No rank keeps more activations than the largest number on any rank in ``orders``: at that limit a W precedes the
     next F. For p stages of v chunks and m micro-batches in the interleaved order, the bubble shrinks to a third,
     (p - 1) / (3 v m + p - 1)::
@@ -126,13 +135,14 @@ def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActio
 
 
 def max_in_flight(order: Sequence[Action]) -> int:
-    """Return the largest number of (virtual stage, micro-batch) pairs whose activations are kept at one time."""
+    """Return the peak number of (virtual stage, micro-batch) pairs whose activations a rank keeps at one time."""
     return max(accumulate((_IN_FLIGHT_CHANGE.get(action.kind, 0) for action in order), initial=0))
 
 
 def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Zero-bubble V schedule: two chunks per rank, from the first rank to the last (a) and back to the first (b).
+    """Build the zero-bubble V schedule (ZB-V), which has two chunks per rank.
 
+    A micro-batch passes the first chunks (a) from the first rank to the last, and the second chunks (b) back.
     Once the pipeline is full, a rank runs F, I and W of one chunk, then of the other. A message therefore has the time
     of one or two actions to arrive. A rank keeps at most 2p chunk activations, like the first rank of 1F1B::
 
@@ -147,7 +157,7 @@ def _build_zbv(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
-    """Return a rank's order in the ZB-V schedule of Qi et al., 2024, for 2p - 1 or more micro-batches."""
+    """Return one rank's actions in the ZB-V schedule (Qi et al., 2024) for at least 2p - 1 micro-batches."""
     down, up, ranks_left = rank, 2 * stages - 1 - rank, stages - rank
     counts = {(kind, stage): 0 for kind in ActionKind for stage in (down, up)}
     order: list[Action] = []
@@ -172,7 +182,7 @@ def _build_zbv_rank(stages: int, micro_batches: int, rank: int) -> RankActions:
 
 
 def _build_zbv_few_micro_batches(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """ZB-V order for fewer than 2p - 1 micro-batches.
+    """Build the ZB-V schedule for fewer than 2p - 1 micro-batches, by simulation.
 
     The second chunk has priority over the first, and F over I. W runs when nothing else can. One of the 2p activation
     slots is reserved for the second chunk, because a rank filled with activations of the first chunk would deadlock.
@@ -208,7 +218,7 @@ _CHUNKS = {"gpipe": 1, "1f1b": 1, "zbv": 2}
 
 @dataclass(frozen=True)
 class Schedule:
-    """Ordered actions of every rank of the pipe axis.
+    """Pipeline schedule: the ordered actions of every rank of the pipe axis.
 
     Args:
         placement: rank on the pipe axis of each virtual stage.
@@ -224,11 +234,11 @@ class Schedule:
 
     @property
     def last(self) -> int:
-        """The last virtual stage, which computes the loss."""
+        """Index of the last virtual stage, which computes the loss."""
         return self.stages * self.num_model_chunks - 1
 
     def chunk_index(self, stage: int) -> int:
-        """Return the index of a virtual stage among its rank's virtual stages, in the order of the forward."""
+        """Return the index of a virtual stage (chunk) among the virtual stages of its rank."""
         return stage // self.stages
 
 
@@ -238,7 +248,7 @@ MAX_ACTIONS = 2**20
 
 @lru_cache(maxsize=256)
 def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule ``name`` for p stages and m micro-batches.
+    """Build the pipeline schedule ``name`` for the given numbers of stages and micro-batches.
 
     Args:
         chunks: virtual stages per rank; None for the schedule's default.
@@ -268,13 +278,13 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
 
 def drop_backward(schedule: Schedule) -> Schedule:
-    """Return the forwards of a schedule, for evaluation."""
+    """Return a schedule without its backwards, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
 
 def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions:
-    """Return the actions of rank ``sender`` whose results go to rank ``receiver``, in the order in which they run.
+    """Return the actions of rank ``sender`` whose results are sent to rank ``receiver``, in the order of sending.
 
     The output of F goes to the rank of the next virtual stage, the gradient from B or I to the rank of the previous
     one. Results that stay on a rank are not sent, and W has no result.
@@ -285,13 +295,13 @@ def list_messages(schedule: Schedule, sender: int, receiver: int) -> RankActions
 
 
 def find_receiver_rank(schedule: Schedule, action: Action) -> int | None:
-    """Return the rank that receives the result of ``action`` (possibly its own rank), or None if there is none."""
+    """Return the rank that needs the result of ``action``, which may be its own rank, or None."""
     is_sent = action.kind is not ActionKind.WEIGHT and 0 <= action.receiver_stage <= schedule.last
     return schedule.placement[action.receiver_stage] if is_sent else None
 
 
 def assign_virtual_stages(name: str, stages: int, chunks: int) -> tuple[int, ...]:
-    """Return the rank of each virtual stage: round-robin, or for zbv up to the last rank and back.
+    """Assign each virtual stage to a rank: round-robin, or for zbv up to the last rank and back.
 
     >>> assign_virtual_stages("interleaved", stages=4, chunks=2)
     (0, 1, 2, 3, 0, 1, 2, 3)
@@ -311,7 +321,7 @@ def default_chunks(name: str) -> int:
 
 
 def check_schedule_name(name: str, stages: int, chunks: int) -> None:
-    """Raise ConfigError if the schedule does not exist or does not support these numbers."""
+    """Raise ConfigError if no schedule has this name, or it does not support the numbers of stages and chunks."""
     check_choice("schedule", name, SCHEDULES)
     check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
@@ -326,17 +336,17 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
         )
 
 
-def fitting_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
-    """Return the smallest number of micro-batches, at least ``at_least``, that the schedule accepts."""
+def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -> int:
+    """Return the smallest number of micro-batches that a schedule accepts and that is at least ``at_least``."""
     check_schedule_name(name, stages, chunks)
     step = stages if name.startswith("interleaved") else 1
     return max(1, -(-at_least // step)) * step
 
 
 def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
-    above = fitting_micro_batches(name, stages, chunks, at_least=micro_batches)
+    above = round_up_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches} is not positive", remedy=f"Use {above} or more")
+        raise ConfigError(f"micro_batches={micro_batches} is not positive", remedy=f"Use {above} or more micro-batches")
     if above != micro_batches:
         below = above - stages
         raise ConfigError(
@@ -346,8 +356,9 @@ def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int
 
 
 def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """All forwards, then all backwards (Huang et al., 2019). Each rank keeps the activations of all m micro-batches.
+    """Build the GPipe schedule (Huang et al., 2019): all forwards, then all backwards.
 
+    Each rank keeps the activations of all m micro-batches.
     Backwards run in the order of the forwards, as in every schedule here. A stage therefore accumulates its gradients
     in the same order under every schedule::
 
@@ -361,7 +372,7 @@ def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Alternate one forward and one backward once the pipeline is full (PipeDream-flush, Narayanan et al., 2021).
+    """Build the 1F1B schedule (Narayanan et al., 2021), which alternates forwards and backwards in the full pipeline.
 
     Rank r first runs p - 1 - r extra forwards, so it keeps the activations of p - r micro-batches instead of m::
 
@@ -376,7 +387,7 @@ def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[RankActions, ...]:
-    """1F1B in which a rank has v chunks, p virtual stages apart (Narayanan et al., 2021, section 2.2).
+    """Build the interleaved 1F1B schedule with v chunks per rank (Narayanan et al., 2021, section 2.2).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
     backwards pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::
@@ -392,11 +403,11 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
 
 
 def _build_rank_actions(
-    stages: int, micro_batches: int, chunks: int, ahead: Callable[[int], int]
+    stages: int, micro_batches: int, chunks: int, num_warmup_forwards: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
-    """Return per rank ``ahead(rank)`` forwards, then forwards and backwards in turn, then the last backwards."""
+    """Return the actions of each rank: warm-up forwards, then alternating forwards and backwards, then backwards."""
 
-    def passes(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
+    def list_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
         return [
             Action(kind, chunk * stages + rank, i)
             for group in range(0, micro_batches, stages)
@@ -406,9 +417,9 @@ def _build_rank_actions(
 
     orders = []
     for rank in range(stages):
-        forwards = passes(ActionKind.FORWARD, rank, range(chunks))
-        backwards = passes(ActionKind.BACKWARD, rank, range(chunks)[::-1])
-        first = min(ahead(rank), len(forwards))
+        forwards = list_actions(ActionKind.FORWARD, rank, range(chunks))
+        backwards = list_actions(ActionKind.BACKWARD, rank, range(chunks)[::-1])
+        first = min(num_warmup_forwards(rank), len(forwards))
         in_turn = chain.from_iterable(zip(forwards[first:], backwards))
         orders.append((*forwards[:first], *in_turn, *backwards[len(forwards) - first :]))
     return tuple(orders)
@@ -425,7 +436,7 @@ Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, 
 
 
 class ActionSpan(NamedTuple):
-    """Start and end time of an action."""
+    """Simulated start and end time of one action."""
 
     action: Action
     start: float
@@ -434,7 +445,7 @@ class ActionSpan(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """Simulated timing of a schedule.
+    """Simulated timeline of a pipeline schedule, with idle times and peak activations of each rank.
 
     Args:
         spans: one row of action spans per rank of the pipe axis.
@@ -453,7 +464,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float = 0.0) -> Timeline:
-    """Simulate a schedule: each rank starts its next action as soon as the action's dependencies are available.
+    """Simulate a pipeline schedule, in which each rank starts an action as soon as its dependencies are available.
 
     Args:
         durations: time of each kind of action, or of (kind, virtual stage), in any unit. ``DURATIONS`` fills in the
@@ -490,8 +501,9 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
 
 
 def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> float | None:
-    """Return the bubble in closed form for free communication and equal F, I and W, or None if there is no closed form.
+    """Return a schedule's bubble (share of idle time) by formula, or None if there is no formula.
 
+    Assumes free communication and equal durations of F, I and W.
     With p stages, m micro-batches and v chunks a rank works for v m pairs of F and B, and waits for p - 1::
 
         gpipe, 1f1b     (p - 1) / (m + p - 1)          p=4, m=8: 3 / 11 = 27 %
@@ -508,7 +520,7 @@ def bubble_formula(name: str, stages: int, micro_batches: int, chunks: int) -> f
 def _simulate_ranks(
     schedule: Schedule, durations: Mapping[Any, float], send: float
 ) -> tuple[list[list[ActionSpan]], str]:
-    """Return the spans of each rank, and a description of the deadlock ("" if all actions ran)."""
+    """Return the simulated action spans of each rank, and a description of the deadlock or ""."""
     spans: list[list[ActionSpan]] = [[] for _ in schedule.actions]
     ended: dict[Action, tuple[float, int]] = {}
     has_progress = True

@@ -1,4 +1,4 @@
-"""Splits a backward into an input part and a weight part, for zero-bubble schedules (Qi et al. 2023, "Zero Bubble").
+"""Splits a backward into an input part and a weight part, for zero-bubble schedules (Qi et al., 2023).
 
 The input part runs the *chain*: the autograd nodes between the outputs and the inputs. A chain node whose gradients
 also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
@@ -42,7 +42,7 @@ Grads = tuple[Tensor | None, ...]
 def backward_of_inputs(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Return the gradients of ``inputs``, and the remaining backward to run later.
+    """Compute the gradients of ``inputs`` only, and return them with the backward of the weights, to run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
     split would change the order of accumulation, the full backward runs here and the remaining one is empty. If no
@@ -90,7 +90,7 @@ def backward_of_inputs(
 
 
 class WeightBackward:
-    """Remaining part of a split backward, which computes the gradients of the weights."""
+    """Second part of a split backward, which computes the gradients of the weights."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class WeightBackward:
         self._other_outputs, self._branches, self._output_edges = other_outputs, branches or [], output_edges or []
 
     def run(self) -> None:
-        """Accumulate ``.grad`` of every leaf except the inputs, then free the graph.
+        """Run the backward of the weights: accumulate their ``.grad``, then free the autograd graph.
 
         The peak memory includes a second copy of these gradients.
         """
@@ -120,7 +120,7 @@ class WeightBackward:
 
 @dataclass(eq=False)
 class _BranchNode:
-    """A chain node with edges that leave the chain, and the state that its input part stores for its weight part.
+    """Autograd node between outputs and inputs that also computes gradients of weights.
 
     Args:
         exits: edges that leave the chain, by index among the node's edges.
@@ -137,7 +137,11 @@ class _BranchNode:
     handles: list[Any] = field(default_factory=list)
 
     def add_hooks(self, ran: list[_BranchNode]) -> None:
-        """Register hooks that store the node's gradients in the input part, and append nodes that run to ``ran``."""
+        """Register hooks that store the incoming gradients of this autograd node for the weight part.
+
+        Args:
+            ran: list that the hooks append this node to when it runs.
+        """
 
         def prehook(grads: Grads) -> None:
             ran.append(self)
@@ -175,20 +179,20 @@ class _BranchNode:
         if function is None or getattr(function, "boxed_grads_call", False):
             return False
         needs: tuple[bool, ...] = self.node.needs_input_grad
-        return sum(needs) == len(self._edge_indices())
+        return sum(needs) == len(self._list_edge_indices())
 
-    def _edge_indices(self) -> list[int]:
+    def _list_edge_indices(self) -> list[int]:
         return [k for k, (follower, _) in enumerate(self.node.next_functions) if follower is not None]
 
     def _select_needed_grads(self, for_exits: bool) -> tuple[bool, ...]:
-        """Return ``needs_input_grad`` for the exits only, or for all edges except the exits."""
+        """Return ``needs_input_grad`` of a custom function for the exits only, or for all edges except the exits."""
         assert self.needed_grads is not None
         # needs_input_grad has an entry per argument, next_functions one per tensor; those with gradients correspond
-        indices = iter(self._edge_indices())
+        indices = iter(self._list_edge_indices())
         return tuple(needs and (next(indices) in self.exits) == for_exits for needs in self.needed_grads)
 
-    def call(self) -> None:
-        """Compute the gradients of the exits, inside a backward towards the exits only."""
+    def compute_exit_grads(self) -> None:
+        """Call the autograd node again, inside a backward towards the exits, to compute the gradients of the exits."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
@@ -196,20 +200,20 @@ class _BranchNode:
             self.node.needs_input_grad = self._select_needed_grads(for_exits=True)
             input_grads = as_tuple(self.node.apply(*grads))
             needed = [grad for grad, needs in zip(input_grads, self.needed_grads) if needs]
-            results = dict(zip(self._edge_indices(), needed, strict=True))
+            results = dict(zip(self._list_edge_indices(), needed, strict=True))
         self.results = {k: results[k] for k in self.exits}
 
     def pop_exit_grads(self) -> Iterator[tuple[GradientEdge, Tensor]]:
-        """Yield the exits and their gradients, and free the gradients."""
+        """Yield each exit edge with its gradient, and free the stored gradients."""
         results, self.results = self.results or {}, None
         for k, grad in results.items():
             if grad is not None:
                 edge = self.exits[k]
                 shape = gradient_shape(edge)
-                yield self._order_after(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
+                yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
-    def _order_after(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """Return an edge whose gradient is accumulated when this node would have run.
+    def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
+        """Return an edge for which autograd accumulates ``grad`` in the order of a full backward.
 
         A leaf accumulates gradients in the order of arrival, and floating-point sums depend on the order. A gradient
         that is passed to autograd for a leaf itself arrives first. A view of the leaf, ordered like this node, delays
@@ -225,7 +229,9 @@ class _BranchNode:
 
 
 def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
-    """Return the nodes from ``starts`` to ``ends``, the branch nodes, and whether a split keeps the order of sums.
+    """Find the autograd nodes between ``starts`` and ``ends``, and the branch nodes among them.
+
+    Also returns whether a split backward accumulates gradients in the order of a full backward.
 
     The order changes if a computed weight (a copy made by autocast) accumulates three or more gradients, some from
     branch nodes and some from other nodes.
@@ -261,7 +267,7 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
 
 
 def _run_branches(branches: Sequence[_BranchNode]) -> None:
-    """Call the branch nodes inside a separate backward towards their exits, so that they compute only these gradients.
+    """Compute the exit gradients of the branch nodes, inside a backward that requests only these gradients.
 
     A node queries the running backward for the gradients that it needs.
     """
@@ -272,7 +278,7 @@ def _run_branches(branches: Sequence[_BranchNode]) -> None:
 
     def call(*_: object) -> None:
         for branch in branches:
-            branch.call()
+            branch.compute_exit_grads()
 
     end.grad_fn.register_hook(call)
     edges = [edge for branch in branches for edge in branch.exits.values()]

@@ -1,4 +1,4 @@
-"""Runs the layers of one stage for one micro-batch, inside the model's own forward.
+"""Runs only the layers of one pipeline stage inside the model's own forward.
 
 Parameters of other stages are removed from their modules and replaced by placeholder attributes: one NaN, expanded to
 the parameter's shape. A placeholder needs no memory and has shape, dtype and device for code that reads them. Every
@@ -28,8 +28,8 @@ from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import has_data, tree_leaves
 
 
-class MissingParams:
-    """Placeholders for the parameters of other stages, with this rank's device and the parameter's dtype."""
+class ParameterPlaceholders:
+    """Replaces the parameters of other stages by placeholders that have a shape, dtype and device but no memory."""
 
     def __init__(self) -> None:
         self.is_visible = False
@@ -43,8 +43,12 @@ class MissingParams:
     def __len__(self) -> int:
         return len(self._placeholders)
 
-    def remove(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
-        """Replace the parameters that ``is_local`` maps to False, unless it maps another of their names to True."""
+    def replace_params(self, model: nn.Module, is_local: Mapping[str, bool]) -> None:
+        """Replace the parameters of other stages by placeholders.
+
+        Args:
+            is_local: name of each parameter -> whether this rank has it. Tied parameters need one local name.
+        """
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
         for path, module in modules:
@@ -65,33 +69,33 @@ class MissingParams:
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
     @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Context in which ``module.parameters()`` includes the placeholders of other stages' parameters."""
+    def included_in_parameters(self) -> Iterator[None]:
+        """Context in which ``module.parameters()`` includes the placeholders."""
         before, self.is_visible = self.is_visible, True
         try:
             yield
         finally:
             self.is_visible = before
 
-    def names_of(self, module: nn.Module) -> tuple[str, ...]:
-        """Return the names of a module's direct parameters, in registration order."""
+    def list_param_names(self, module: nn.Module) -> tuple[str, ...]:
+        """Return the names of a module's direct parameters and placeholders, in registration order."""
         return self._names.get(id(module), tuple(module._parameters))
 
-    def has_any(self, module: nn.Module) -> bool:
-        """Return whether another stage has a parameter of the module or its submodules."""
+    def has_placeholders(self, module: nn.Module) -> bool:
+        """Return whether a parameter of the module or its submodules is a placeholder."""
         inside = {id(m) for m in module.modules()}
         return any(id(m) in inside for m, _, _ in self._placeholders)
 
-    def follow(self, model: nn.Module) -> None:
-        """Move the placeholders to the model's device. ``model.to`` does not move them."""
-        param = self._parameter_of(model)
+    def move_to_device_of(self, model: nn.Module) -> None:
+        """Move the placeholders to the device of the model's parameters, because ``model.to`` does not move them."""
+        param = self._find_local_param(model)
         if param is not None and param.device != self._device:
             self._device = param.device
             for module, name, _ in self._placeholders:
                 _convert_placeholder(module, name, param.device)
 
-    def take_dtypes(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
-        """Convert the placeholders to the dtypes that the parameters have on their own stages.
+    def convert_dtypes(self, model: nn.Module, dtypes: Mapping[str, torch.dtype]) -> None:
+        """Convert each placeholder to the dtype that its parameter has on the stage that stores it.
 
         Args:
             dtypes: dtype of each parameter of all stages, by name. A missing parameter (in a trace of a single rank) is
@@ -104,8 +108,8 @@ class MissingParams:
             now = module.__dict__[name].dtype
             _convert_placeholder(module, name, known or converted.get(now, now))
 
-    def _parameter_of(self, model: nn.Module) -> Tensor | None:
-        """Return a floating-point parameter of this rank. Cached, because the search visits many modules."""
+    def _find_local_param(self, model: nn.Module) -> Tensor | None:
+        """Return the first floating-point parameter that this rank stores. Caches its position."""
         if self._local_param is not None:
             found = self._local_param[0]._parameters.get(self._local_param[1])
             if found is not None:
@@ -119,9 +123,9 @@ class MissingParams:
 
 
 class _NamedParameters:
-    """Replacement for ``named_parameters`` of a module with placeholders, in the model's original order."""
+    """Replacement for a module's ``named_parameters`` that can include placeholders."""
 
-    def __init__(self, module: nn.Module, placeholders: MissingParams) -> None:
+    def __init__(self, module: nn.Module, placeholders: ParameterPlaceholders) -> None:
         self._module, self._placeholders = module, placeholders
 
     def __call__(
@@ -138,7 +142,7 @@ class _NamedParameters:
         module, seen = self._module, set[int]()
         modules = module.named_modules(prefix=prefix, remove_duplicate=remove_duplicate)
         for path, inner in modules if recurse else [(prefix, module)]:
-            for name in self._placeholders.names_of(inner):
+            for name in self._placeholders.list_param_names(inner):
                 value = inner._parameters.get(name)
                 value = inner.__dict__.get(name) if value is None else value
                 if value is not None and not (remove_duplicate and id(value) in seen):
@@ -147,7 +151,7 @@ class _NamedParameters:
 
 
 def list_dtypes(model: nn.Module) -> dict[str, torch.dtype]:
-    """Return the dtype of each local parameter, under all its names."""
+    """Return the dtype of each parameter that this rank stores, by all names of the parameter."""
     return {name: p.dtype for name, p in model.named_parameters(remove_duplicate=False)}
 
 
@@ -156,8 +160,8 @@ def _convert_placeholder(module: nn.Module, name: str, to: torch.device | torch.
     module.__dict__[name] = value.as_strided((), ()).to(to).expand(value.shape)
 
 
-def nan_tensor(*shape: int, like: Tensor) -> Tensor:
-    """Return a tensor of the given shape that stores one NaN."""
+def make_nan_tensor(*shape: int, like: Tensor) -> Tensor:
+    """Return a tensor of the given shape whose elements share one NaN in memory."""
     return torch.full((), float("nan"), dtype=like.dtype, device=like.device).expand(shape)
 
 
@@ -168,24 +172,24 @@ def _make_placeholder(param: Tensor) -> Tensor:
 
 
 def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a NaN output of an embedding or linear without computing it. It supports in-place operations."""
+    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear, without computing it."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
         width: Any = module.embedding_dim
-        return nan_tensor(*x.shape, width, like=weight).contiguous()
-    out = nan_tensor(*x.shape[:-1], module.out_features, like=weight).contiguous()
+        return make_nan_tensor(*x.shape, width, like=weight).contiguous()
+    out = make_nan_tensor(*x.shape[:-1], module.out_features, like=weight).contiguous()
     kind = x.device.type  # autocast applies to linears, not to embeddings
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
 def has_nan(x: Any) -> bool:
-    """Return whether a tensor contains a NaN, as results computed from placeholders do."""
+    """Return whether ``x`` is a tensor that contains a NaN, which indicates a result of placeholders."""
     return _has_float_values(x) and bool(x.isnan().any())
 
 
 def is_placeholder(x: Any) -> bool:
-    """Return whether a tensor contains only NaN, as results computed from placeholders do."""
+    """Return whether ``x`` is a tensor that contains only NaN, as the outputs of skipped modules do."""
     return _has_float_values(x) and bool(x.isnan().all())
 
 
@@ -199,7 +203,7 @@ StageActivations = dict[str, Tensor]
 
 @dataclass
 class StagePass:
-    """Forward of one micro-batch through one stage.
+    """State of the forward of one micro-batch through one pipeline stage.
 
     Args:
         span: the layers of the stage.
@@ -218,43 +222,43 @@ class StagePass:
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
-    """Ends a model's forward after the last layer of the stage."""
+    """Raised to end a model's forward after the last layer of the stage, with the activations to send."""
 
     def __init__(self, payload: StageActivations) -> None:
         self.payload = payload
 
 
 class StageForward:
-    """Runs a stage's layers inside the model's forward by overriding the forwards of the layers.
+    """Runs only the layers of a stage in the model's forward, by overriding the forwards of all layers.
 
     Args:
         model: the sharded model.
         chain: its layers in order.
         placeholders: placeholders for the parameters of other stages.
         owners: layer calls that each parameter belongs to, by name.
-        tables: embedding classes, whose output shape is known without computing them.
+        embedding_types: embedding classes, whose output shape is known without computing them.
         checkpointed: layer calls with activation checkpointing.
         random_stream: returns a stack's index of the random stream; 0 if all ranks draw the same numbers.
         device: device of the stage.
         wrappers: id of a layer -> its outermost wrapper (activation checkpointing), which is overridden instead.
-        lasting: whether to override the forwards permanently, or only while ``installed`` is active.
+        permanent: whether to override the forwards permanently, or only while ``installed`` is active.
     """
 
     def __init__(
         self,
         model: nn.Module,
         chain: LayerSequence,
-        placeholders: MissingParams,
+        placeholders: ParameterPlaceholders,
         owners: Mapping[str, frozenset[int]],
-        tables: Sequence[type[nn.Module]] = (nn.Embedding,),
+        embedding_types: Sequence[type[nn.Module]] = (nn.Embedding,),
         checkpointed: Iterable[int] = (),
         random_stream: Callable[[StackDescription], int] = lambda _: 0,
         device: torch.device | None = None,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
         *,
-        lasting: bool = True,
+        permanent: bool = True,
     ) -> None:
-        self._chain, self._placeholders, self._embedding_types = chain, placeholders, tuple(tables)
+        self._chain, self._placeholders, self._embedding_types = chain, placeholders, tuple(embedding_types)
         self._checkpointed, self._random_stream = set(checkpointed), random_stream
         self._num_layers, self._wrappers, self._owners = len(chain.layer_calls), dict(wrappers), owners
         # path -> layer or its wrapper, index of the stack, first layer call
@@ -262,16 +266,16 @@ class StageForward:
         self._checked_layers: set[int] = set()
         self.is_last_layer_valid: bool | None = None  # whether its first output was free of NaN
         self.now: StagePass | None = None
-        self.when_left: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
+        self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RandomUseDetector(device or torch.device("cpu"))
         self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
         self._hooks: list[RemovableHandle] = []
-        if lasting:
+        if permanent:
             self._install(model)
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """Context in which the forwards of the layers are overridden."""
+        """Context that overrides the forwards of the model's layers, and restores them on exit."""
         self._install(model)
         try:
             yield
@@ -283,7 +287,7 @@ class StageForward:
             self._hooks = []
 
     def _install(self, model: nn.Module) -> None:
-        """Override the forwards of the layers. Must follow all other changes of the layers."""
+        """Override the forwards of the model's layers. Must run after all other changes of the layers."""
         chain = self._chain
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
@@ -292,7 +296,7 @@ class StageForward:
                 self._patched_layers[path] = layer, index, start + stack.layer_calls.index(path)
                 self._override_layer(*self._patched_layers[path])
             if index > 0 and stack.context is not None:
-                self._override_entry(model.get_submodule(stack.context[0]), stack, start)
+                self._override_context_argument(model.get_submodule(stack.context[0]), stack, start)
         if not chain.layer_calls:  # a single stage runs everything
             return
         in_layers = {id(m) for path in chain.layer_calls for m in model.get_submodule(path).modules()}
@@ -303,7 +307,7 @@ class StageForward:
         for module, layer_indices in outside.items():
             self._override_unowned(module, layer_indices)
 
-    def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
+    def _override_forward(self, module: nn.Module, forward: Callable[..., Any]) -> None:
         self._overridden.setdefault(module, module.__dict__.get("forward"))
         module.forward = _ForwardOverride(forward, module.forward)
 
@@ -318,8 +322,8 @@ class StageForward:
         """Enable activation checkpointing for the layer at ``path``."""
         self._checkpointed |= {at for at, layer_index in enumerate(self._chain.layer_calls) if layer_index == path}
 
-    def follow_wrappers(self, model: nn.Module) -> None:
-        """Move the overrides to wrappers that were added to layers, or back if wrappers were removed.
+    def move_overrides_to_wrappers(self, model: nn.Module) -> None:
+        """Move the forward overrides to wrappers that the user added to layers, or back if wrappers were removed.
 
         A checkpointing wrapper recomputes its layer with the arguments that the wrapper received. An override inside it
         would recompute from the placeholder input, which is NaN.
@@ -333,33 +337,35 @@ class StageForward:
             self._patched_layers[path] = current, index, layer_index
             self._override_layer(current, index, layer_index)
 
-    def run(self, model: nn.Module, run: StagePass, forward: Callable[[], Any]) -> tuple[Any, StageActivations | None]:
-        """Run ``forward`` up to the last layer of the stage.
+    def run(
+        self, model: nn.Module, stage_pass: StagePass, forward: Callable[[], Any]
+    ) -> tuple[Any, StageActivations | None]:
+        """Run the model's forward up to the last layer of the stage.
 
         Returns:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
         """
-        self._placeholders.follow(model)
-        self.now = run
-        self._seed(run, 0)
-        if not self._num_layers and run.at_end is not None:
-            run.at_end()
+        self._placeholders.move_to_device_of(model)
+        self.now = stage_pass
+        self._seed_segment(stage_pass, 0)
+        if not self._num_layers and stage_pass.at_end is not None:
+            stage_pass.at_end()
         try:
-            with self._placeholders.shown():
+            with self._placeholders.included_in_parameters():
                 return forward(), None
         except StageBoundaryReached as reached:  # forward hooks do not run in this case
-            for end in self.when_left:
+            for end in self.boundary_callbacks:
                 end(reached.payload)
             return None, reached.payload
         finally:
             self.now = None
             self.draws.end()
 
-    def _seed(self, run: StagePass, segment: int) -> None:
-        """Seed a segment of the forward, so that random numbers do not depend on the number of stages."""
+    def _seed_segment(self, stage_pass: StagePass, segment: int) -> None:
+        """Seed the random generators before each layer, so that results do not depend on the number of stages."""
         self.draws.end()
-        if run.seed is not None:
-            seed_random((run.seed + SPLITMIX64[0] * segment) % 2**63)
+        if stage_pass.seed is not None:
+            seed_random((stage_pass.seed + SPLITMIX64[0] * segment) % 2**63)
         self.draws.begin()
 
     def _override_layer(self, module: nn.Module, index: int, layer_index: int) -> None:
@@ -367,122 +373,131 @@ class StageForward:
         first = self._chain.starts[index]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            run = self.now
-            if run is None:
+            stage_pass = self.now
+            if stage_pass is None:
                 return original(*args, **kwargs)
             at = layer_index
             if stack.repeats_layers:
-                at = first + sum(first <= u < first + len(stack.layer_calls) for u in run.calls)
-            if at in run.calls:
+                at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
+            if at in stage_pass.calls:
                 raise ConfigError(
-                    f"The layers at {stack.layers} ran a second time in one forward, which a pipeline does not support",
+                    f"The model ran the layers of {stack.layers} twice in one forward, which pipelines do not support",
                     remedy="Train this model without a pipeline, or compute its loss in two steps",
                 )
-            run.calls.append(at)
-            if at < run.span.start:
+            stage_pass.calls.append(at)
+            if at < stage_pass.span.start:
                 hidden, returns = first_tensor(args, kwargs), stack.stages.num_outputs
                 return (hidden, *[None] * (returns - 1)) if returns else hidden
-            if at >= run.span.stop:
-                raise StageBoundaryReached(self._collect_activations(run, at, args, kwargs))
-            if at == run.span.start and "hidden" in run.received:
-                before, hidden = first_tensor(args, kwargs), run.received["hidden"]
+            if at >= stage_pass.span.stop:
+                raise StageBoundaryReached(self._collect_activations(stage_pass, at, args, kwargs))
+            if at == stage_pass.span.start and "hidden" in stage_pass.received:
+                before, hidden = first_tensor(args, kwargs), stage_pass.received["hidden"]
                 args = tuple(hidden if value is before else value for value in args)
                 kwargs = {name: hidden if value is before else value for name, value in kwargs.items()}
-            return self._run_layer(run, at, stack, original, args, kwargs)
+            return self._run_layer(stage_pass, at, stack, original, args, kwargs)
 
-        self._replace(module, forward)
+        self._override_forward(module, forward)
 
     def _run_layer(
-        self, run: StagePass, at: int, stack: StackDescription, original: Callable[..., Any], args: Any, kwargs: Any
+        self,
+        stage_pass: StagePass,
+        at: int,
+        stack: StackDescription,
+        original: Callable[..., Any],
+        args: Any,
+        kwargs: Any,
     ) -> Any:
-        self._seed(run, at + 1 + (self._num_layers + 2) * self._random_stream(stack))
+        self._seed_segment(stage_pass, at + 1 + (self._num_layers + 2) * self._random_stream(stack))
         is_first = at not in self._checked_layers
         if is_first:
             self._checked_layers.add(at)
-            self._check_arguments(run, at, original, args, kwargs)
+            self._check_arguments(stage_pass, at, original, args, kwargs)
         if at in self._checkpointed and torch.is_grad_enabled():
             output = checkpoint(original, *args, use_reentrant=False, **kwargs)
         else:
             output = original(*args, **kwargs)
         if is_first:
-            run.is_computed = not any(map(has_nan, tree_leaves(output)))
+            stage_pass.is_computed = not any(map(has_nan, tree_leaves(output)))
         if at == self._num_layers - 1:
             if is_first:
-                self.is_last_layer_valid = run.is_computed
-            self._seed(run, self._num_layers + 1)
-            if run.at_end is not None:
-                run.at_end()
+                self.is_last_layer_valid = stage_pass.is_computed
+            self._seed_segment(stage_pass, self._num_layers + 1)
+            if stage_pass.at_end is not None:
+                stage_pass.at_end()
         return output
 
     def _check_arguments(
-        self, run: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
+        self, stage_pass: StagePass, at: int, original: Callable[..., Any], args: Any, kwargs: Mapping[str, Any]
     ) -> None:
-        """On the first run of a layer, check that this stage computed or received all of its arguments."""
+        """Raise ConfigError if a layer receives an argument that only another stage can compute."""
         path = self._chain.layer_calls[at]
         names = list(inspect.signature(original).parameters)
         arguments = [*zip([*names, *(f"argument {i}" for i in range(len(names), len(args)))], args), *kwargs.items()]
         hidden = first_tensor(args, kwargs)
         for name, value in arguments:
-            may_be_nan = value is hidden and (not run.is_computed or at == run.span.start > 0 or not self._placeholders)
+            may_be_nan = value is hidden and (
+                not stage_pass.is_computed or at == stage_pass.span.start > 0 or not self._placeholders
+            )
             if not may_be_nan and any(map(has_nan, tree_leaves(value))):
-                raise _other_stage_error(path, name)
+                raise _missing_argument_error(path, name)
 
     def _collect_activations(
-        self, run: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+        self, stage_pass: StagePass, at: int, args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> StageActivations:
         def state(name: str) -> Tensor:
             if name == "hidden":
                 return first_tensor(args, kwargs)
-            assert run.context is not None
-            return to_local(run.context)
+            assert stage_pass.context is not None
+            return to_local(stage_pass.context)
 
-        return {name: state(name) for name in self._chain.received_states(at)}
+        return {name: state(name) for name in self._chain.list_received_states(at)}
 
-    def _override_entry(self, module: nn.Module, stack: StackDescription, start: int) -> None:
+    def _override_context_argument(self, module: nn.Module, stack: StackDescription, start: int) -> None:
         assert stack.context is not None
         name = stack.context[1]
         parameters = list(inspect.signature(module.forward).parameters)
         position = parameters.index(name) if name in parameters else len(parameters)
 
-        def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            run = self.now
-            if run is None:
+        def replace_context(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            stage_pass = self.now
+            if stage_pass is None:
                 return None
             value = kwargs[name] if name in kwargs else next(iter(args[position:]), None)
-            if run.span.start >= start and "context" in run.received:
-                if run.span.start >= start + len(stack.layer_calls):
+            if stage_pass.span.start >= start and "context" in stage_pass.received:
+                if stage_pass.span.start >= start + len(stack.layer_calls):
                     return None
-                run.context = shard_like(run.received["context"], value)
+                stage_pass.context = shard_like(stage_pass.received["context"], value)
                 if name in kwargs:
-                    return args, {**kwargs, name: run.context}
-                return (*args[:position], run.context, *args[position + 1 :]), kwargs
+                    return args, {**kwargs, name: stage_pass.context}
+                return (*args[:position], stage_pass.context, *args[position + 1 :]), kwargs
             if not isinstance(value, Tensor):
                 raise ConfigError(
-                    f"{type(module).__name__} received {name}={value!r:.60}, not the states of the previous stack",
+                    f"{type(module).__name__} received {name}={value!r:.60} instead of the hidden states "
+                    "of the previous stack",
                     remedy="Pass the inputs of both stacks to the model, as in training on one device",
                 )
-            if run.span.stop <= start:
+            if stage_pass.span.stop <= start:
                 raise StageBoundaryReached({"context": to_local(value)})
-            run.context = value
+            stage_pass.context = value
             return None
 
-        self._hooks.append(module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True))
+        self._hooks.append(module.register_forward_pre_hook(replace_context, with_kwargs=True, prepend=True))
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Skip an embedding or linear outside the layers if it belongs to another stage's layers."""
+        """Override an embedding or linear outside the layers, to skip it on stages that do not need it."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            run = self.now
-            if run is not None and owners.isdisjoint(run.span):
+            stage_pass = self.now
+            if stage_pass is not None and owners.isdisjoint(stage_pass.span):
                 return compute_placeholder_output(module, args, kwargs)
             return original(*args, **kwargs)
 
-        self._replace(module, forward)
+        self._override_forward(module, forward)
 
 
 class _ForwardOverride:
-    """A replacement for a module's forward. It is bound to that module, so it must not be copied."""
+    """Replacement for the forward of one module, which must not be copied to another module."""
 
     def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)
@@ -498,10 +513,10 @@ class _ForwardOverride:
         )
 
 
-def _other_stage_error(path: str, name: str) -> ConfigError:
+def _missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
-        f"The argument {name} of {path} contains NaN: another stage has the parameters that compute it, or the batch "
-        "contains NaN",
+        f"The argument {name} of the layer {path} contains NaN, because another stage has the parameters that compute "
+        "it or because the batch contains NaN",
         rule="Stages receive only hidden states, and compute the other arguments of their layers themselves",
         remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). Use "
         "shared_from_first=[...] for a module of the first layer. Use with_first_layer=[...] or with_last_layer=[...] "

@@ -1,4 +1,4 @@
-"""Pipeline stages: the layers of each rank, and the removal of other stages' parameters from the model."""
+"""Partitions a model into pipeline stages, and removes the parameters of other stages from the model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shardformer.pipeline.partition import (
     partition_uniform,
 )
 from shardformer.pipeline.schedules import assign_virtual_stages, check_schedule_name, default_chunks
-from shardformer.pipeline.stage_forward import MissingParams, StageForward
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward
 from shardformer.public_names import renamed_arguments
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
 
@@ -42,7 +42,7 @@ RENAMED_ARGUMENTS = {"cut": "partition", "costs": "layer_costs", "checkpoint_lay
 
 @renamed_arguments(RENAMED_ARGUMENTS, {"partition": RENAMED_METHODS}, RENAMED_ARGUMENTS)
 class PipelineStageManager:
-    """Layout of the pipeline stages, and the position of this process in it.
+    """Assigns virtual pipeline stages to the ranks of the pipe axis, by the schedule and the partition options.
 
     Each rank of the pipe axis runs one *virtual stage*, or several (``num_model_chunks``) with a schedule that visits a
     rank more than once. A micro-batch passes the virtual stages in order.
@@ -77,7 +77,7 @@ class PipelineStageManager:
 
     @property
     def axis(self) -> Axis:
-        """The pipe axis."""
+        """Axis of the device mesh that contains the pipeline stages."""
         return self.context.pipe
 
     @property
@@ -95,7 +95,7 @@ class PipelineStageManager:
 
     @property
     def virtual_stages(self) -> tuple[int, ...]:
-        """Virtual stages of this process, in the order in which a micro-batch passes them."""
+        """Indices of this process's virtual stages, in the order in which a micro-batch passes them."""
         return self.virtual_stages_of(self.stage)
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
@@ -103,7 +103,7 @@ class PipelineStageManager:
 
     @property
     def last_stage(self) -> int:
-        """The rank on the pipe axis that computes the loss."""
+        """Rank on the pipe axis of the last virtual stage, which computes the loss."""
         return self.placement[-1]
 
     def options(self) -> dict[str, Any]:
@@ -113,8 +113,12 @@ class PipelineStageManager:
             "layer_costs": self.layer_costs, "recompute_layers": self.recompute_layers,
         }  # fmt: skip
 
-    def recomputed(self, lengths: Sequence[int]) -> list[int]:
-        """Return how many layers of each virtual stage use activation checkpointing."""
+    def count_recomputed_layers(self, lengths: Sequence[int]) -> list[int]:
+        """Return the number of layers with activation checkpointing in each virtual stage.
+
+        Args:
+            lengths: number of layers of each virtual stage.
+        """
         requested = self.recompute_layers
         if requested is None:
             return [0] * len(lengths)
@@ -135,7 +139,7 @@ ALL_LAYER_OUTPUTS_REASON = "The option collects outputs of all layers, but a sta
 
 
 class LayerSequencePolicy(Protocol):
-    """The part of a policy that describes the sequence of layers."""
+    """Protocol of policies that describe the layers of a model to a pipeline."""
 
     notes: Sequence[str]
 
@@ -145,7 +149,7 @@ class LayerSequencePolicy(Protocol):
 
 @dataclass
 class Stages:
-    """Partition of a model into stages, and the runner of this rank's stages.
+    """Partition of a model's layers and parameters into pipeline stages, with the state of this rank's stages.
 
     Args:
         owner_layers: layer calls that each parameter and buffer belongs to, by name.
@@ -166,7 +170,7 @@ class Stages:
     state: dict[str, tuple[str, tuple[int, ...]]]
     parameters: dict[str, tuple[str, int]]
     shared: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    placeholders: MissingParams = field(default_factory=MissingParams)
+    placeholders: ParameterPlaceholders = field(default_factory=ParameterPlaceholders)
     stage_forward: StageForward | None = None
     uses_random: bool = False
     stream: ActivationLayout = field(default_factory=ActivationLayout)
@@ -177,32 +181,33 @@ class Stages:
         return self.stage_forward is not None and self.stage_forward.now is not None
 
     def stages_of(self, name: str) -> tuple[int, ...]:
-        """Return the ranks of the pipe axis that have a parameter or buffer."""
+        """Return the ranks on the pipe axis that store the parameter or buffer ``name``."""
         return tuple(sorted({self.manager.placement[v] for v in self.owner_stages[name]}))
 
     def is_here(self, name: str) -> bool:
+        """Return whether this rank stores the parameter or buffer ``name``."""
         return self.manager.stage in self.stages_of(name)
 
     @property
     def num_parameters(self) -> int:
-        """Number of elements in the full model's parameters, counting tied weights once."""
+        """Number of elements in the parameters of the full model. Counts tied weights once."""
         return sum(dict(self.parameters.values()).values())
 
-    def is_elsewhere(self, path: str) -> bool:
-        """Return whether a module belongs to layers that no stage of this rank runs."""
+    def is_on_other_rank(self, path: str) -> bool:
+        """Return whether the module at ``path`` is in a layer that only other ranks of the pipe axis run."""
         units = self.chain.layer_calls
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
-        return bool(positions) and not any(at in span for at in positions for span in self._local_spans())
+        return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
 
-    def lines(self) -> list[str]:
-        """Return a description of the stages that must be equal on all ranks."""
+    def describe_lines(self) -> list[str]:
+        """Return lines of text that describe the partition, which must be equal on all ranks."""
         return [str(self.manager.options()), str(self.spans), *(f"{n}: {v}" for n, v in self.shared.items())]
 
-    def remove_other_stages(self, model: nn.Module) -> None:
-        """Remove the parameters of other stages from the model."""
-        self.placeholders.remove(model, {name: self.is_here(name) for name in self.owner_stages})
+    def remove_other_params(self, model: nn.Module) -> None:
+        """Replace the parameters of other stages by placeholders."""
+        self.placeholders.replace_params(model, {name: self.is_here(name) for name in self.owner_stages})
 
-    def _local_spans(self) -> list[LayerRange]:
+    def _list_local_spans(self) -> list[LayerRange]:
         return [self.spans[v] for v in self.manager.virtual_stages]
 
     def install(
@@ -212,7 +217,7 @@ class Stages:
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """Create the stage runner and patch the layers' forwards. Must follow all other changes of the layers.
+        """Override the forwards of the model's layers to run the stages, after all other changes of the layers.
 
         With one stage, the patches are installed for each step only, and the model stays unchanged between steps.
 
@@ -220,7 +225,7 @@ class Stages:
             wrappers: id of a module -> the outermost wrapper around its forward.
         """
         self.stream = stream
-        copy_shared_attributes(model, self.chain, self._local_spans())
+        copy_shared_attributes(model, self.chain, self._list_local_spans())
         self.stage_forward = StageForward(
             model,
             self.chain,
@@ -231,33 +236,33 @@ class Stages:
             partial(_random_stream_index, stream=stream, context=context),
             context.device,
             wrappers,
-            lasting=self.manager.num_stages > 1,
+            permanent=self.manager.num_stages > 1,
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the layers' forwards are patched. With several stages they always are."""
+        """Context in which the forwards of the layers are overridden. With several stages this is always the case."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 
     def _recomputed_layers(self) -> frozenset[int]:
-        counts = self.manager.recomputed([len(span) for span in self.spans])
+        counts = self.manager.count_recomputed_layers([len(span) for span in self.spans])
         return frozenset(u for span, n in zip(self.spans, counts, strict=True) for u in span[:n])
 
-    def note_shared(self, model: nn.Module) -> None:
-        """Record the parameters that other stages have too, as stage -> local parameter."""
+    def record_shared_params(self, model: nn.Module) -> None:
+        """Record the parameters that this rank shares with other stages, such as tied weights."""
         for name, param in model.named_parameters():
             if name in self.shared:
                 self.shared_params.append(dict.fromkeys(self.shared[name], param))
 
 
 def _random_stream_index(stack: StackDescription, stream: ActivationLayout, context: ParallelContext) -> int:
-    layout = stack.layout_in(stream)
+    layout = stack.get_activation_layout(stream)
     is_replicated = stack.whole_sequence is not None and not layout.shards_stacks
     return 0 if is_replicated else layout.random_stream_index(ModelRegion.STACK, context.coords, context.sizes)
 
 
 def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager) -> Stages:
-    """Partition an unsharded model into the virtual stages of ``manager``.
+    """Partition the layers and parameters of an unsharded model into the virtual stages of ``manager``.
 
     Raises:
         ConfigError: if the model has no stack of layers, fewer layers than stages, layer drop, or an option that needs
@@ -283,7 +288,9 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
 def partition_model(
     model: nn.Module, policy: LayerSequencePolicy, manager: PipelineStageManager
 ) -> tuple[LayerSequence, dict[str, frozenset[int]], list[float], list[LayerRange]]:
-    """Return a model's layer sequence, the owner layers of each parameter, the layer costs and the stages' layers.
+    """Partition the layers of a model into virtual stages.
+
+    Returns the layer sequence, the owner layers of each parameter, the layer costs and the layers of each stage.
 
     Raises as ``build_stages``.
     """
@@ -322,13 +329,13 @@ def partition_model(
 
 
 def _map_to_first_name(tensors: Mapping[str, Any]) -> dict[str, tuple[str, Tensor]]:
-    """Map each name of a tensor to the first name of the same tensor, and the tensor."""
+    """Map each name to (first name of the same tensor, tensor), so that tied weights share a name."""
     first: dict[int, str] = {}
     return {name: (first.setdefault(id(x), name), x) for name, x in tensors.items() if isinstance(x, Tensor)}
 
 
 def copy_shared_attributes(model: nn.Module, chain: LayerSequence, spans: Sequence[LayerRange]) -> None:
-    """Copy the attributes in ``shared_from_first`` to the first layer of each stack in each stage."""
+    """Copy attributes of a stack's first layer (``shared_from_first``) to the first layer of every stage."""
     for stack, start in zip(chain.stacks, chain.starts, strict=True):
         for span in spans:
             at = max(span.start, start)

@@ -13,7 +13,7 @@ from torch import nn
 
 from shardformer.errors import PolicyError
 from shardformer.layout.shard_spec import Split
-from shardformer.pipeline.layer_sequence import with_path_prefix
+from shardformer.pipeline.layer_sequence import prepend_path
 from shardformer.tensor_parallel.block import HeadRange
 
 ModuleKey = str | type[nn.Module]
@@ -90,8 +90,8 @@ class BlockDescription:
 
     def within(self, path: str) -> BlockDescription:
         """Return the block with paths relative to a model that contains the described module at ``path``."""
-        own = with_path_prefix(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
-        return replace(own, arguments=self.arguments and with_path_prefix(self.arguments, path, "at"))
+        own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
+        return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:

@@ -192,7 +192,7 @@ class RolePolicy(Policy):
             norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
             if norm is not None and not any_norm:
                 norm = norm if _reads_each_token(paths.get_module(base, norm.rstrip("?")), layers) else None
-            stages = s.stages.for_layers(layers)
+            stages = s.stages.resolve_num_outputs(layers)
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
             )

@@ -145,7 +145,7 @@ class Sharder:
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
-        stages = state.stages.lines() if state.stages is not None else []
+        stages = state.stages.describe_lines() if state.stages is not None else []
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
@@ -158,7 +158,7 @@ class Sharder:
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
         stages = state.stages
         if stages is not None:
-            stages.remove_other_stages(self.model)
+            stages.remove_other_params(self.model)
             plan = plan.restricted(stages.placeholders)
         blocks = collective_call(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
@@ -173,7 +173,7 @@ class Sharder:
             apply_context_parallel.warn_unsharded_attention(self.model, context)
         if stages is None:
             return []
-        stages.note_shared(self.model)
+        stages.record_shared_params(self.model)
         return list(stages.shared_params)
 
     def _unproven(self) -> dict[str, str]:

@@ -50,7 +50,7 @@ def install_regions(
     _check_stack_layers(plan, state.activations)
     streams: dict[str, StackActivations] = {}
     for stack in plan.stacks:
-        layout = stack.layout_in(state.activations)
+        layout = stack.get_activation_layout(state.activations)
         if stack.whole_sequence and layout != state.activations:
             state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
         stream = (
@@ -61,7 +61,7 @@ def install_regions(
         streams[f"{stack.layers}."] = stream
         if grid is not None and stack.final_norm and state.stages is not None:
             norm: Any = model.get_submodule(stack.final_norm)
-            if state.stages.placeholders.has_any(norm):  # the norm is on another stage and has all features
+            if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
                 norm.forward = _identity
         _install_stack(model, stack, stream, axis, random)
     if any(stream.layout.shard_at_stack(axis.name) for stream in streams.values()):
@@ -108,7 +108,7 @@ def _identity(x: Tensor) -> Tensor:
 
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
     """Raise ConfigError if a layer of a stack that shards the sequence or the features is itself a block."""
-    layouts = {stack.layers: stack.layout_in(stream) for stack in plan.stacks}
+    layouts = {stack.layers: stack.get_activation_layout(stream) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
@@ -244,7 +244,7 @@ class ParameterRegions:
         gathered = [block.gather_module for block in blocks if block.gather_module is not None]
         self._gathered = tuple(map(_prefix, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered)))
         self._stacks = [
-            (prefix, stack.layout_in(stream))
+            (prefix, stack.get_activation_layout(stream))
             for stack in plan.stacks
             for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))
             if prefix

@@ -14,7 +14,7 @@ from typing import Any
 from torch import nn
 
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, shard_specs, sharded_parameters
-from shardformer.pipeline.schedules import fitting_micro_batches, make_schedule, simulate
+from shardformer.pipeline.schedules import make_schedule, round_up_micro_batches, simulate
 from shardformer.pipeline.stage_manager import Stages
 
 NAME_WIDTH = 52
@@ -164,7 +164,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
     cost = max(sum(stages.costs), 1e-30)
-    counts = stages.manager.recomputed([len(span) for span in stages.spans])
+    counts = stages.manager.count_recomputed_layers([len(span) for span in stages.spans])
     rows = []
     for stage in range(stages.manager.num_stages):
         virtual = stages.manager.virtual_stages_of(stage)
@@ -212,7 +212,7 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
 
 def _schedule_lines(stages: Stages) -> list[str]:
     name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
-    few, many = (fitting_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
+    few, many = (round_up_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
     with_few, with_many = (simulate(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
     of = ", each in one virtual stage" if chunks > 1 else ""
     text = (
@@ -349,7 +349,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
-        if stages is None or not stages.is_elsewhere(r.path):
+        if stages is None or not stages.is_on_other_rank(r.path):
             change = (pattern(r.path) or type(model).__name__, r.before, r.after)
             if r.kind == "module" and r.path in shapes:
                 rows[*change, *shapes[r.path]] += 1
@@ -402,7 +402,7 @@ def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages
         out.append("*" if is_layer else part)
         if is_layer and ".".join(out) not in layers:
             names = [".".join([*parts[:at], name]) for name in siblings]
-            layers[".".join(out)] = sum(stages is None or not stages.is_elsewhere(name) for name in names)
+            layers[".".join(out)] = sum(stages is None or not stages.is_on_other_rank(name) for name in names)
         module = getattr(module, part, None)
     return ".".join(out)
 

@@ -14,7 +14,7 @@ from shardformer.errors import ConfigError, PolicyError, did_you_mean
 from shardformer.layout.shard_spec import Split
 from shardformer.module_paths import find_module, get_at, get_module, is_linear, join_path, parent_of
 from shardformer.pipeline.layer_sequence import SequenceParallelHints, StackDescription
-from shardformer.pipeline.stage_forward import MissingParams
+from shardformer.pipeline.stage_forward import ParameterPlaceholders
 from shardformer.policies.module_descriptions import (
     BlockDescription,
     ModuleKey,
@@ -67,11 +67,11 @@ class ShardingPlan:
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
-    def restricted(self, placeholders: MissingParams) -> ShardingPlan:
+    def restricted(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
         """Return the plan for this pipeline stage, without the modules whose parameters are on other stages."""
 
         def is_here(path: str) -> bool:
-            return not placeholders.has_any(self.model.get_submodule(path))
+            return not placeholders.has_placeholders(self.model.get_submodule(path))
 
         def has(path: str) -> bool:
             owner, name = parent_of(self.model, path)

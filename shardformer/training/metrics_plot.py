@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, reporting_write_errors
+from shardformer.pipeline.schedule_chart import check_chart_file, replace_chart_file
 from shardformer.training.metrics_log import MetricsRecord
 
 if TYPE_CHECKING:
@@ -127,7 +127,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
         path: File to write.
         names: Metrics to draw. None draws all.
     """
-    check_file(path)
+    check_chart_file(path)
     names = list(names) if names is not None else panel_names(runs)
     if not names:
         where = ", ".join(runs) or "no run"
@@ -152,7 +152,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
             is_lowest = number + columns >= len(names)
             _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
         _draw_legend(figure, runs, names)
-        with reporting_write_errors(path) as hidden:
+        with replace_chart_file(path) as hidden:
             figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 

@@ -26,9 +26,9 @@ from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, w
 from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
 from shardformer.pipeline.micro_batch_loss import LossWeight
-from shardformer.pipeline.micro_batches import batch_size_of, micro_batch_sizes, named_tensors_in, split_batch
+from shardformer.pipeline.micro_batches import batch_size_of, iterate_named_tensors, micro_batch_sizes, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
-from shardformer.pipeline.runtime import loss_in
+from shardformer.pipeline.runtime import find_loss
 from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
@@ -146,7 +146,7 @@ def check_batch(job: VerifyJob) -> None:
 
 def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
     """Return the shard of a batch for one of ``parts`` data ranks, in the dtype of the models."""
-    if not any(x.dim() for _, x in named_tensors_in(batch)):
+    if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
             remedy="Return the arguments of the model's forward from batch_fn",
@@ -360,7 +360,7 @@ def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
-    loss = loss_in(output)
+    loss = find_loss(output)
     if loss is None:
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
         field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"

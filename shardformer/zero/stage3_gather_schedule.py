@@ -552,7 +552,7 @@ def _make_scheduler(
     walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
     walk.residents.room = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
     if stage_forward is not None:
-        stage_forward.when_left.append(walk.end_forward_early)
+        stage_forward.boundary_callbacks.append(walk.end_forward_early)
     return walk
 
 

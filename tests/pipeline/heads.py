@@ -89,7 +89,7 @@ def in_parts(
     for index, part in enumerate(parts):
         with weighing(weights, index):
             loss = loss_of(model, part)
-        loss = weights.of(index, loss)
+        loss = weights.scale_loss(index, loss)
         loss.backward()
         losses.append(loss.detach())
     weights.finish()

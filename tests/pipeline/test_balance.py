@@ -69,8 +69,8 @@ def test_rounding_does_not_break_ties() -> None:
 
 
 def test_equal_stage_overhead_changes_nothing_and_first_stage_overhead_removes_layers() -> None:
-    assert partition_balanced([1] * 8, 4, before=3.5) == partition_balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
-    assert counts_of(partition_balanced([1] * 9, 3, before=[2, 0, 1])) == [2, 4, 3]
+    assert partition_balanced([1] * 8, 4, extra_costs=3.5) == partition_balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
+    assert counts_of(partition_balanced([1] * 9, 3, extra_costs=[2, 0, 1])) == [2, 4, 3]
 
 
 def test_partition_of_many_layers_is_fast() -> None:
@@ -146,10 +146,10 @@ def test_invalid_number_of_stages_raises_with_both_numbers(
 def test_invalid_cost_raises(bad: float) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"costs[1]={bad}")):
         partition_balanced([1, bad, 1], 2)
-    with pytest.raises(ConfigError, match=re.escape(f"before[1]={bad}")):
-        partition_balanced([1, 1, 1], 2, before=[0, bad])
+    with pytest.raises(ConfigError, match=re.escape(f"extra_costs[1]={bad}")):
+        partition_balanced([1, 1, 1], 2, extra_costs=[0, bad])
 
 
 def test_stage_overhead_needs_one_number_per_stage() -> None:
     with pytest.raises(ConfigError, match="3 numbers for 2 stages"):
-        partition_balanced([1, 1, 1], 2, before=[0, 0, 0])
+        partition_balanced([1, 1, 1], 2, extra_costs=[0, 0, 0])

@@ -13,7 +13,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription, owner_layers, owner_stages
-from shardformer.pipeline.stage_forward import MissingParams, StageForward, StagePass
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import RandomBatches, SmallModel
 
@@ -42,11 +42,16 @@ def test_layer_calls_are_in_execution_order() -> None:
 
 def test_received_states_depend_on_first_layer_of_stage() -> None:
     _, chain = chain_of(SmallModel("t5"))
-    assert [chain.received_states(unit) for unit in range(4)] == [(), ("hidden",), ("context",), ("hidden", "context")]
+    assert [chain.list_received_states(unit) for unit in range(4)] == [
+        (),
+        ("hidden",),
+        ("context",),
+        ("hidden", "context"),
+    ]
     _, swin = chain_of(SmallModel("swin"))
-    assert {swin.received_states(unit) for unit in range(1, 3)} == {("hidden",)}
+    assert {swin.list_received_states(unit) for unit in range(1, 3)} == {("hidden",)}
     _, blip = chain_of(SmallModel("blip-2"))
-    handed = [chain_.received_states(unit) for chain_ in [blip] for unit in range(6)]
+    handed = [chain_.list_received_states(unit) for chain_ in [blip] for unit in range(6)]
     assert handed == [(), ("hidden",), ("context",), ("hidden", "context"), ("context",), ("hidden", "context")]
 
 
@@ -108,8 +113,8 @@ def test_every_parameter_belongs_to_a_stage() -> None:
 
 def stretch(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """Prepare the model for the stage that runs ``span``."""
-    home, placeholders = owner_layers(model, chain), MissingParams()
-    placeholders.remove(model, {name: any(unit in span for unit in units) for name, units in home.items()})
+    home, placeholders = owner_layers(model, chain), ParameterPlaceholders()
+    placeholders.replace_params(model, {name: any(unit in span for unit in units) for name, units in home.items()})
     return StageForward(model, chain, placeholders, home)
 
 
@@ -185,8 +190,11 @@ def test_argument_from_another_stage_raises(before: int) -> None:
     chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
     stage = stretch(model, chain, LayerRange(0, 2))
-    said = rf"argument input of layers\.{before} contains NaN: another stage has the parameters.*with_first_layer="
-    with pytest.raises(ConfigError, match=said):
+    message = (
+        rf"argument input of the layer layers\.{before} contains NaN, because another stage has the parameters"
+        r".*with_first_layer="
+    )
+    with pytest.raises(ConfigError, match=message):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
     output, _ = stretch(whole, chain, LayerRange(0, 3)).run(
@@ -212,5 +220,5 @@ class Twice(nn.Module):
 def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = stretch(model, chain, LayerRange(0, 2))
-    with pytest.raises(ConfigError, match="ran a second time"):
+    with pytest.raises(ConfigError, match="twice in one forward"):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

@@ -96,9 +96,9 @@ IDS = torch.zeros(2, 4)
 @pytest.mark.parametrize(
     ("batch", "words"),
     [
-        ({"input_ids": IDS, "pixel_values": torch.zeros(12, 3)}, r"pixel_values, .*\(12, 3\), has 12 rows"),
-        ({"input_ids": IDS, "images": [torch.zeros(3, 8, 8)] * 3}, r"images\[0\], .* has 3 rows"),
-        ({"input_ids": IDS, "deep": {"x": torch.zeros(5)}}, r"deep\.x, .* has 5 rows"),
+        ({"input_ids": IDS, "pixel_values": torch.zeros(12, 3)}, r"pixel_values .*\(12, 3\) has 12 rows"),
+        ({"input_ids": IDS, "images": [torch.zeros(3, 8, 8)] * 3}, r"images\[0\] .* has 3 rows"),
+        ({"input_ids": IDS, "deep": {"x": torch.zeros(5)}}, r"deep\.x .* has 5 rows"),
         ({"input_ids": IDS, "cache_position": torch.arange(4)}, r"cache_position.*x\[None\]"),
         ({"input_ids": torch.zeros(3, 4), "position_ids": SQUARE}, "first and second dim both match"),
         ({"inputs_embeds": torch.zeros(3, 4, 8), "position_ids": SQUARE}, "first and second dim both match"),

@@ -122,7 +122,7 @@ def test_recording_the_head_only_is_sufficient(head: str, last_layer: str) -> No
         assert weights._recorder is None
         loss = own_loss(model, part)
         weights.stop()
-        loss = weights.of(running[0], loss)
+        loss = weights.scale_loss(running[0], loss)
         loss.backward()
         losses.append(loss.detach())
     weights.finish()
@@ -143,7 +143,7 @@ def test_first_forward_can_be_any_micro_batch() -> None:
     for index in (2, 0, 3, 1):
         with weighing(weights, index):
             loss = own_loss(model, parts[index])
-        losses.append(weights.of(index, loss))
+        losses.append(weights.scale_loss(index, loss))
     loss = torch.stack(losses).sum()
     loss.backward()
     assert_same((loss.detach(), gradients(model)), at_once(model, batch))
@@ -330,10 +330,10 @@ def test_earlier_label_form_resolves_ambiguity() -> None:
     model, batch, parts = tagged(FORMS["shifted"], mask=MASK)
     found: dict[int, Any] = {}
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    in_parts(model, LossWeights(given, SIZES, found=found), parts, run)
+    in_parts(model, LossWeights(given, SIZES, label_forms=found), parts, run)
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
-    assert_same(in_parts(model, LossWeights(given, SIZES, found=found), parts, run), at_once(model, batch, run))
+    assert_same(in_parts(model, LossWeights(given, SIZES, label_forms=found), parts, run), at_once(model, batch, run))
     with pytest.raises(ConfigError, match="instead of"):
         in_parts(model, LossWeights(given, SIZES), parts, run)
 
@@ -356,7 +356,7 @@ def mean_by_hand(x: Tensor, labels: Tensor) -> Tensor:
 
 
 REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
-    "no loss": (lambda x, labels: x.square().mean(), "called no loss of torch.nn.functional, but returned"),
+    "no loss": (lambda x, labels: x.square().mean(), "called no loss function of torch.nn.functional, but returned"),
     "no reduction": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), labels.view(-1), reduction="none").mean(),
         "except with reduction='none'",
@@ -368,12 +368,12 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
     "no sum of means": (lambda x, labels: LOSSES["filled"](x, labels).exp(), "its mean losses sum to"),
     "factors of a micro-batch": (
         lambda x, labels: LOSSES["filled"](x, labels) * (labels != -100).sum(),
-        "have the factors",
+        "multiplies its mean losses by",
     ),
-    "a mean by hand": (mean_by_hand, "have the factors"),
+    "a mean by hand": (mean_by_hand, "multiplies its mean losses by"),
     "labels that only the model knows": (
         lambda x, labels: F.cross_entropy(x.view(-1, 5), torch.where(x[..., 0] > 0, labels, -100).view(-1)),
-        "micro-batch contains no such labels",
+        "micro-batch contains no tensor of shape .* with these labels",
     ),
     "labels that cannot be foreseen": (
         lambda x, labels: (
@@ -381,16 +381,16 @@ REFUSED: dict[str, tuple[Callable[..., Tensor], str]] = {
             if len(x) == 3
             else F.cross_entropy(x[:, 0], torch.zeros_like(x[:, 0, 0]).long(), ignore_index=0)
         ),
-        "counts 0 labels in micro-batch 1 instead of 2",
+        "counts 0 labels in micro-batch 1 instead of the predicted 2",
     ),
     "a loss for each row": (lambda x, labels: LOSSES["filled"](x, labels) + torch.zeros(len(x)), "has the shape"),
     "a loss of some micro-batches": (
         lambda x, labels: LOSSES["filled"](x, labels) + (LOSSES["selected"](x, labels) if len(x) == 3 else 0),
-        "called 1 losses, but micro-batch 0 called 2",
+        "called 1 loss functions for micro-batch .*, but 2 for micro-batch 0",
     ),
     "another loss in some micro-batches": (
         lambda x, labels: LOSSES["elements" if len(x) == 1 else "filled"](x, labels),
-        "Micro-batch 3 called .* as loss 0, unlike other",
+        "computes loss 0 of micro-batch 3 with .*, but with another",
     ),
 }
 
@@ -402,7 +402,7 @@ def test_loss_other_than_sum_of_means_raises(name: str, later: bool, monkeypatch
     model, _, parts = tagged(loss)
     if later:
         monkeypatch.setattr(
-            LossWeights, "_check", lambda self, ok, problem: self._deferred_checks.append((ok, problem))
+            LossWeights, "_require", lambda self, valid, describe: self._deferred_checks.append((valid, describe))
         )
     with pytest.raises(ConfigError, match=what) as error:
         in_parts(model, LossWeights(parts, SIZES), parts, run)
@@ -472,7 +472,7 @@ def test_loss_is_equal_without_gradients() -> None:
         for index, part in enumerate(parts):
             with weighing(weights, index):
                 loss = own_loss(model, part)
-            total += float(weights.of(index, loss))
+            total += float(weights.scale_loss(index, loss))
         weights.finish()
         assert total == pytest.approx(float(own_loss(model, batch)), rel=1e-12)
 
@@ -498,7 +498,7 @@ def _cut_vocabulary(upcast: bool) -> None:
             logits = logits.float() if upcast else logits
             target = F.pad(parts[index]["labels"], (0, 1), value=-100)[:, 1:].contiguous()
             loss = F.cross_entropy(logits.view(-1, 127), target.view(-1))
-        loss = weights.of(index, loss)
+        loss = weights.scale_loss(index, loss)
         loss.backward()
         total += float(loss)
     weights.finish()

@@ -151,7 +151,7 @@ def test_trial_restores_all_state(layer: nn.Module) -> None:
         before = copy.deepcopy(model.state_dict())
         engine = training(model, micro_batch_size=4)
         if not looks:
-            engine.pipeline._check_independence = lambda *_, **__: None
+            engine.pipeline._check_samples_are_independent = lambda *_, **__: None
         called = list[int]()
         engine.model.body.register_forward_hook(lambda *_, called=called: called.append(1))
         torch.manual_seed(3)

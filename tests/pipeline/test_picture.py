@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_file, colours, save, schedule_as_text
+from shardformer.pipeline.schedule_chart import check_chart_file, choose_colors, save_chart, schedule_as_text
 from shardformer.pipeline.schedules import SCHEDULES, Action, ActionKind, drop_backward, make_schedule, simulate
 from tests.pipeline.schedule_checks import grid_rows
 
@@ -88,11 +88,11 @@ def test_rounded_times_are_noted() -> None:
 def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
     schedule = make_schedule(name, 2, 4)
     timeline = simulate(schedule)
-    save(schedule, timeline, tmp_path / "chart.svg")
+    save_chart(schedule, timeline, tmp_path / "chart.svg")
     svg = (tmp_path / "chart.svg").read_text(encoding="utf-8")
     for said in ("rank 0", f"{name}: 2 stages, 4 micro-batches", f"bubble (idle) {timeline.bubble:.1%}", "forward"):
         assert said in svg
-    wanted = Counter(colours(schedule, action)[0].lower() for order in schedule.actions for action in order)
+    wanted = Counter(choose_colors(schedule, action)[0].lower() for order in schedule.actions for action in order)
     drawn = Counter(re.findall(r"fill: (#\w{6}); stroke: #ffffff", svg))
     assert drawn == wanted
 
@@ -101,14 +101,14 @@ def test_chart_has_box_per_action_and_costs(name: str, tmp_path: Path) -> None:
 def test_charts_are_reproducible(tmp_path: Path) -> None:
     schedule = make_schedule("zbv", 2, 4)
     for name in ("one.svg", "two.svg"):
-        save(schedule, simulate(schedule), tmp_path / name)
+        save_chart(schedule, simulate(schedule), tmp_path / name)
     assert (tmp_path / "one.svg").read_bytes() == (tmp_path / "two.svg").read_bytes()
 
 
 @needs_matplotlib
 def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
     schedule = make_schedule("1f1b", 2, 100)
-    save(schedule, simulate(schedule), tmp_path / "chart.png")
+    save_chart(schedule, simulate(schedule), tmp_path / "chart.png")
     head = (tmp_path / "chart.png").read_bytes()[:24]
     assert head[1:4] == b"PNG" and int.from_bytes(head[16:20]) <= 40 * 160
 
@@ -116,7 +116,7 @@ def test_png_chart_has_maximum_width(tmp_path: Path) -> None:
 def test_kinds_and_chunks_have_distinct_colors() -> None:
     schedule = make_schedule("interleaved_zb", 2, 2, 4)
     kinds = (ActionKind.FORWARD, ActionKind.INPUT, ActionKind.WEIGHT)
-    faces = {colours(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
+    faces = {choose_colors(schedule, Action(kind, 2 * chunk, 0))[0] for kind in kinds for chunk in range(4)}
     assert len(faces) == 12
 
 
@@ -126,10 +126,10 @@ def test_invalid_chart_path_raises(tmp_path: Path) -> None:
         ("nowhere/chart.svg", "not in a writable folder"),
     ]:
         with pytest.raises(ConfigError, match=said):
-            check_file(tmp_path / path)
+            check_chart_file(tmp_path / path)
 
 
 def test_missing_matplotlib_raises_with_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("shardformer.pipeline.schedule_chart.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install 'shardformer\[plot\]'"):
-        save(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")
+        save_chart(make_schedule("1f1b", 2, 2), simulate(make_schedule("1f1b", 2, 2)), tmp_path / "chart.svg")

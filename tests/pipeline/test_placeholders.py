@@ -5,15 +5,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.stage_forward import MissingParams, compute_placeholder_output, is_placeholder
+from shardformer.pipeline.stage_forward import ParameterPlaceholders, compute_placeholder_output, is_placeholder
 
 
-def parts() -> tuple[nn.Module, MissingParams]:
+def parts() -> tuple[nn.Module, ParameterPlaceholders]:
     """An embedding and a head of another stage, and a layer of this one."""
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4), "head": nn.Linear(4, 5)})
-    placeholders = MissingParams()
+    placeholders = ParameterPlaceholders()
     held = {name: name.startswith("layer") for name, _ in model.named_parameters()}
-    placeholders.remove(model, held)
+    placeholders.replace_params(model, held)
     return model, placeholders
 
 
@@ -28,7 +28,7 @@ def test_placeholder_has_dtype_of_its_stage() -> None:
     model, placeholders = parts()
     model.to(torch.bfloat16)
     dtypes = {"table.weight": torch.float16, "layer.weight": torch.bfloat16}
-    placeholders.take_dtypes(model, dtypes)
+    placeholders.convert_dtypes(model, dtypes)
     assert stands(model, "table.weight").dtype == torch.float16
     assert stands(model, "table.weight").shape == (5, 4)
 
@@ -38,16 +38,16 @@ def test_placeholder_without_dtype_is_converted_like_local_parameters() -> None:
     model, placeholders = parts()
     for dtype in (torch.bfloat16, torch.float64, torch.float32):
         model.to(dtype)
-        placeholders.take_dtypes(model, {})
+        placeholders.convert_dtypes(model, {})
         assert stands(model, "table.weight").dtype == stands(model, "head.bias").dtype == dtype
 
 
 def test_module_with_two_names_finds_dtype_by_either() -> None:
     model = nn.ModuleDict({"table": nn.Embedding(5, 4), "layer": nn.Linear(4, 4)})
     model["again"] = model["table"]
-    placeholders = MissingParams()
-    placeholders.remove(model, {"table.weight": False, "again.weight": False})
-    placeholders.take_dtypes(model, {"again.weight": torch.float16})
+    placeholders = ParameterPlaceholders()
+    placeholders.replace_params(model, {"table.weight": False, "again.weight": False})
+    placeholders.convert_dtypes(model, {"again.weight": torch.float16})
     assert stands(model, "table.weight").dtype == torch.float16
 
 

@@ -20,9 +20,9 @@ from shardformer.pipeline.schedules import (
     check_schedule_name,
     default_chunks,
     drop_backward,
-    fitting_micro_batches,
     list_messages,
     make_schedule,
+    round_up_micro_batches,
     simulate,
 )
 from tests.pipeline.schedule_checks import find_problems, grid_rows
@@ -36,7 +36,7 @@ WITH_CHUNKS = [
 def sizes(name: str, chunks: int, largest: int = 32) -> list[tuple[int, int]]:
     """Every p up to 8 with accepted m up to ``largest``: all small ones, some large ones."""
     fit = [(p, m) for p in range(1, 9) for m in (*range(1, 10), 12, 15, 16, 21, 24, 31, 32, 64) if m <= largest]
-    return [(p, m) for p, m in fit if fitting_micro_batches(name, p, chunks, at_least=m) == m]
+    return [(p, m) for p, m in fit if round_up_micro_batches(name, p, chunks, at_least=m) == m]
 
 
 # ------------------------------------------------------------------------------------------------------------- pictures
@@ -239,7 +239,7 @@ def test_invalid_arguments_raise_with_alternative(arguments: tuple[str, int, int
 @given(st.sampled_from(WITH_CHUNKS), st.integers(1, 8), st.integers(-3, 70))
 def test_fitting_number_is_smallest_accepted(pair: tuple[str, int], stages: int, at_least: int) -> None:
     name, chunks = pair
-    fitting = fitting_micro_batches(name, stages, chunks, at_least)
+    fitting = round_up_micro_batches(name, stages, chunks, at_least)
     assert fitting >= at_least and make_schedule(name, stages, fitting, chunks).micro_batches == fitting
     for smaller in range(max(1, at_least), fitting):
         with pytest.raises(ConfigError, match=f"or {fitting}|Use {fitting}"):

@@ -38,7 +38,7 @@ from tests.policies.toy import HEADS, HIDDEN, VOCAB, Layer, SelfAttention, ToyLM
 
 
 def sharded(make: Callable[[], nn.Module], policy: Any = ToyPolicy, **options: Any) -> list[nn.Module]:
-    """Return the model on each of two ranks."""
+    """Return the sharded model on each of two ranks."""
     models = [make(), make()]  # created once: threads share the random state and imports
     return run_as_threads(lambda c: shard_model(models[c.tensor.rank], policy, context=c, **options), tensor=2)
 
@@ -330,7 +330,7 @@ def test_optimizer_created_before_sharding_is_refused() -> None:
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5"])
 def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The search visits all objects of the process, which takes longer than sharding."""
+    """The search for other references visits all objects of the process, which takes longer than sharding."""
 
     def refuse(*_: Any) -> Any:
         raise AssertionError("the collector is asked")
@@ -398,8 +398,8 @@ def saved_by_one(folder: str) -> str:
 
 
 def test_saving_on_one_rank_only_is_refused(pool2: WorkerPool, tmp_path: Path) -> None:
-    said = pool2.run(saved_by_one, str(tmp_path))[0]
-    assert "rank 1 waits for other ranks" in said and "not under `if rank == 0:`" in said
+    message = pool2.run(saved_by_one, str(tmp_path))[0]
+    assert "rank 1 waits for other ranks" in message and "not under `if rank == 0:`" in message
 
 
 def test_outputs_of_an_unsharded_model_are_unchanged() -> None:
@@ -490,7 +490,7 @@ def test_invalid_config_is_refused(make: Callable[[Any], Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fields", "said"),
+    ("fields", "message"),
     [
         ({"enable_sequence_parallelism": "false"}, "enable_sequence_parallelism='false'"),
         ({"extra_kwargs": {"check_inputs": "no"}}, "check_inputs='no'"),
@@ -499,8 +499,8 @@ def test_invalid_config_is_refused(make: Callable[[Any], Any]) -> None:
         ({"extra_kwargs": [1]}, r"extra_kwargs=\[1\]"),
     ],
 )
-def test_values_of_wrong_types_are_refused(fields: dict[str, Any], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_values_of_wrong_types_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         ShardConfig(**fields)
 
 
@@ -529,12 +529,12 @@ class NoMaker(ColumnOrEmbedding):
 
 class BadTarget(ToyPolicy):
     def module_policy(self) -> Any:
-        said = copy.deepcopy(dict(super().module_policy()))
-        for description in said.values():
+        descriptions = copy.deepcopy(dict(super().module_policy()))
+        for description in descriptions.values():
             for sub in description.sub_module_replacement or []:
                 if sub.target_module in (Linear1D_Col, Linear1D_Row):
                     sub.target_module = NoMaker
-        return said
+        return descriptions
 
 
 def test_target_that_returns_no_module_is_refused() -> None:

@@ -74,7 +74,7 @@ class FirstBert(Policy):
 
 
 class FirstBertDefaults(FirstBert):
-    """Names no classes, keeps the logits sharded, and returns exceptions from unused functions."""
+    """A legacy policy that names no classes, keeps the logits sharded, and returns exceptions from unused functions."""
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:

@@ -1,4 +1,4 @@
-"""Three ways to write a policy, each equal to the plain model."""
+"""Each of three ways to write a policy gives a sharded model that equals the unsharded model."""
 
 from __future__ import annotations
 
@@ -305,8 +305,8 @@ def _every_field() -> tuple[float, str]:
 def test_every_field_of_a_description_has_an_effect(pool2: WorkerPool) -> None:
     for difference, text in pool2.run(_every_field):
         assert difference < 1e-6
-        for said in ("squared_relu", "with_zero_bias", "OwnColumn", "Scaled", "num_heads"):
-            assert said in text
+        for name in ("squared_relu", "with_zero_bias", "OwnColumn", "Scaled", "num_heads"):
+            assert name in text
 
 
 # ------------------------------------------------------------------------------------------------------ the quick start

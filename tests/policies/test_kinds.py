@@ -74,12 +74,12 @@ def table(**fields: Any) -> type[Policy]:
     return type("MyPolicy", (ToyPolicy,), fields)
 
 
-def saying(said: Any) -> type[Policy]:
-    return type("MyPolicy", (Policy,), {"module_policy": lambda self: said})
+def returning(value: Any) -> type[Policy]:
+    return type("MyPolicy", (Policy,), {"module_policy": lambda self: value})
 
 
 def of_layers(**fields: Any) -> type[Policy]:
-    return saying({"Layer": ModulePolicyDescription(**fields)})
+    return returning({"Layer": ModulePolicyDescription(**fields)})
 
 
 def replacing(suffix: Any, **fields: Any) -> type[Policy]:
@@ -87,11 +87,11 @@ def replacing(suffix: Any, **fields: Any) -> type[Policy]:
 
 
 class FirstForm(Policy):
-    said: Any = None
+    description: Any = None
 
     @classmethod
     def argument_policy(cls, model_config: Any, shard_config: int) -> dict[Any, Any]:  # type: ignore[override]
-        return {SelfAttention: cls.said}
+        return {SelfAttention: cls.description}
 
 
 @pytest.mark.parametrize(
@@ -105,8 +105,8 @@ class FirstForm(Policy):
             ("keep_replicated='layers.*.mlp'", "Use keep_replicated=['layers.*.mlp']"),
         ),
         (table(num_heads=5.0), ("num_heads=5.0", "a whole number or a string")),
-        (saying({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
-        (saying({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),
+        (returning({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
+        (returning({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),
         (replacing(None), ("suffix=None", "`suffix` must be a string")),
         (replacing(["mlp.fc1"]), ("suffix=['mlp.fc1']", "`suffix` must be a string")),
         (replacing("mlp.fc1", kwargs=[1]), ("kwargs=[1]", "a dict (a string: anything) or None")),
@@ -116,11 +116,11 @@ class FirstForm(Policy):
         (of_layers(param_replacement=len), ("Use param_replacement=[<built-in function len>]",)),
         (of_layers(parameters={"norm1.weight": 3}), ("a dict (a whole number: a Split)",)),
         (
-            type("MyPolicy", (FirstForm,), {"said": [3]}),
+            type("MyPolicy", (FirstForm,), {"description": [3]}),
             ("argument_policy() returned [3]", "Argument("),
         ),
         (
-            type("MyPolicy", (FirstForm,), {"said": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
+            type("MyPolicy", (FirstForm,), {"description": Argument(param_funcs=[lambda: ["q"]])}),  # type: ignore[list-item]
             ("contains 'q', which is not a Layer", "Col_Layer(weight="),
         ),
     ],

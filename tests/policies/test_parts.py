@@ -127,7 +127,7 @@ def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> Non
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "message"),
     [
         ({"inputs": AttentionInputs()}, "shape '[2, 7, 30]' is invalid"),
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
@@ -137,13 +137,13 @@ def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> Non
         ),
     ],
 )
-def test_each_local_attr_is_required(changes: dict[str, Any], said: str) -> None:
-    assert said in (validate_policy(reference(), changed(**changes), 2) or "")
+def test_each_local_attr_is_required(changes: dict[str, Any], message: str) -> None:
+    assert message in (validate_policy(reference(), changed(**changes), 2) or "")
 
 
 @pytest.mark.parametrize("mode", list(MODES))
 def test_block_enters_the_region_once(mode: str) -> None:
-    """One collective per edge of four blocks and direction, without a gradient at the first entry."""
+    """Each of four blocks has one collective at its entry and exit per direction; the first entry needs no gradient."""
 
     def train(context: ParallelContext) -> dict[str, int]:
         model = shard_model(Model(), PartsPolicy, context=context, **MODES[mode])
@@ -167,8 +167,8 @@ def test_layouts_are_described_and_full_weights_gathered() -> None:
         model = shard_model(models[context.tensor.rank], PartsPolicy, context=context)
         return str(shardformer.describe_sharding(model)), shardformer.full_state_dict(model)
 
-    for said, state in run_as_threads(shard, tensor=2):
-        assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", said), said
+    for description, state in run_as_threads(shard, tensor=2):
+        assert re.search(r"attn\.scale +parameter +a part +5 x 1 x 1 +[32] x 1 x 1", description), description
         assert all(torch.equal(state[name], plain[name]) for name in plain) and state.keys() == plain.keys()
 
 
@@ -192,7 +192,7 @@ def saved() -> nn.Module:
 
 
 @pytest.mark.parametrize(
-    ("make", "counts", "said"),
+    ("make", "counts", "message"),
     [
         (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
         (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
@@ -214,8 +214,8 @@ def saved() -> nn.Module:
         ),
     ],
 )
-def test_invalid_local_attrs_are_refused(make: Callable[[], nn.Module], counts: dict[str, Any], said: str) -> None:
-    with pytest.raises(PolicyError, match=said):
+def test_invalid_local_attrs_are_refused(make: Callable[[], nn.Module], counts: dict[str, Any], message: str) -> None:
+    with pytest.raises(PolicyError, match=message):
         run_as_threads(lambda context: shard_model(make(), changed(local_attrs=counts), context=context), tensor=2)
 
 

@@ -100,7 +100,7 @@ def test_invalid_policy_is_refused(wrong: Any) -> None:
 
 
 class Mine(ToyLM):
-    """The toy model with the names and head count of the example in the error."""
+    """The toy model with the module names and head count of the example in the error message."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Models with layers in stages: nested stacks, and head counts read from the attention module."""
+"""Models with nested stacks of layers, whose head counts are read from the attention module."""
 
 from __future__ import annotations
 
@@ -96,11 +96,11 @@ def test_each_stage_is_sharded_by_its_own_heads(ranks: int) -> None:
 
 
 def test_stage_with_too_few_heads_keeps_attention_replicated() -> None:
-    said = run_as_threads(
+    report = run_as_threads(
         lambda context: str(describe_sharding(shard_model(Staged(), StagedPolicy, context=context))), tensor=4
     )[0]
-    assert "layers.0.blocks.*.attn is replicated, because it has 3 heads for 4 tensor ranks." in said
-    assert "layers.1.blocks.*.attn is replicated" not in said
+    assert "layers.0.blocks.*.attn is replicated, because it has 3 heads for 4 tensor ranks." in report
+    assert "layers.1.blocks.*.attn is replicated" not in report
 
 
 def test_wildcard_matches_every_stage() -> None:

@@ -1,6 +1,6 @@
-"""A language model written by hand: no transformers, no config. Sizes are odd, so that no cut is even.
+"""A small language model without transformers and config, and functions that compare it with its sharded copy.
 
-And what compares it, or a small model of a family, with itself under a policy.
+Its sizes are odd, so that no dim is sharded evenly.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ def mean_of_means() -> Any:
         given: Tensor = call.compute()
         return given.nan_to_num() / len(self._micro_batches)
 
-    return mock.patch.object(micro_batch_loss.LossWeights, "_scale", part)
+    return mock.patch.object(micro_batch_loss.LossWeights, "_compute_share", part)
 
 
 def no_gradient_sent() -> Any:
@@ -60,7 +60,7 @@ def no_gradient_sent() -> Any:
 
         return go_back
 
-    return replaced(runtime.Runtime, "_run_backward", make)
+    return replaced(runtime.Runtime, "_compute_input_grads", make)
 
 
 def received(change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> Any:

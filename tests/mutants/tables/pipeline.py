@@ -42,8 +42,8 @@ MUTANTS = [
     mutant(
         "stages-send-slices-of-other-positions",
         "shardformer/pipeline/runtime.py",
-        'return [name != "hidden" or not is_sharded for name in payload]',
-        "return [True for name in payload]",
+        'return [name != "hidden" or not is_sharded for name in activations]',
+        "return [True for name in activations]",
         "With tensor, pipeline and sequence parallelism, the next stage joins slices of different positions.",
         first=("tests/verify/test_pipelines.py::test_sequence_parallel_times_pipe",),
     ),

@@ -42,7 +42,7 @@ MUTANTS = [
         "A module that is given the whole sequence (a router) gets its gradient once for each tensor rank.",
         first=(
             "tests/sharding/test_regions.py::test_experts_receive_the_tokens_of_all_ranks",
-            "tests/policies/infer/test_infer.py::test_what_sequence_parallelism_needs_is_found",
+            "tests/policies/infer/test_infer.py::test_sequence_parallel_hints_are_inferred",
         ),
     ),
     mutant(

@@ -43,7 +43,7 @@ REFUSED = {
 """Models with attentions and MLPs in separate lists, or with layers that return several outputs."""
 
 
-def truth_of(family: str, name: str) -> ReferenceGradients:
+def compute_reference(family: str, name: str) -> ReferenceGradients:
     torch.manual_seed(0)
     reduced = reduce_model(
         getattr(transformers, name)(shrink_config(transformers.AutoConfig.for_model(family, architectures=[name])))
@@ -57,9 +57,9 @@ def stacks_of(policy: Any) -> list[LayerStack]:
 
 @pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", FOUND)
-def test_pipeline_hints_are_found_and_required(family: str) -> None:
+def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
     name, needs = FOUND[family]
-    reference = truth_of(family, name)
+    reference = compute_reference(family, name)
     policy = type(derive_layer_stacks(reference.model))
     stacks = stacks_of(policy)
     assert policy.no_pipeline is None
@@ -79,13 +79,13 @@ def test_pipeline_hints_are_found_and_required(family: str) -> None:
 @pytest.mark.parametrize("family", REFUSED)
 def test_models_that_cannot_be_split_into_stages_are_refused(family: str) -> None:
     name, why = REFUSED[family]
-    policy = derive_layer_stacks(truth_of(family, name).model)
-    policy.model = truth_of(family, name).model
+    policy = derive_layer_stacks(compute_reference(family, name).model)
+    policy.model = compute_reference(family, name).model
     assert why in str(policy.no_pipeline_reason())
 
 
 def test_a_single_layer_cannot_be_validated() -> None:
-    reference = truth_of("opt", "OPTForCausalLM")
+    reference = compute_reference("opt", "OPTForCausalLM")
     layers: Any = reference.model.get_submodule("model.decoder.layers")
     del layers[1:]
     policy = type("Table", (DerivedPolicy,), {"base": "", "stack": LayerStack("model.decoder.layers", [])})

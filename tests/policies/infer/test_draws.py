@@ -88,11 +88,11 @@ def test_a_masked_autoencoder_is_sharded_with_and_without_noise_in_the_batch() -
 
 def test_threads_in_turn_have_separate_random_states() -> None:
     def draw(context: ParallelContext) -> list[float]:
-        found = []
+        numbers = []
         for _ in range(3):
-            found += [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
+            numbers += [torch.rand(()).item(), float(numpy.random.rand()), random.random()]
             all_reduce(torch.ones(1), context.tensor)
-        return found
+        return numbers
 
     with fixed_seed(1):
         expected = [f() for _ in range(3) for f in (lambda: torch.rand(()).item(), numpy.random.rand, random.random)]

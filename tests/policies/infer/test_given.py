@@ -218,12 +218,12 @@ def test_a_policy_is_validated_over_the_actual_number_of_ranks() -> None:
     ids=["all", "the MLP alone", "gathered", "numbers", "tied", "mixed and whole"],
 )
 def test_a_correct_policy_is_used_even_if_partial(make: Callable[[], nn.Module], policy: Any) -> None:
-    for said in sharded(make, policy, ranks=3):
-        assert "was not validated" not in said and "Linear1D_Col" in said
+    for report in sharded(make, policy, ranks=3):
+        assert "was not validated" not in report and "Linear1D_Col" in report
 
 
 class Counting(ToyLM):
-    """The output depends on the number of calls."""
+    """A layer whose output depends on the number of previous calls."""
 
     calls = 0
 
@@ -233,7 +233,7 @@ class Counting(ToyLM):
 
 
 class Seeding(ToyLM):
-    """Seeds the generator in the forward, which threads share."""
+    """A layer that seeds the random generator, which all threads share, in its forward."""
 
     def forward(self, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -280,8 +280,8 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 def test_a_policy_that_cannot_be_validated_is_used_with_a_note(
     make: Callable[[], nn.Module], policy: type[Policy], why: str
 ) -> None:
-    for said in sharded(make, policy):
-        assert f"{policy.__name__} was not validated on a copy of the model: {why}" in " ".join(said.split())
+    for report in sharded(make, policy):
+        assert f"{policy.__name__} was not validated on a copy of the model: {why}" in " ".join(report.split())
 
 
 def test_validation_can_be_disabled() -> None:
@@ -337,10 +337,10 @@ class SoftLlama(transformers.LlamaForCausalLM):
 def test_a_large_model_is_validated_on_a_reduced_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(given, "SMALL_NUMEL", 0)
     config = SmallModel("llama")().config
-    for said in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
-        assert "was not validated" not in said
+    for report in sharded(lambda: transformers.LlamaForCausalLM(config), Renamed):
+        assert "was not validated" not in report
     words = ("the MLP 'mlp' of Renamed alone, SoftLlama ", "model.layers.0.mlp.down_proj")
     refused(refusals(lambda: SoftLlama(config), Renamed), PolicyError, *words)
     literal = type("Literal", (Renamed,), {"num_heads": config.num_attention_heads})
-    for said in sharded(lambda: SoftLlama(config), literal):
-        assert "Literal was not validated" in said and "more than 0 parameters" in said
+    for report in sharded(lambda: SoftLlama(config), literal):
+        assert "Literal was not validated" in report and "more than 0 parameters" in report

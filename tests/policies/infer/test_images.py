@@ -146,11 +146,11 @@ def check(
     def run(context: ParallelContext) -> set[str]:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context, **options)
         if context.pipe.size > 1:
-            found = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
+            sharded_loss = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of).step(batch)
         else:
-            found = loss_of(model(**batch), batch)
-            found.backward()
-        torch.testing.assert_close(found.detach(), loss.detach())
+            sharded_loss = loss_of(model(**batch), batch)
+            sharded_loss.backward()
+        torch.testing.assert_close(sharded_loss.detach(), loss.detach())
         specs, coords = shard_specs(model), metadata_of(model).coords
         for name, p in model.named_parameters():
             if (grad := gradients[name]) is not None:
@@ -285,13 +285,13 @@ def test_a_vision_tower_on_another_stage_keeps_its_dtype_without_parameters() ->
         stages = metadata_of(model).stages
         assert stages is not None
         seen = [name for name, _ in model.named_parameters()]
-        with stages.placeholders.shown():
+        with stages.placeholders.included_in_parameters():
             assert model.vision.dtype == torch.float32
             assert [n for n, _ in model.named_parameters()] == [n for n, _ in plain.named_parameters()]
             assert [tuple(p.shape) for p in model.vision.parameters()] == [p.shape for p in plain.vision.parameters()]
             model.to(torch.bfloat16)
-        stages.placeholders.take_dtypes(model, {})
-        with stages.placeholders.shown():
+        stages.placeholders.convert_dtypes(model, {})
+        with stages.placeholders.included_in_parameters():
             assert model.vision.dtype == torch.bfloat16
         assert [name for name, _ in model.named_parameters()] == seen
 

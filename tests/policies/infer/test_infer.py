@@ -52,7 +52,7 @@ UNDESCRIBED = {
     "albert": ("AlbertForMaskedLM", 1.0),
     "bloom": ("BloomForCausalLM", 1.0),
     "convbert": ("ConvBertForMaskedLM", 0.47),  # its attention is half convolution
-    "deepseek_v3": ("DeepseekV3ForCausalLM", 0.88),  # low-rank projections are read whole
+    "deepseek_v3": ("DeepseekV3ForCausalLM", 0.88),  # low-rank projections are replicated
     "afmoe": ("AfmoeForCausalLM", 0.98),  # some layers have experts, the others an MLP at the same place
     "gemma3_text": ("Gemma3ForCausalLM", 1.0),
 }
@@ -65,8 +65,8 @@ def small(family: str) -> nn.Module:
     return model
 
 
-def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
-    """Return the replacements and stacks of a policy."""
+def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
+    """Return the module replacements, blocks and stacks of a policy as text."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2}, {"tensor": 1})))
     plan = make_plan(model, policy)
@@ -80,8 +80,8 @@ def cut_lines(model: nn.Module, policy: Policy) -> list[str]:
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_derived_policies_match_registered_policies(family: str) -> None:
     model = SmallModel(family)()
-    assert _without_hints(cut_lines(model, derive_policy(model))) == _without_hints(
-        cut_lines(model, FAMILIES[family].load()())
+    assert _without_hints(describe_policy(model, derive_policy(model))) == _without_hints(
+        describe_policy(model, FAMILIES[family].load()())
     )
 
 
@@ -116,7 +116,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
-        ("deepseek_v32", "DeepseekV32ForCausalLM", "gather_modules", "self_attn"),  # an attention that stays whole
+        ("deepseek_v32", "DeepseekV32ForCausalLM", "gather_modules", "self_attn"),  # an attention that is replicated
         ("qwen3_next", "Qwen3NextForCausalLM", "gather_modules", "linear_attn"),
         ("wav2vec2-bert", "Wav2Vec2BertForSequenceClassification", "gather_modules", "conv_module"),
         ("llama4_text", "Llama4ForCausalLM", "gather_with_blocks", "feed_forward"),  # each expert is given all tokens
@@ -133,7 +133,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
         ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", "token_free_modules", "ada_rms_norm"),
     ],
 )
-def test_what_sequence_parallelism_needs_is_found(
+def test_sequence_parallel_hints_are_inferred(
     family: str, head: str, need: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     reduced = reduce_model(build_meta_model(transformers.AutoConfig.for_model(family, architectures=[head])))
@@ -153,10 +153,10 @@ def test_describe_sharding_reports_a_derived_policy() -> None:
     def shard(context: ParallelContext) -> str:
         return str(shardformer.describe_sharding(shard_model(small("convbert"), context=context)))
 
-    said = run_as_threads(shard, tensor=2)[0]
-    assert "by a derived and validated policy" in said
-    assert "validated on a reduced model over 2 and 4 tensor ranks" in said
-    assert "Replicated, because" in said and "encoder.layer.*.attention.self.query" in said
+    report = run_as_threads(shard, tensor=2)[0]
+    assert "by a derived and validated policy" in report
+    assert "validated on a reduced model over 2 and 4 tensor ranks" in report
+    assert "Replicated, because" in report and "encoder.layer.*.attention.self.query" in report
 
 
 @pytest.mark.slow
@@ -167,7 +167,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
     policy = derive_policy(model)
     names: dict[str, Any] = {}
     exec(policy_module_source(policy, "Written"), names)
-    assert cut_lines(model, names["Written"]()) == cut_lines(model, policy)
+    assert describe_policy(model, names["Written"]()) == describe_policy(model, policy)
 
 
 @pytest.mark.slow
@@ -219,13 +219,15 @@ def test_a_wrong_policy_fails_validation(policy: type[GPT2Policy]) -> None:
     model = SmallModel("gpt2")().double().eval()
     reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
     assert validate_policy(reference, WholeMLP, 2) is None
-    assert "does not run" in (said := str(validate_policy(reference, policy, 2))) or "differs" in said
+    assert "does not run" in (problem := str(validate_policy(reference, policy, 2))) or "differs" in problem
 
 
 def test_a_failure_describes_the_problem_before_the_raw_error() -> None:
     model = SmallModel("gpt2")().double().eval()
-    said = validate_policy(ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2)
-    assert said is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", said)
+    problem = validate_policy(
+        ReferenceGradients.of(model, forward_call(model, example_batches(model)[0])), NoAttribute, 2
+    )
+    assert problem is not None and re.fullmatch(r"the sharded model does not run \(ValueError: .{,100}\)", problem)
 
 
 def test_blocks_that_fail_over_four_ranks_are_replicated() -> None:
@@ -330,8 +332,8 @@ def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
     policy: Any = derive_policy(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     attentions = [block for stack in stacks for block in stack.blocks if isinstance(block, Attention)]
-    said = [list(block.inputs.arguments) for block in attentions if block.inputs.arguments]
-    assert said == [OTHER_STATES[name]]
+    arguments = [list(block.inputs.arguments) for block in attentions if block.inputs.arguments]
+    assert arguments == [OTHER_STATES[name]]
     assert all(any(isinstance(block, MLP) for block in stack.blocks) for stack in stacks)  # Funnel's adds its residual
 
 

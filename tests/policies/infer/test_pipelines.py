@@ -97,7 +97,7 @@ def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerP
 
 
 @pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
-def test_the_number_of_layer_outputs_is_found_and_printed(family: str, returns: int) -> None:
+def test_the_number_of_layer_outputs_is_inferred_and_printed(family: str, returns: int) -> None:
     policy = derive_policy(Small(family, CLASSES[family])())
     assert isinstance(policy.stack, LayerStack) and policy.stack.stages.num_outputs == returns
     assert (f"num_outputs={returns}" in policy_module_source(policy)) == (returns > 0)

@@ -1,4 +1,4 @@
-"""A derived policy is returned as it was validated, in the call that training makes."""
+"""A derived policy is the one that was validated, with a call of the model as in training."""
 
 from __future__ import annotations
 
@@ -104,9 +104,9 @@ def test_a_module_class_that_changes_in_forward_is_refused_if_sharded(
 ) -> None:
     """BigBird replaces the attention class for short batches."""
     native, policy = bird
-    whole: Any = type(policy)
-    cut = {"stack": LayerStack(whole.stack.layers, [BIRD, *whole.stack.blocks])}
-    chosen = type("Cut", (whole,), cut) if cuts_attention else whole
+    policy_class: Any = type(policy)
+    fields = {"stack": LayerStack(policy_class.stack.layers, [BIRD, *policy_class.stack.blocks])}
+    chosen = type("Cut", (policy_class,), fields) if cuts_attention else policy_class
     ids = torch.randint(5, 60, (2, 4))
     expected = copy.deepcopy(native).eval()(input_ids=ids).logits
 
@@ -146,8 +146,8 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     lowering = LayerLowering(layer, "layers.*", ParallelContext.of({"tensor": 2}).tensor)
     with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
         lowering.experts(Experts("experts", "up", "down", fused=2))
-    said = lowering.experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
-    assert said is not None and {name: list(dims) for name, dims in said.items()} == {
+    parameters = lowering.experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
+    assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
         "experts.up": [2],
         "experts.down": [1],
     }

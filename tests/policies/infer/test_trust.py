@@ -22,20 +22,20 @@ from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallMo
 
 
 class OverFeatures(LlamaMLP):
-    """The output depends on all features."""
+    """An MLP whose output depends on all features, so that it cannot be sharded."""
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).softmax(-1))
-        return found
+        output: Tensor = self.down_proj((self.act_fn(self.gate_proj(x)) * self.up_proj(x)).softmax(-1))
+        return output
 
 
 class OtherOrder(LlamaMLP):
-    """The same computation, written differently."""
+    """An MLP with the same computation as the original, written differently."""
 
     def forward(self, x: Tensor) -> Tensor:
         up = self.up_proj(x)
-        found: Tensor = self.down_proj(up * self.act_fn(self.gate_proj(x)))
-        return found
+        output: Tensor = self.down_proj(up * self.act_fn(self.gate_proj(x)))
+        return output
 
 
 class Squared(nn.Module):
@@ -112,16 +112,16 @@ def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     [of_class(OverFeatures), patched(OverFeatures.forward), closed_over, lambda: OwnLlama(plain().config)],
     ids=range(4),
 )
-def test_what_the_policy_does_not_know_is_refused(make: Callable[[], Any]) -> None:
+def test_code_that_the_policy_does_not_know_is_refused(make: Callable[[], Any]) -> None:
     def do(context: ParallelContext) -> str:
         torch.manual_seed(0)
         with pytest.raises(PolicyError) as error:
             shardformer.shard_model(make(), context=context)
         return str(error.value)
 
-    for said in run_as_threads(do, tensor=2):
-        assert "runs code that LlamaPolicy was not written for" in said
-        assert "shardformer.derive_policy(model)" in said
+    for message in run_as_threads(do, tensor=2):
+        assert "runs code that LlamaPolicy was not written for" in message
+        assert "shardformer.derive_policy(model)" in message
 
 
 def test_user_code_is_not_validated_without_tensor_parallelism() -> None:
@@ -141,8 +141,8 @@ def test_a_passed_policy_is_validated_on_user_code() -> None:
             shardformer.shard_model(of_class(OverFeatures)(), LlamaPolicy, context=context)
         return str(error.value)
 
-    for said in run_as_threads(do, tensor=2):
-        assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM " in said
+    for message in run_as_threads(do, tensor=2):
+        assert "the MLP 'mlp' of LlamaPolicy alone, LlamaForCausalLM " in message
 
 
 def wrap(module: nn.Module) -> None:

@@ -23,14 +23,14 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
     return build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name], **settings))
 
 
-def cut_in_layers(model: nn.Module, policy: RolePolicy) -> set[str]:
-    """Return the last two names of each linear that the policy shards in all layers."""
+def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
+    """Return the last two path components of each linear that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
-    cut = make_plan(model, policy).sharded_parameter_ids()
+    sharded = make_plan(model, policy).sharded_parameter_ids()
     linears = {n: m for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".layers." in n}
-    whole = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in cut}
-    return {".".join(n.split(".")[-2:]) for n in linears} - whole
+    replicated = {".".join(n.split(".")[-2:]) for n, m in linears.items() if id(m.weight) not in sharded}
+    return {".".join(n.split(".")[-2:]) for n in linears} - replicated
 
 
 @pytest.mark.reduced(one_in=3)
@@ -87,8 +87,8 @@ def test_layers_that_share_keys_and_values_are_sharded() -> None:
     reduced = reduce_model(model).model
     assert layer_kinds(reduced) == layer_kinds(model)
     policy = derive_policy(model)
-    cut = cut_in_layers(model, policy)
-    assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= cut
+    sharded = list_sharded_linears(model, policy)
+    assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= sharded
 
 
 def test_the_image_size_of_a_staged_model_is_reduced() -> None:

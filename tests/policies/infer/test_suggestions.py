@@ -105,11 +105,11 @@ def test_the_error_for_unknown_inputs_shows_a_working_call() -> None:
     expected = model(**batch)
 
     def train(context: ParallelContext) -> Tensor:
-        found: Tensor = shardformer.shard_model(fed_like(model), type(policy), context=context)(**batch)
-        return found.detach()
+        output: Tensor = shardformer.shard_model(fed_like(model), type(policy), context=context)(**batch)
+        return output.detach()
 
-    for found in run_as_threads(train, tensor=2, in_turn=True):
-        assert torch.allclose(torch.as_tensor(found), expected, atol=1e-6)
+    for output in run_as_threads(train, tensor=2, in_turn=True):
+        assert torch.allclose(torch.as_tensor(output), expected, atol=1e-6)
 
 
 def fed_like(model: nn.Module) -> nn.Module:
@@ -119,10 +119,10 @@ def fed_like(model: nn.Module) -> nn.Module:
 
 
 def test_printed_source_with_notes_is_valid_python() -> None:
-    said = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
+    source = str(shardformer.derive_policy(Fed(), batch={"words_of_text": torch.randint(0, 32, (2, 5))}))
     names: dict[str, Any] = {}
-    exec(said, names)
-    assert said.startswith("# The policy was derived") and issubclass(
+    exec(source, names)
+    assert source.startswith("# The policy was derived") and issubclass(
         names["MyPolicy"], shardformer.policies.RolePolicy
     )
 
@@ -132,10 +132,10 @@ def test_the_error_without_shardable_layers_lists_alternatives(kind: str) -> Non
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
     with pytest.raises(PolicyError) as error:
         shard(transformers.MambaForCausalLM(config) if kind == "mamba" else Convolved())
-    said = str(error.value)
-    assert "can be sharded over tensor=2 by tensor parallelism" in said and "No layer of" in said
-    assert "launch_from_torch(data=2)" in said and "stage=3" in said and "pipe" in said.lower()
-    assert "Attention(" not in said
+    message = str(error.value)
+    assert "can be sharded over tensor=2 by tensor parallelism" in message and "No layer of" in message
+    assert "launch_from_torch(data=2)" in message and "stage=3" in message and "pipe" in message.lower()
+    assert "Attention(" not in message
 
 
 def test_other_errors_show_an_example_policy() -> None:
@@ -150,22 +150,25 @@ def test_other_errors_show_an_example_policy() -> None:
 def test_the_error_quotes_the_failing_line_and_the_closest_policy() -> None:
     with pytest.raises(PolicyError) as error:
         shard(AttentionModel((3, 8)))
-    said = str(error.value)
-    assert re.search(r"Provided sizes \[3, 8\] .*, in \S*test_ways_out.py, line \d+: `q, k, v = .*self.sizes", said)
+    message = str(error.value)
+    assert re.search(
+        r"Provided sizes \[3, 8\] .*, in \S*test_suggestions.py, line \d+: `q, k, v = .*self.sizes", message
+    )
     names: dict[str, Any] = {}
     exec(
         textwrap.dedent(
-            said[said.index("    from shardformer.policies import") : said.index("Or omit the tensor axis")]
+            message[message.index("    from shardformer.policies import") : message.index("Or omit the tensor axis")]
         ),
         names,
     )
-    trains_alike(AttentionModel((-1, 8)), names["MyPolicy"])  # as the note suggests: -1 for the number of heads
+    # as the note suggests: -1 for the number of heads
+    assert_equals_one_process(AttentionModel((-1, 8)), names["MyPolicy"])
 
 
 def test_notes_quote_the_failing_line_and_the_closest_role() -> None:
     notes = " ".join(shardformer.derive_policy(AttentionModel((3, 8), up=40)).notes)
     assert re.search(
-        r"Replicated, because .*test_ways_out.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes
+        r"Replicated, because .*test_suggestions.py, line \d+: .*self.sizes.*: layers.\*.q, layers.\*.k", notes
     )
     assert 'The closest role for layers: Attention("", AttentionProjections(out="o", q="q", k="k", v="v")' in notes
 
@@ -173,22 +176,22 @@ def test_notes_quote_the_failing_line_and_the_closest_role() -> None:
 def test_uncounted_heads_are_derived_from_their_features() -> None:
     policy = shardformer.derive_policy(AttentionModel((-1, 4)))
     assert "num_heads=6" in str(policy)
-    trains_alike(AttentionModel((-1, 4)), type(policy), ranks=3)
+    assert_equals_one_process(AttentionModel((-1, 4)), type(policy), ranks=3)
     named = AttentionModel((-1, 4))
     for layer in named.layers:
         layer.head_dim = 4
     assert "num_heads=6" in str(shardformer.derive_policy(named))  # instead of the 4 in the table
 
 
-def trains_alike(model: AttentionModel, policy: type[shardformer.policies.Policy], ranks: int = 2) -> None:
+def assert_equals_one_process(model: AttentionModel, policy: type[shardformer.policies.Policy], ranks: int = 2) -> None:
     ids = torch.randint(0, 32, (2, 5))
     expected, models = model(ids), [copy.deepcopy(model) for _ in range(ranks)]
 
     def train(context: ParallelContext) -> Tensor:
         sharded = shardformer.shard_model(models[context.tensor.rank], policy, context=context)
         assert "Linear1D_Col" in str(shardformer.describe_sharding(sharded))
-        found: Tensor = sharded(ids)
-        return found.detach()
+        output: Tensor = sharded(ids)
+        return output.detach()
 
-    for found in run_as_threads(train, tensor=ranks):
-        assert torch.allclose(torch.as_tensor(found), expected, atol=1e-5)
+    for output in run_as_threads(train, tensor=ranks):
+        assert torch.allclose(torch.as_tensor(output), expected, atol=1e-5)

@@ -1,4 +1,4 @@
-"""Attentions and experts for which a policy is derived, on reduced models with random weights."""
+"""Derived policies shard the expected attentions and experts of reduced models with random weights."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
 
 
 def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
-    """Over 2 and 4 ranks they look like CodeGen's four partitions, but not over 3."""
+    """Interleaved heads look like CodeGen's four partitions over 2 and 4 ranks, but not over 3."""
     split = {"qkv": "qkv", "out": "out"}
     assert [*_ranks_for(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)] == [
         *VALIDATION_RANKS,
