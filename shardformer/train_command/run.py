@@ -24,7 +24,7 @@ from shardformer.sharding.describe import describe_sharding
 from shardformer.train_command.build import build_hooks, build_model, build_optimizer, build_scheduler, model_class_for
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.datasets import TrainingData, load_data
-from shardformer.train_command.model_config import class_names_of, image_size_of, load_model_config
+from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
 from shardformer.training.data_sources import collate_samples
 from shardformer.training.hooks.checkpoint import Checkpoint
@@ -34,7 +34,7 @@ from shardformer.weights.save_pretrained import check_export, check_target
 from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
 from shardformer.zero.mixed_precision import MixedPrecision
 
-EXPORT = "model"
+EXPORT_FOLDER = "model"
 """Subfolder of the run's folder for the trained model."""
 
 
@@ -46,26 +46,28 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     trainer, data = build_trainer(config, layout, make_context(None, layout))
     training = config.training
     if training.export:
-        run_on_first_rank(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
+        run_on_first_rank(
+            lambda: _check_export_folder(config, config.path / EXPORT_FOLDER), trainer.engine.world, "Training"
+        )
     epochs = None if training.steps is not None else training.epochs or 1
-    with _explained_first_step(config, trainer):
+    with _convert_first_step_error(config, trainer):
         values = trainer.fit(
             steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
         )
     if trainer.was_interrupted:
-        _report_interruption(trainer)
+        _print_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if trainer.is_first and trainer.loss is None:
         key = "training.steps" if training.steps is not None else "training.epochs"
         done = f"{trainer.step} of {trainer.num_steps} steps are complete"
         print(f"nothing to train: {done}; increase {key} to continue", flush=True)
     if training.export:
-        trainer.engine.export(config.path / EXPORT, data.processor)
+        trainer.engine.export(config.path / EXPORT_FOLDER, data.processor)
     return values
 
 
 @contextmanager
-def _explained_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
+def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
     """Convert an error before the first completed step to a ConfigError.
 
     Only the first step detects some combinations of config fields that transformers accepts but cannot run.
@@ -84,7 +86,7 @@ def _explained_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[Non
         ) from error
 
 
-def _check_export(config: TrainConfig, folder: Path) -> None:
+def _check_export_folder(config: TrainConfig, folder: Path) -> None:
     """Raise ConfigError if the export would overwrite files that it did not write."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
@@ -96,7 +98,7 @@ def _check_export(config: TrainConfig, folder: Path) -> None:
     check_target(folder)
 
 
-def _report_interruption(trainer: Trainer) -> None:
+def _print_interruption(trainer: Trainer) -> None:
     saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
     how = " without a checkpoint: see hooks.checkpoint in the configuration"
     if saved is not None:
@@ -142,7 +144,7 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     Raises the errors that would occur in the first step or in the export after the last step.
     """
     saved = load_model_config(config)
-    data = load_data(config, image_size_of(saved), class_names_of(saved))
+    data = load_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
     check_task(config, model)
     if config.training.export:
@@ -232,7 +234,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
             samples = [data.train[i % len(data.train)] for i in range(count)]
             batch = fake((data.collate or collate_samples)(samples))
-            step, reason = _peak_of_traced_step(model, layout, batch, shapes.setdefault(tensor, {}))
+            step, reason = _trace_peak_memory(model, layout, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
     return DryRunReport(
@@ -248,7 +250,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     )
 
 
-def _peak_of_traced_step(
+def _trace_peak_memory(
     model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Return the peak memory of a step without the parameters, or None and the reason why it is unknown.

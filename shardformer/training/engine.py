@@ -33,7 +33,7 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
 from shardformer.public_names import renamed_arguments, renamed_parameters
 from shardformer.torch_compat import is_true
-from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, named_batch, on_device
+from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -116,7 +116,7 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self.takes_grad_norm = False
         self.listener: Callable[[str], None] | None = None
-        self._pending: Tensor | None = None
+        self._pending_loss: Tensor | None = None
         self._is_backward_done = False
         self._saving: AsyncSave | None = None
         self.rebuild: Callable[[Any], ReshardStats] | None = None
@@ -146,7 +146,7 @@ class Engine:
         if not (trains or (self.model.training and torch.is_grad_enabled())):
             come_to_step(f"{call} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
-        if self._pending is not None or self._is_backward_done:
+        if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
                 f"The engine received a batch before {'step' if self._is_backward_done else 'backward'} was called "
                 "for the previous batch",
@@ -160,25 +160,25 @@ class Engine:
         come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
         self._notify("before_forward")
         try:
-            self._pending = self._average_over_data_ranks(self.pipeline.step(batch))
+            self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
         except BaseException:
             with suppress(Exception):  # otherwise the next step would add these incomplete gradients
                 self.zero_grad()
             raise
         self._notify("after_backward")
-        return self._pending
+        return self._pending_loss
 
     def backward(self, loss: Tensor) -> None:
         """Complete the backward pass for the loss that ``engine(batch)`` returned; the loss must be the same object."""
-        if self._pending is None or loss is not self._pending:
-            what = "is not the last loss of the engine" if self._pending is not None else "has no pending batch"
+        if self._pending_loss is None or loss is not self._pending_loss:
+            what = "is not the last loss of the engine" if self._pending_loss is not None else "has no pending batch"
             raise InputError(
                 f"backward received a loss that {what}",
                 rule="engine(batch) has already computed the gradients of the loss that it returned",
                 remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation pass a list of "
                 "batches, and add further terms of the loss in loss_fn",
             )
-        self._pending, self._is_backward_done = None, True
+        self._pending_loss, self._is_backward_done = None, True
 
     def step(self) -> bool:
         """Clip gradients, update the weights, clear the gradients, and step the scheduler.
@@ -190,7 +190,9 @@ class Engine:
         """
         if not self._is_backward_done:
             raise InputError(
-                "step was called before backward" if self._pending is not None else "step was called without a batch",
+                "step was called before backward"
+                if self._pending_loss is not None
+                else "step was called without a batch",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
         come_to_step("engine.step", self.world)
@@ -232,7 +234,7 @@ class Engine:
             batches: A batch, or an iterable of batches. All data ranks need the same number of batches.
         """
         come("engine.evaluate", self.world)
-        several = self._synchronized_batches(batches) if _is_stream(batches) else [batches]
+        several = self._synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
         with evaluating(self.model):
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
@@ -263,14 +265,14 @@ class Engine:
 
     def zero_grad(self) -> None:
         """Discard the gradients of a backward pass without an update."""
-        self._pending, self._is_backward_done = None, False
+        self._pending_loss, self._is_backward_done = None, False
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def _prepare_batch(self, batch: Any) -> Any:
         if is_batch_list(batch):
             return [self._prepare_batch(each) for each in batch]
-        return on_device(named_batch(batch, self.model, has_target=self._has_target), self.context.device)
+        return move_to_device(to_forward_arguments(batch, self.model, has_target=self._has_target), self.context.device)
 
     def _average_over_data_ranks(self, loss: Tensor) -> Tensor:
         """Average the loss over data ranks if each rank has its own mean."""
@@ -322,8 +324,8 @@ class Engine:
     @property
     def schedulers(self) -> list[Any]:
         """The user's schedulers as a list."""
-        given = self.scheduler
-        return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+        scheduler = self.scheduler
+        return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:
@@ -334,14 +336,14 @@ class Engine:
         if self.scheduler_every == "epoch":
             self._step_schedulers()
 
-    def _notify(self, moment: str) -> None:
+    def _notify(self, event: str) -> None:
         if self.listener is not None:
-            self.listener(moment)
+            self.listener(event)
 
-    def _check_between_steps(self, what: str) -> None:
-        if self._pending is not None or self._is_backward_done:
+    def _check_between_steps(self, call: str) -> None:
+        if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{what} cannot be called in the middle of a step",
+                f"{call} cannot be called in the middle of a step",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad()",
             )
 
@@ -444,18 +446,18 @@ class Engine:
                 self.data.load_state(position)
             self.steps, self.skipped = steps, skipped
 
-        def take_place(found: LoadedCheckpoint) -> None:
-            *place, loaded = unpack_engine_state(found)
+        def take_user_state(checkpoint: LoadedCheckpoint) -> None:
+            *place, loaded = unpack_engine_state(checkpoint)
             restore(*place)
             take(loaded)
 
         try:
-            found = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_place)
+            checkpoint = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_user_state)
         except BaseException:
             restore(*before)
             raise
         self.zero_grad()
-        return unpack_engine_state(found)[-1]
+        return unpack_engine_state(checkpoint)[-1]
 
     @renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
@@ -515,7 +517,7 @@ def needs_metric(scheduler: Any) -> bool:
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _is_stream(batches: Any) -> bool:
+def _is_batch_stream(batches: Any) -> bool:
     """Return whether ``batches`` is an iterable of batches instead of one batch."""
     if isinstance(batches, (Mapping, Tensor)):
         return False

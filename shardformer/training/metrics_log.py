@@ -79,7 +79,7 @@ class MetricsWriter:
                     remedy="Move it away, or pass another folder",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
-            replace_text(path, "".join(map(_line, kept)))  # atomically
+            replace_text(path, "".join(map(_to_json_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
@@ -89,7 +89,7 @@ class MetricsWriter:
         return new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
-        write_all(self._file, _line(record).encode())
+        write_all(self._file, _to_json_line(record).encode())
 
     def close(self) -> None:
         self._file.close()
@@ -103,14 +103,14 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
         path: Folder of a run, a parent folder with a single run, or a file of records. An incomplete last line is
             ignored, because the run may have been killed or may still be writing.
     """
-    file = file_of(path)
+    file = find_metrics_file(path)
     lines = file.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(_parse(line))
+            records.append(_parse_record(line))
         except (ValueError, OverflowError) as error:  # includes invalid UTF-8 and invalid JSON
             if number == len(lines):  # no newline follows
                 break
@@ -123,7 +123,7 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
     return records
 
 
-def _line(record: MetricsRecord) -> str:
+def _to_json_line(record: MetricsRecord) -> str:
     values = {name: _to_json(value) for name, value in record.values.items()}
     line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
     return json.dumps(line, allow_nan=False) + "\n"
@@ -134,7 +134,7 @@ def _to_json(value: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _parse(line: bytes) -> MetricsRecord:
+def _parse_record(line: bytes) -> MetricsRecord:
     """Parse a record. Raises ValueError with the reason, or OverflowError for a number that is too large."""
     try:
         found = json.loads(line.decode("utf-8"))
@@ -157,14 +157,14 @@ def _to_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def file_of(path: str | Path) -> Path:
+def find_metrics_file(path: str | Path) -> Path:
     """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it."""
     path = Path(path)
     if path.is_file():
         return path
     if (path / FILE).is_file():
         return path / FILE
-    inside = _files_below(path)
+    inside = _find_metrics_files(path)
     if len(inside) == 1:
         return inside[0]
     what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
@@ -175,16 +175,22 @@ def file_of(path: str | Path) -> Path:
     )
 
 
-def _suggest_runs(path: Path, inside: Sequence[str]) -> str:
-    if inside:
-        return f"Pass one of {', '.join(inside[:3])}, ..." if len(inside) > 3 else f"Pass {' or '.join(inside)}"
+def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
+    if run_folders:
+        return (
+            f"Pass one of {', '.join(run_folders[:3])}, ..."
+            if len(run_folders) > 3
+            else f"Pass {' or '.join(run_folders)}"
+        )
     above = next(folder for folder in path.resolve().parents if folder.is_dir())
-    names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
+    names = [
+        str(file.parent.relative_to(above)) for file in _find_metrics_files(above) if file.parent.name != path.name
+    ]
     if not names:
         return f"Pass the output folder of a training run; {above} contains no run"
     return f"{did_you_mean(path.name, names)} Pass one of the runs in {above}"
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _find_metrics_files(folder: Path) -> list[Path]:
     """Return the metrics files in subfolders of ``folder``, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])

@@ -20,7 +20,7 @@ from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEATS_S = 5.0
+REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
 """Handlers that ``StepSynchronizer.signals`` has replaced, by signal."""
@@ -44,17 +44,17 @@ class HookFailure:
     """Error of a hook on this rank, or of the operation ``where`` if ``hook`` is None."""
 
     hook: Hook | None
-    where: str
+    operation: str
     error: Exception
 
-    def as_exception(self, rank: int) -> ShardFormerError:
+    def to_exception(self, rank: int) -> ShardFormerError:
         error, hook = self.error, self.hook
         if isinstance(error, ShardFormerError):
-            what = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
-            return type(error)(what, rule=error.rule, remedy=error.remedy)
-        where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
+            text = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
+            return type(error)(text, rule=error.rule, remedy=error.remedy)
+        source = self.operation if hook is None else f"The hook {type(hook).__name__} ({self.operation})"
         return InputError(
-            f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
+            f"{source[:1].upper()}{source[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
             remedy="Fix the cause and resume from the last checkpoint",
         )
 
@@ -77,14 +77,14 @@ class StepSynchronizer:
         self.signal: signal.Signals | None = None
         self._local = self._received = StepRequests()
 
-    def ask(self, **what: bool) -> None:
+    def request(self, **requests: bool) -> None:
         """Add a request for the next synchronization, as in ``ask(save=True)``."""
-        self._local = replace(self._local, **what)
+        self._local = replace(self._local, **requests)
 
-    def fail(self, hook: Hook | None, where: str, error: Exception) -> None:
-        self.failure = self.failure or HookFailure(hook, where, error)
+    def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
+        self.failure = self.failure or HookFailure(hook, operation, error)
 
-    def check(self, engine: Engine) -> None:
+    def exchange_requests(self, engine: Engine) -> None:
         """Exchange requests and failures between all ranks. Communicates five integers.
 
         Raises:
@@ -95,17 +95,17 @@ class StepSynchronizer:
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True
-            exception = None if self.failure is None else self.failure.as_exception(world.rank)
+            exception = None if self.failure is None else self.failure.to_exception(world.rank)
             first = next(exception for exception in all_gather_objects(exception, world) if exception is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def synchronize(self) -> StepRequests:
+    def take_requests(self) -> StepRequests:
         """Return and reset the requests that ``check`` has received from all ranks."""
         received, self._received = self._received, StepRequests()
         return received
 
     @contextmanager
-    def signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+    def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
         """Record SIGTERM and SIGINT within the context; a second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM.
@@ -116,19 +116,19 @@ class StepSynchronizer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = dict(_REPLACED)  # of an outer ``fit``
-        came_at = 0.0
+        outer_handlers = dict(_REPLACED)  # of an outer ``fit``
+        received_at = 0.0
 
         def handle(number: int, frame: FrameType | None) -> None:
-            nonlocal came_at
+            nonlocal received_at
             if self.signal is None:
-                self.signal, came_at = signal.Signals(number), time.monotonic()
-                self.ask(signal=True)
+                self.signal, received_at = signal.Signals(number), time.monotonic()
+                self.request(signal=True)
                 if not has_launcher():
-                    _restore_handlers()
+                    _restore_signal_handlers()
                 on_signal(self.signal)
-            elif time.monotonic() - came_at > REPEATS_S:
-                _restore_handlers()
+            elif time.monotonic() - received_at > REPEATED_SIGNAL_S:
+                _restore_signal_handlers()
                 signal.raise_signal(number)
 
         with finishes_on_signals():
@@ -139,11 +139,11 @@ class StepSynchronizer:
             try:
                 yield
             finally:
-                _restore_handlers()
-                _REPLACED.update(before)
+                _restore_signal_handlers()
+                _REPLACED.update(outer_handlers)
 
 
-def _restore_handlers() -> None:
+def _restore_signal_handlers() -> None:
     """Restore the signal handlers that ``StepSynchronizer.signals`` replaced."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
@@ -151,17 +151,17 @@ def _restore_handlers() -> None:
     _REPLACED.clear()
 
 
-_MASK = threading.local()
+_SIGNAL_MASK = threading.local()
 
 
 def _block_signals() -> None:
-    _MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _SIGNAL_MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNAL_MASK.before)
 
 
 # worker pools stop their processes with SIGTERM, which must not arrive before a child has restored its handlers
-os.register_at_fork(after_in_child=_restore_handlers)
+os.register_at_fork(after_in_child=_restore_signal_handlers)
 os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

@@ -86,13 +86,13 @@ class MovingAverage(Hook):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         for _, param in _trained_tensors(engine):
-            average = self._average_of(param)
+            average = self._get_average(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         if self.validate:
             trainer.agree()
-            self._apply(trainer.engine)
+            self._apply_averages(trainer.engine)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         self._restore_weights(trainer.engine)
@@ -118,7 +118,7 @@ class MovingAverage(Hook):
     @contextmanager
     def applied(self, engine: Any) -> Iterator[None]:
         """Use the averaged weights within the context. All ranks call it between steps."""
-        self._apply(engine)
+        self._apply_averages(engine)
         try:
             yield
         finally:
@@ -142,7 +142,7 @@ class MovingAverage(Hook):
         for optimizer, group, param in _grouped_tensors(engine):
             small = torch.zeros([min(n, 2) for n in param.shape])
             if optimizer.state.get(param) or not state_after_step(optimizer, group, small):
-                optimizer.state[param][KEY] = self._average_of(param)
+                optimizer.state[param][KEY] = self._get_average(param)
 
     def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
         found = {}
@@ -154,7 +154,7 @@ class MovingAverage(Hook):
                     del optimizer.state[param]
         return found
 
-    def _average_of(self, param: Tensor, state: Any = None) -> Tensor:
+    def _get_average(self, param: Tensor, state: Any = None) -> Tensor:
         found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
@@ -168,15 +168,15 @@ class MovingAverage(Hook):
     # --- averages in place of the weights
 
     @torch.no_grad()
-    def _apply(self, engine: Any) -> None:
+    def _apply_averages(self, engine: Any) -> None:
         if self._weights is not None:
             raise InputError(
                 "The averaged weights are already applied",
                 remedy="Leave the outer with block first, or pass validate=False if a validation applies them",
             )
-        averages = [(p, self._average_of(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
+        averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
         self._weights = [(x, x.detach().clone()) for x in _overwritten_tensors(engine)]
-        zero = _zero_of(engine)
+        zero = _find_zero_optimizer(engine)
         with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
                 param.copy_(average)
@@ -189,7 +189,7 @@ class MovingAverage(Hook):
             return
         for x, before in weights:
             x.detach().copy_(before)
-        if (zero := _zero_of(engine)) is not None:
+        if (zero := _find_zero_optimizer(engine)) is not None:
             if (gathered := find_metadata(engine.model).parameter_owner) is not None:
                 gathered.release()
             for shard in zero.shards:
@@ -210,7 +210,7 @@ def _check_supported(engine: Any) -> None:
         )
 
 
-def _zero_of(engine: Any) -> ZeroOptimizer | None:
+def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
     return next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
@@ -228,7 +228,7 @@ def _trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
 
 def _overwritten_tensors(engine: Any) -> Iterator[Tensor]:
     """Yield the local tensors that the averaged weights overwrite."""
-    zero = _zero_of(engine)
+    zero = _find_zero_optimizer(engine)
     if zero is None:
         yield from (param for _, param in _trained_tensors(engine))
         return
