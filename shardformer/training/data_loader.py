@@ -1,4 +1,4 @@
-"""Training batches, sharded over the data ranks in an order that does not depend on the layout."""
+"""Data loader that shards global batches over the data-parallel ranks, in the same order for every layout."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardformer.training.data_sources import (
 
 
 class NoLengthError(ConfigError, TypeError):
-    """Raised by ``len`` for data of unknown length. It is a TypeError, so that ``list`` works without a length."""
+    """Raised by ``len(loader)`` if the length of the data is unknown. As a TypeError, it does not affect ``list``."""
 
 
 class ShardedDataLoader:
-    """Iterates over global batches and returns the local shard of each data rank; ``engine.data`` is an instance.
+    """Data loader that yields the shard of each global batch for this data-parallel rank, as in ``engine.data``.
 
     >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
@@ -96,7 +96,8 @@ class ShardedDataLoader:
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
-                "initialize(train_data=...) was called without batch_size", remedy="Pass batch_size=32, for example"
+                "initialize(train_data=...) was called without batch_size, and the data does not specify one",
+                remedy="Pass batch_size=32, for example",
             )
         else:
             check_int("batch_size", batch_size)
@@ -132,7 +133,7 @@ class ShardedDataLoader:
             self.on_epoch_end()
 
     def compare(self) -> None:
-        """Compare the data of all ranks once, before the first batch."""
+        """Check once that all ranks read the same data in the same order. Raises ConfigError on all ranks otherwise."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -150,7 +151,7 @@ class ShardedDataLoader:
         check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
-        """Return the position in the data as integers that must be equal on all ranks; 0 means unknown.
+        """Return hashes of the data position and the last samples, which must be equal on all ranks. 0 means unknown.
 
         The position is unknown if a prefetching thread reads the batches ahead of the training step.
         """
@@ -166,7 +167,7 @@ class ShardedDataLoader:
         return self._source.batches(self.epoch, self.seed, self._global_batches, self._shard, self.seen)
 
     def _global_batches(self, order: Sequence[Any]) -> list[Sequence[Any]]:
-        """Split the remaining samples of an epoch into global batches."""
+        """Split the remaining samples of the current epoch into global batches."""
         if self._source.makes_batches:
             sums = itertools.accumulate(map(len, order), initial=0)
             batches = [batch for batch, start in zip(order, sums) if start >= self.seen]
@@ -196,20 +197,20 @@ class ShardedDataLoader:
         return -(-(batches - merges) // self._accumulate)
 
     def shard_over(self, context: ParallelContext) -> None:
-        """Shard the following batches over the data ranks of another process grid."""
+        """Shard all following batches over the data-parallel ranks of another process grid."""
         self.check_ranks(context.data.size)
         self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
     def rewind(self) -> None:
-        """Restart at the first batch of the first epoch."""
+        """Reset the data position to the first batch of the first epoch."""
         self.epoch = self.seen = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data as plain values for a checkpoint."""
+        """Return the data position (epoch, samples and seed) to store in a checkpoint."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a position that ``state`` returned, or raise ConfigError if the data has another length."""
+        """Restore a data position that ``state`` returned, or raise ConfigError if the data has another length."""
         if state["samples"] != self._source.count:
             raise ConfigError(
                 f"The checkpoint was saved with {state['samples']} training samples, but the data has "
@@ -221,7 +222,7 @@ class ShardedDataLoader:
     # --- checks
 
     def check_ranks(self, num_ranks: int) -> None:
-        """Raise ConfigError if a batch would have fewer samples than there are data ranks."""
+        """Raise ConfigError if a global batch would have fewer samples than there are data-parallel ranks."""
         count, size = self._source.count, self.batch_size
         if size is not None and size < num_ranks:
             raise ConfigError(
@@ -247,7 +248,7 @@ class ShardedDataLoader:
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on all ranks. If one rank fails or the data differ, all ranks raise."""
+    """Create a data loader on all ranks, and raise on all ranks if one rank fails or reads other data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
@@ -263,9 +264,9 @@ def _check_conflict(name: str, value: object, default: object, loader_value: obj
 
 
 def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
-    """Convert a batch to a dict of forward arguments.
+    """Convert a batch to a dict of keyword arguments for ``model.forward``.
 
-    A sequence holds positional arguments, and if ``has_target`` is True, the target of the loss function at its end.
+    A sequence contains positional arguments and, if ``has_target`` is True, the target of the loss function at its end.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -298,19 +299,19 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
 
 
 def is_batch_list(batch: Any) -> bool:
-    """Return whether ``batch`` is a list of batches, and not one batch made of tensors."""
+    """Return whether ``batch`` is a list of batches, rather than a single batch of tensors."""
     return (
         isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(b, (Mapping, list, tuple)) for b in batch)
     )
 
 
 def move_to_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device."""
+    """Move all tensors of a batch to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
 def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Wrap a loss function of (output, target) or (output, batch) as a function of (output, micro-batch)."""
+    """Wrap a loss function of (output, target) or (output, batch) so that it takes the output and a micro-batch."""
 
     def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
         return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))

@@ -1,4 +1,4 @@
-"""Sources of batches: indexed and streamed data, collation, and the check that all ranks read the same data.
+"""Reads indexed or streamed training data, collates batches, and checks that all ranks read the same data.
 
 The engine shards every batch over the data ranks. This requires that all ranks read the full data in the same order.
 If a script has already sharded the data by rank, or if the order differs between processes (a set of strings,
@@ -27,9 +27,9 @@ from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container,
 from shardformer.random_state import SameRandomOnAllRanks, hash_seed, restored_generators, seed_generators, seeded
 
 MAX_SAMPLES, TIME_LIMIT_S = 4096, 0.2
-"""Limits of the comparison: number of samples, and seconds."""
+"""Maximum number of samples that the ranks compare, and maximum time of the comparison in seconds."""
 TOLERANCE = 1e-3
-"""Tolerance of floating-point samples, relative to their norm: machines round differently."""
+"""Tolerance for floating-point samples, relative to their norm, because machines round differently."""
 SAME_DATA_REMEDY = (
     "Pass the full data in the same order on every rank. Remove rows[rank::world_size], split_dataset_by_node, and any "
     "random_split or shuffle seeded by rank, and sort items that come from a set or from os.listdir"
@@ -39,7 +39,7 @@ SAME_DATA_REMEDY = (
 def check_same_data(
     settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
 ) -> None:
-    """Raise ConfigError on every rank if their training data differ.
+    """Raise ConfigError on all ranks if two ranks have different training data.
 
     ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
     stream. Communicates three gathers of a few integers.
@@ -75,9 +75,9 @@ def check_same_data(
 
 
 def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return fingerprints and sketches of samples that are drawn identically on all ranks.
+    """Return fingerprints and random projections of a random subset of samples, which is the same on all ranks.
 
-    The fingerprints or the sketches are empty if they change when a sample is read again.
+    Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
     order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES].tolist()
     end = time.monotonic() + TIME_LIMIT_S
@@ -96,7 +96,7 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
 
 
 def random_projection(value: Any) -> tuple[float, float]:
-    """Return a random projection, equal on all ranks, and the norm of the floating-point numbers in a value."""
+    """Return a random projection of the floating-point numbers in a sample, equal on all ranks, and their norm."""
     decimals = list(_iterate_float_tensors(value))
     if not decimals:
         return 0.0, 0.0
@@ -106,7 +106,7 @@ def random_projection(value: Any) -> tuple[float, float]:
 
 
 def _iterate_leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers; a list of integers is one leaf."""
+    """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
     if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain_leaf(value)):
         for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
             yield from _iterate_leaves(each)
@@ -125,7 +125,7 @@ def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def fingerprint(*values: Any) -> int:
-    """Return a fingerprint of the integers and strings in ``values``, or of all numbers if there are none.
+    """Return a hash of the integers and strings in samples, or of all numbers if they contain no integers or strings.
 
     Integers take precedence because floating-point numbers are often augmented at random.
     """
@@ -134,7 +134,7 @@ def fingerprint(*values: Any) -> int:
 
 
 def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
-    """Return whether a leaf consists of integers or strings, and its content."""
+    """Return whether a leaf of a sample consists of integers or strings, and its hashable content."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
         return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
@@ -154,7 +154,7 @@ def _is_plain_leaf(value: Any) -> bool:
 
 
 def first_and_last_samples(batch: Any) -> list[Any]:
-    """Return the first and the last sample of a batch, as far as they can be sliced."""
+    """Return the first and the last sample of each tensor or array in a batch, and other values unchanged."""
     if isinstance(batch, Mapping):
         return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -184,7 +184,7 @@ def collate_samples(samples: list[Any]) -> Any:
 
 
 def _collate_column(key: str, values: list[Any]) -> Any:
-    """Collate the values of one key."""
+    """Collate the values that the samples of a batch have for one key."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
@@ -198,7 +198,7 @@ def _collate_column(key: str, values: list[Any]) -> Any:
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    """Convert lists or arrays of numbers to a tensor, keeping NumPy dtypes; return other values unchanged."""
+    """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
     leaf = value  # the first number in nested lists and arrays, or the first empty list
     while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
         leaf = leaf[0]
@@ -223,7 +223,7 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class DataShard:
-    """Shard of a global batch that belongs to one data rank."""
+    """Position of a data-parallel rank, which determines its shard of each global batch."""
 
     rank: int
     size: int
@@ -234,7 +234,10 @@ class DataShard:
 
 
 class StreamedSource:
-    """Source that every rank reads in full: an iterable of samples, or of global batches if ``collate`` is None."""
+    """Training data from an iterable, which every rank reads in full.
+
+    The iterable yields samples, or global batches if ``collate`` is None.
+    """
 
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
@@ -246,13 +249,13 @@ class StreamedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch; None if unknown or if the source yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the iterable yields samples."""
         return length_or_none(self._source) if self.makes_batches else None
 
     def batches(
         self, epoch: int, seed: int, size: int | None, shard: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield pairs as ``IndexedSource.batches`` does. Samples before ``start`` are read again and skipped."""
+        """Yield the size of each global batch and its local shard. The first ``start`` samples are read and skipped."""
         reader = self._get_reader(epoch, seed, start)
         if self._collate is None:
             for batch, count, part in reader.read_shards(shard, start):
@@ -275,7 +278,7 @@ class StreamedSource:
         self._reader = None
 
     def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """Return a reader at the start of the stream, or the current reader of an iterator."""
+        """Return a new reader of the stream, or the existing reader if the stream is an iterator."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
@@ -289,7 +292,7 @@ class StreamedSource:
 
 
 class _StreamReader:
-    """One pass through a stream, with its own random state. ``count`` is the number of samples that were read."""
+    """Reads a stream once, with its own random state, and counts the samples that were read."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
@@ -298,7 +301,7 @@ class _StreamReader:
             self._iterator: Iterator[Any] = iter(source)
 
     def read(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, or fewer at the end."""
+        """Return the next ``count`` samples, or fewer at the end of the stream."""
         found = self._read_next(count)
         self.count += len(found)
         return found
@@ -308,7 +311,7 @@ class _StreamReader:
             return list(islice(self._iterator, count))
 
     def read_end(self, limit: int) -> list[Any]:
-        """Return all remaining samples if they are fewer than ``least``, and otherwise none."""
+        """Return all remaining samples if there are fewer than ``limit``. Otherwise return an empty list."""
         found = self.read(limit)
         if len(found) < limit:
             return found
@@ -316,12 +319,12 @@ class _StreamReader:
         return []
 
     def skip_to(self, position: int) -> None:
-        """Skip to sample ``count`` of the stream."""
+        """Read and discard samples until ``position`` samples have been read."""
         while self.count < position and self.read(min(position - self.count, 256)):
             pass
 
     def read_shards(self, shard: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """Shard a stream of global batches after ``start`` samples, as triples (batch, samples, local shard)."""
+        """Yield each global batch after the first ``start`` samples, its number of samples, and its local shard."""
         while found := self._read_next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
@@ -345,27 +348,27 @@ def length_or_none(data: Any) -> int | None:
 
 
 def check_batch_size(num_samples: int, shard: DataShard) -> None:
-    """Raise InputError if a batch has fewer samples than there are data ranks."""
+    """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
     if num_samples < shard.size:
         raise InputError(
             f"A batch of {num_samples} samples is too small for {shard.size} data ranks",
-            remedy="Pass drop_last=True, or a batch size that leaves no such remainder",
+            remedy="Pass drop_last=True, or choose a batch size that divides the number of samples",
         )
 
 
 SampleKey = tuple[Any, int, int, int]
-"""Index of a sample, seed, epoch, and position in the epoch."""
+"""Index of a sample, seed, epoch, and position of the sample in the epoch."""
 
 LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context",
     "persistent_workers",
 )  # fmt: skip
-"""Options of the user's DataLoader that are passed to our own."""
+"""Options that are copied from the user's DataLoader to the internal DataLoader."""
 
 
 @dataclass(frozen=True, eq=False)
 class _SeededDataset(torch_data.Dataset[Any]):
-    """Data set whose samples are read by key, each with its own random seed."""
+    """Data set that sets the random seed of each sample before it reads the sample."""
 
     data: Any
 
@@ -381,7 +384,7 @@ class _SeededDataset(torch_data.Dataset[Any]):
 
 @dataclass(frozen=True, eq=False)
 class _SeededCollate:
-    """Collate function that seeds random numbers from the first sample of the batch."""
+    """Collate function that sets the random seed of each batch, derived from its first sample."""
 
     collate: Collate
 
@@ -395,7 +398,7 @@ class _SeededCollate:
 
 
 class _LocalBatchSampler:
-    """Sampler of the local shards of the remaining batches of an epoch."""
+    """Batch sampler that yields the local shards of the remaining batches of an epoch."""
 
     remaining: Iterable[list[SampleKey]] = ()
 
@@ -404,7 +407,7 @@ class _LocalBatchSampler:
 
 
 class IndexedSource:
-    """Source of samples with an index, in the order of an optional sampler that may also yield batches."""
+    """Training data that is read by index, in random or sequential order or in the order of a sampler."""
 
     def __init__(
         self,
@@ -431,7 +434,7 @@ class IndexedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch; None if unknown or if the sampler yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the sampler yields samples."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
     def batches(
@@ -442,7 +445,7 @@ class IndexedSource:
         shard: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch and its local shard, after the first ``start`` samples.
+        """Yield the size of each global batch and its local shard, starting after the first ``start`` samples.
 
         ``global_batches`` splits the order of an epoch into batches.
         """
@@ -466,7 +469,7 @@ class IndexedSource:
             yield size, part
 
     def read(self, index: int) -> Any:
-        """Return a sample by its index, and leave the random state unchanged."""
+        """Read a sample by its index without changing the random state."""
         with restored_generators():
             return _SeededDataset(self._data).sample((index, 0, 0, 0))
 
@@ -485,14 +488,14 @@ def _to_python_number(value: Any) -> Any:
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
+    """Return the random generator that determines the sample order of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 
 def make_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
-    """Create the source for the user's training data, or raise ConfigError if its type is not supported."""
+    """Create the source that reads training data, or raise ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
         return _source_from_loader(data, collate, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
@@ -516,7 +519,7 @@ def make_source(
 
 
 def _is_indexed(data: Any) -> bool:
-    """Return whether samples have an index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
+    """Return whether data can be read by index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
     return (
         not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
     )

@@ -1,4 +1,4 @@
-"""``initialize``: shards a model with its optimizer and data into an engine. Also changes the layout of an engine."""
+"""``initialize`` shards a model and its optimizer and returns a training engine, which can be resharded later."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ from shardformer.zero.shard_optimizer import shard_optimizer
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
-"""Environment variables of which every launcher sets one."""
+"""Environment variables that show that a launcher started this process. Every launcher sets one of them."""
 
 
 @contextmanager
 def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
-    """Empty the parameter lists of optimizers, and yield a function that fills them from a sharded model.
+    """Remove all parameters from optimizers, and yield a function that adds the parameters of the sharded model.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
     because some optimizers keep a reference to them. An error restores the original parameters.
@@ -98,7 +98,7 @@ def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> No
 
 
 def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
-    """Return the optimizers as a list, or the function that creates one."""
+    """Return the ``optimizer`` argument as a list of optimizers, or unchanged if it is None or a function."""
     if isinstance(optimizer, Optimizer):
         return [optimizer]
     if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(each, Optimizer) for each in optimizer):
@@ -113,7 +113,7 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
 
 
 def num_processes() -> int:
-    """Return the number of launched processes."""
+    """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
@@ -135,7 +135,7 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Add the axes of the tensor grid and of the Ulysses rings."""
+    """Add the mesh axes of the tensor-parallel grid and of the sequence-parallel rings to a context."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
         context = with_ring_axes(context, sequence)
@@ -150,9 +150,9 @@ def _shard_with_optimizers(
     context: ParallelContext,
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
-    """Shard the model, attach the optimizers to its sharded parameters, and call ``then`` with the sharded model.
+    """Shard the model, move the optimizers to its sharded parameters, and call ``on_sharded`` with the sharded model.
 
-    An error, also of ``then``, restores the model and the optimizers.
+    An error, also of ``on_sharded``, restores the model and the optimizers.
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
@@ -199,7 +199,7 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
 
 @dataclass(eq=False)
 class RebuildArguments:
-    """Arguments of ``initialize`` that build an engine again under another layout.
+    """Arguments of ``initialize`` that ``Engine.reshard`` needs to rebuild the engine under another layout.
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
@@ -218,7 +218,7 @@ class RebuildArguments:
 
 
 def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -> ReshardStats:
-    """Move the model and the optimizers of an engine to another layout. See ``Engine.reshard``."""
+    """Reshard the model and optimizers of an engine for another parallel layout. See ``Engine.reshard``."""
     config = ParallelConfig.of(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
@@ -266,7 +266,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
 
 
 def _make_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Create the process grid of another layout over the same processes."""
+    """Create the parallel context of another layout over the same processes."""
     if context.world is None or context.mesh is not None:
         return make_context(None, config)
     count = len(context.grid.ranks)
@@ -293,7 +293,7 @@ def initialize(
     scheduler_every: str = "step",
     data_options: dict[str, Any] | None = None,
 ) -> Engine:
-    """Shard a model and return its training engine, with the same script for one process and for many.
+    """Shard a model and its optimizer, and return a training engine. The same script runs on one process or many.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
     ...                                 parallel=shardformer.ParallelConfig(tensor=2, zero_stage=1))
@@ -358,7 +358,7 @@ def _shard_engine(
     context: ParallelContext,
     arguments: RebuildArguments,
 ) -> Engine:
-    """Shard the model and create its engine. If one rank fails, all ranks raise and restore the model."""
+    """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:

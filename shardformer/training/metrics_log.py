@@ -1,4 +1,4 @@
-"""Metrics log of a run: ``folder/records.jsonl`` with one JSON object per line.
+"""Writes and reads the metrics log of a run, ``folder/records.jsonl``, with one JSON object per line.
 
     {"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25, "tokens_per_s": 51200.0, "grad_norm": "nan"}}
 
@@ -27,7 +27,7 @@ _EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """Metrics after one step.
+    """Metrics of a run after one optimizer step.
 
     Args:
         step: Number of optimizer steps so far.
@@ -44,7 +44,7 @@ class MetricsRecord:
 
 
 class MetricsWriter:
-    """Appends records to ``folder/records.jsonl`` immediately, so that a killed run loses at most the last record.
+    """Appends metrics to ``folder/records.jsonl`` without buffering, so that a killed run loses at most one record.
 
     One process of a run writes. It locks the folder while it writes.
 
@@ -97,7 +97,7 @@ class MetricsWriter:
 
 
 def read_records(path: str | Path) -> list[MetricsRecord]:
-    """Read the records of a run in the order in which they were written.
+    """Read the logged metrics of a run in the order in which they were written.
 
     Args:
         path: Folder of a run, a parent folder with a single run, or a file of records. An incomplete last line is
@@ -135,7 +135,7 @@ def _to_json(value: float) -> float | str:
 
 
 def _parse_record(line: bytes) -> MetricsRecord:
-    """Parse a record. Raises ValueError with the reason, or OverflowError for a number that is too large."""
+    """Parse a line of the metrics log, or raise ValueError or OverflowError with the reason why it is invalid."""
     try:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -158,7 +158,7 @@ def _to_float(name: str, value: Any) -> float:
 
 
 def find_metrics_file(path: str | Path) -> Path:
-    """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it."""
+    """Return the metrics file at ``path``, in the folder ``path``, or in its only subfolder with a run."""
     path = Path(path)
     if path.is_file():
         return path
@@ -170,7 +170,7 @@ def find_metrics_file(path: str | Path) -> Path:
     what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
         f"{str(path)!r} {what}",
-        rule=f"Training writes the file {FILE} to the folder of the run",
+        rule=f"A training run writes its metrics to the file {FILE} in its folder",
         remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 
@@ -192,5 +192,5 @@ def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
 
 
 def _find_metrics_files(folder: Path) -> list[Path]:
-    """Return the metrics files in subfolders of ``folder``, at most two levels deep."""
+    """Return the metrics files in the subfolders of a folder, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])

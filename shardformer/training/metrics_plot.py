@@ -1,4 +1,4 @@
-"""Charts of logged metrics, one panel per metric, and a summary table of runs."""
+"""Draws charts of logged metrics, with one panel per metric, and summarizes runs in a table."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _INK, _GRID = "#444444", "#E4E4E4"
 
 
 def list_panels(runs: Runs) -> list[str]:
-    """Return the metrics to draw, one panel each: metrics with a title first, then the others in order of appearance.
+    """Return the metric names to plot, one per panel: well-known metrics such as loss first, then all other metrics.
 
     A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
     """
@@ -51,32 +51,32 @@ def list_panels(runs: Runs) -> list[str]:
 
 
 def metric_series(records: Sequence[MetricsRecord], name: str) -> Series:
-    """Return the steps and values of one metric, sorted by step, including NaN and infinity."""
+    """Return the steps and the values of a metric, sorted by step. NaN and infinite values are included."""
     pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
 def drop_nonfinite(series: Series) -> Series:
-    """Remove NaN and infinite values from a series."""
+    """Remove the points of a curve whose value is NaN or infinite."""
     keep = np.isfinite(series[1])
     return series[0][keep], series[1][keep]
 
 
 def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the centered moving average, over fewer values at the ends."""
+    """Return the centered moving average of a curve, with a shorter window at both ends."""
     window = np.ones(min(len(values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
 def is_smoothed(name: str, series: Series) -> bool:
-    """Return whether the curve of a training metric is a moving average."""
+    """Return whether a training metric has enough points to be plotted as a moving average."""
     return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
 def curve_to_plot(name: str, series: Series) -> Series:
-    """Return the series or its moving average, with NaN in place of values that are not finite."""
+    """Return the curve to plot for a metric: its values or their moving average, with NaN for infinite values."""
     steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
@@ -86,7 +86,7 @@ def curve_to_plot(name: str, series: Series) -> Series:
 
 
 def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which finite values have no finite neighbor, so that no line reaches them."""
+    """Return a mask of the finite values without a finite neighbor, which a line plot would not show."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
@@ -94,14 +94,14 @@ def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
 
 
 def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether the axis is logarithmic: for a loss or gradient norm over more than two decades."""
+    """Return whether to use a logarithmic axis: for a loss or gradient norm that spans more than two decades."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
 def _format_bytes(value: float) -> str:
-    """Format a number of bytes: 2.1e9 as 2.1 GB."""
+    """Format a number of bytes with a unit, as in 2.1 GB for 2.1e9."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
@@ -109,7 +109,7 @@ def _format_bytes(value: float) -> str:
 
 
 def panel_title(name: str) -> str:
-    """Return the title of a metric's panel."""
+    """Return the title of the panel that shows a metric."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
@@ -117,7 +117,7 @@ def panel_title(name: str) -> str:
 
 
 def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
-    """Draw a chart with one panel per metric to an .svg or .png file.
+    """Plot the metrics of runs, with one panel per metric, and save the chart as an .svg or .png file.
 
     Each run has a color. Validation metrics are dashed. A curve of more than 100 points is drawn as a moving average
     over the recorded values. A cross on the lower edge marks a value that is not finite.
@@ -214,7 +214,7 @@ def _tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, 
 
 
 def _format_number(value: float, _: float = 0) -> str:
-    """Format 51200 as 51.2k, because an axis offset would overlap the title."""
+    """Format a tick label with a unit prefix, as in 51.2k for 51200, because an axis offset would overlap the title."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.10g}{unit}"
@@ -230,7 +230,7 @@ def _choose_colors(count: int) -> list[Any]:
 
 
 def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
-    """Add a legend of runs and line styles. The name of a single run is the title."""
+    """Add a legend that explains the run colors and line styles. A single run is named in the title instead."""
     from matplotlib.lines import Line2D
 
     entries: list[tuple[str, Any]] = []
@@ -256,7 +256,7 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
 
 
 def _shorten_run_name(name: str, max_length: int) -> str:
-    """Shorten a name from the left, because runs differ at the end."""
+    """Remove the beginning of a long run name, because run names usually differ at the end."""
     return name if len(name) <= max_length else f"...{name[3 - max_length :]}"
 
 
@@ -264,7 +264,10 @@ def _shorten_run_name(name: str, max_length: int) -> str:
 
 
 def metrics_summary(runs: Runs) -> list[dict[str, str]]:
-    """Return a table row per run. Best and mean values ignore values that are not finite."""
+    """Summarize each run in a table row, with its last and best loss, mean speed and peak memory.
+
+    The best and mean values ignore NaN and infinite values.
+    """
     return [{"run": run, **_summarize_run(records)} for run, records in runs.items()]
 
 
@@ -289,7 +292,7 @@ def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
 
 
 def _format_loss(value: float) -> str:
-    """Format a loss with four decimals, or in scientific notation if it is very small or large."""
+    """Format a loss with four decimals, or in scientific notation if the loss is very small or very large."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
 
 

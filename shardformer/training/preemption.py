@@ -1,4 +1,4 @@
-"""Signals, failures and hook requests, synchronized across ranks before each step."""
+"""Synchronizes signals, hook failures and hook requests across all ranks before each training step."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
-"""Handlers that ``StepSynchronizer.signals`` has replaced, by signal."""
+"""Previous handlers that ``StepSynchronizer.handling_signals`` has replaced, by signal."""
 
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Requests of hooks on any rank."""
+    """Actions that hooks requested before the next step: stop, validate, save, or handle a signal."""
 
     stop: bool = False
     validate: bool = False
@@ -41,7 +41,7 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class HookFailure:
-    """Error of a hook on this rank, or of the operation ``where`` if ``hook`` is None."""
+    """Exception that a hook raised on this rank, or that ``operation`` raised if ``hook`` is None."""
 
     hook: Hook | None
     operation: str
@@ -60,7 +60,7 @@ class HookFailure:
 
 
 class StepSynchronizer:
-    """Collects requests and failures of this rank until all ranks synchronize.
+    """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
 
     After a failure, a rank calls no more hooks and continues to the next synchronization. A hook of another rank
     synchronizes before it communicates, so both ranks reach the same collective.
@@ -78,14 +78,14 @@ class StepSynchronizer:
         self._local = self._received = StepRequests()
 
     def request(self, **requests: bool) -> None:
-        """Add a request for the next synchronization, as in ``ask(save=True)``."""
+        """Add a request to exchange at the next synchronization, as in ``request(save=True)``."""
         self._local = replace(self._local, **requests)
 
     def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
         self.failure = self.failure or HookFailure(hook, operation, error)
 
     def exchange_requests(self, engine: Engine) -> None:
-        """Exchange requests and failures between all ranks. Communicates five integers.
+        """Exchange hook requests and failures between all ranks, and raise if a hook failed. Communicates 5 integers.
 
         Raises:
             ShardFormerError: The failure of one rank; raised on all ranks.
@@ -100,13 +100,13 @@ class StepSynchronizer:
             raise first from (self.failure.error if self.failure is not None else None)
 
     def take_requests(self) -> StepRequests:
-        """Return and reset the requests that ``check`` has received from all ranks."""
+        """Return the hook requests that ``exchange_requests`` received from all ranks, and clear them."""
         received, self._received = self._received, StepRequests()
         return received
 
     @contextmanager
     def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Record SIGTERM and SIGINT within the context; a second signal calls the previous handler.
+        """Record SIGTERM and SIGINT instead of ending the process; a second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM.
 
@@ -144,7 +144,7 @@ class StepSynchronizer:
 
 
 def _restore_signal_handlers() -> None:
-    """Restore the signal handlers that ``StepSynchronizer.signals`` replaced."""
+    """Restore the signal handlers that ``StepSynchronizer.handling_signals`` replaced."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)

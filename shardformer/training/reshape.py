@@ -1,4 +1,4 @@
-"""Changes of a sharded model since ``initialize``, which ``Engine.reshard`` applies to the model of the new layout.
+"""Finds changes that users made to a sharded model, so that ``Engine.reshard`` can repeat them on the resharded model.
 
 Resharding rebuilds the model from a copy of the original, unsharded model. Weights, persistent buffers and optimizer
 states are moved with their values. This module carries over all other changes: ``requires_grad``, training modes,
@@ -41,7 +41,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """State of one item of a model, such as an attribute or a buffer.
+    """Recorded value of one module attribute, buffer, hook list or ``requires_grad`` flag of a model.
 
     Args:
         description: Description of the value, equal on all ranks.
@@ -61,7 +61,7 @@ class Snapshot:
 
 
 def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snapshot]:
-    """Record all items of a sharded model whose changes ``Engine.reshard`` must carry over."""
+    """Record the attributes, buffers, hooks and flags of a sharded model, to detect later changes by the user."""
     modules = dict(unsharded.named_modules())
     found: dict[ItemKey, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
@@ -81,7 +81,10 @@ def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snaps
 def collect_changes(
     before: Mapping[ItemKey, Snapshot], model: nn.Module, unsharded: nn.Module, world: Axis
 ) -> dict[ItemKey, Any]:
-    """Gather the items that have changed on any rank, with their new values. On failure all ranks raise."""
+    """Gather the attributes, buffers and flags that users changed on any rank since a snapshot, with their new values.
+
+    If a change cannot be carried over to another layout, all ranks raise ConfigError.
+    """
     now, local = take_snapshot(model, unsharded), dict[ItemKey, Snapshot]()
 
     def describe_local_changes() -> dict[ItemKey, tuple[str, Any]]:
@@ -100,7 +103,7 @@ def collect_changes(
 
 
 def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
-    """Apply changes to an unsharded model."""
+    """Set the attributes, buffers and flags from ``collect_changes`` in an unsharded model."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
@@ -118,7 +121,7 @@ def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
 
 
 def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
-    """Return new and changed items, or raise ConfigError for an item that is gone or cannot be carried over."""
+    """Return the snapshots that are new or changed, or raise ConfigError if a change cannot be carried over."""
 
     def summary(item: Snapshot | None) -> object:
         return item and (item.description, item.identity)
@@ -142,13 +145,13 @@ def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, S
 
 
 def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
-    """Snapshot of the user's hooks, which refer to the module or parameter that they are registered on."""
+    """Record which hooks the user registered on a module or parameter. Hooks cannot be copied to another model."""
     own = [hook for hook in hooks if not is_of_library(hook)]
     return Snapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
 
 def _snapshot_module(module: nn.Module) -> Snapshot:
-    """Snapshot of a module's identity. A module without parameters and buffers can be copied."""
+    """Record the type of a module, to detect its replacement. A module without parameters and buffers can be copied."""
     inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_package_module(m))]
     if inside:
         return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
@@ -157,7 +160,7 @@ def _snapshot_module(module: nn.Module) -> Snapshot:
 
 
 def _snapshot_buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
-    """Snapshots of non-persistent buffers, which checkpoints do not contain."""
+    """Record the non-persistent buffers of a module, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
         if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
             yield name, _snapshot_tensor(buffer)
@@ -201,13 +204,13 @@ def _snapshot_tensor(tensor: Tensor) -> Snapshot:
 
 
 def _unwrap_function(value: Any) -> Any:
-    """Return the function in ``value``, which may be a partial, or None for any other object."""
+    """Return a function, or the function of a ``functools.partial``. For any other object, return None."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
 
 def _refers_to_module(value: Any) -> bool:
-    """Return whether a function or partial refers to a module or tensor, which would belong to the old model."""
+    """Return whether a function or ``functools.partial`` refers to a module or tensor of the old model."""
     references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
     for cell in getattr(_unwrap_function(value), "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
@@ -216,7 +219,7 @@ def _refers_to_module(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr that is equal on all ranks, with sets in sorted order."""
+    """Return a repr that is equal on all ranks, because it sorts the elements of sets."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)
@@ -240,9 +243,9 @@ def _library_of(cls: type) -> str:
 
 def _reshard_error(key: ItemKey, problem: str = "cannot be carried over to another layout") -> ConfigError:
     kind, path, name = key
-    what = f"{kind} {path or 'of the model'}{f', {name}' if name else ''}"
+    what = f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
     return ConfigError(
-        f"A change since initialize {problem}: {what} was modified",
+        f"The {what} was modified after initialize, and this change {problem}",
         rule="engine.reshard carries over requires_grad, training modes, functions, modules without weights, and plain "
         "values in modules and configs",
         remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "

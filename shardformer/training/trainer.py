@@ -1,4 +1,4 @@
-"""``Trainer``: training loop around an engine that calls hooks at fixed events."""
+"""``Trainer``, a training loop around an engine that calls hooks before and after each step, epoch and validation."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ HOOKS, TRAINER_USER_KEY = "hooks", "user"
 
 
 class Trainer:
-    """Training loop around an engine, with hooks.
+    """Runs the training loop of an engine, and calls hooks for logging, checkpoints and validation.
 
     >>> trainer = shardformer.Trainer(engine)                                                     # doctest: +SKIP
     >>> trainer.fit(epochs=3, validation=held_out)                                                # doctest: +SKIP
@@ -88,17 +88,17 @@ class Trainer:
 
     @property
     def step(self) -> int:
-        """Number of training steps, including those before this run."""
+        """Number of training steps, including the steps before a resumed checkpoint."""
         return self.engine.steps
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
+        """Number of epochs that the training data has completed."""
         return self._data.epoch
 
     @property
     def num_steps(self) -> int | None:
-        """Step at which ``fit`` ends, or None if it is unknown."""
+        """Total number of steps after which ``fit`` ends, or None if it is unknown."""
         if self.last_step is not None or self.last_epoch is None:
             return self.last_step
         try:
@@ -126,16 +126,16 @@ class Trainer:
         return self._validation is not None
 
     def stop(self, why: str = "a hook requested it") -> None:
-        """Request that the run stops on all ranks before the next step."""
+        """Request that training stops on all ranks before the next step. ``why`` is reported as the reason."""
         self._synchronizer.request(stop=True)
         self._stop_reason = why
 
     def validate(self) -> None:
-        """Request a validation on all ranks before the next step."""
+        """Request that all ranks run a validation before the next step."""
         self._synchronizer.request(validate=True)
 
     def save(self) -> None:
-        """Request a checkpoint on all ranks before the next step, if a hook such as ``Checkpoint`` saves."""
+        """Request that all ranks save a checkpoint before the next step, with a hook such as ``Checkpoint``."""
         self._synchronizer.request(save=True)
 
     # --- the loop
@@ -159,7 +159,7 @@ class Trainer:
         validate_every: int | None = None,
         batch_size: int | None = None,
     ) -> dict[str, float]:
-        """Train up to a total number of steps or epochs.
+        """Train the model up to a total number of steps or epochs.
 
         A run that resumes from a checkpoint continues up to the same total.
 
@@ -236,7 +236,7 @@ class Trainer:
                 return
 
     def _report_signal(self, received: Signals) -> None:
-        """Report the received signal immediately, because the current step may take minutes."""
+        """Print at once that a signal was received and will stop the run, because the current step may take minutes."""
         if not self.is_first or is_ended():
             return
         name = "Ctrl-C" if received is SIGINT else received.name
@@ -248,7 +248,10 @@ class Trainer:
         os.write(2, f"\n{name}: {' and '.join(activities) or 'stopping'}{more}\n".encode())
 
     def _next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or None at the end. All ranks learn of an error before the next step."""
+        """Return the next training batch, or None at the end of the epoch.
+
+        If reading the data fails, all ranks raise the error before the next step.
+        """
         try:
             self.batch = next(batches, None)
             if self.batch is not None:
@@ -276,7 +279,7 @@ class Trainer:
         self._call_hooks("after_step")
 
     def _handle_requests(self) -> None:
-        """Execute what any rank requested since the last step."""
+        """Validate, save or stop on all ranks, if a hook of any rank requested it since the last step."""
         self.agree()
         requests = self._take_requests()
         if requests.validate and self._validation is not None:
@@ -288,7 +291,7 @@ class Trainer:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
     def _take_requests(self) -> StepRequests:
-        """Return the requests of all ranks, after handling a signal."""
+        """Return the hook requests of all ranks. If a rank received a signal, call ``on_signal`` of all hooks first."""
         requests = self._synchronizer.take_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
@@ -323,19 +326,19 @@ class Trainer:
         self._call_hooks_synchronized("after_save")
 
     def _checkpoint_arguments(self) -> dict[str, Any]:
-        """Return the additional arguments of ``engine.save``."""
+        """Return the hook states and the data position as arguments of ``engine.save``."""
         states = {name: hook.state() for name, hook in self._named_hooks().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
-        """Register ``save(extra=, position=)`` as a function that saves a checkpoint; for use in ``Hook.setup``.
+        """Register a function ``save(extra=, position=)`` that saves checkpoints. Call this method in ``Hook.setup``.
 
         The registration lasts until ``fit`` ends. ``fit`` checks before the first step that the run can be saved.
         """
         self._save_functions.append(save)
 
     def load(self, folder: Any) -> LoadedCheckpoint:
-        """Load a checkpoint into the engine and the hooks.
+        """Load a checkpoint, and restore the engine and the states of all hooks from it.
 
         If an error is raised, the engine and the hooks keep their previous state.
         """
@@ -358,13 +361,13 @@ class Trainer:
         return loaded
 
     def _named_hooks(self) -> dict[str, Hook]:
-        """Return the hooks by class name; a second hook of one class is called ``Name 2``."""
+        """Return a dict from class name to hook. A second hook of the same class has the key ``Name 2``."""
         names = [type(hook).__name__ for hook in self.hooks]
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
     def agree(self) -> None:
-        """Synchronize errors and requests of hooks on all ranks. Hooks call this method before they communicate.
+        """Synchronize hook errors and requests on all ranks. Hooks must call this method before they communicate.
 
         Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
         all ranks the error of a hook that failed on any rank.
@@ -372,7 +375,7 @@ class Trainer:
         self._synchronizer.exchange_requests(self.engine)
 
     def _call_hooks_synchronized(self, event: str) -> None:
-        """Call the hooks for an event outside of steps, and synchronize all ranks afterwards."""
+        """Call a method of all hooks between steps, and raise on all ranks if a hook failed on any rank."""
         self._call_hooks(event)
         self.agree()
 
@@ -381,7 +384,7 @@ class Trainer:
             self._call_hook(hook, event)
 
     def _call_hook(self, hook: Hook, event: str, *args: Any) -> None:
-        """Call a hook. After a failure, this rank calls no other hook until all ranks know of it."""
+        """Call the method ``event`` of a hook. After a hook failed, skip all hooks until the ranks synchronize."""
         if self._synchronizer.failure is not None and event != "on_exception":
             return
         try:
@@ -414,7 +417,7 @@ class Trainer:
     def _make_data_loader(
         self, data: Any, batch_size: int | None, previous: ShardedDataLoader | None, **options: Any
     ) -> ShardedDataLoader:
-        """Create the loader of data passed to ``fit``, with the defaults of the engine's data."""
+        """Create the data loader of data that was passed to ``fit``, with the options of the engine's data loader."""
         if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
@@ -432,7 +435,7 @@ class Trainer:
 
 
 def _mean_tokens_per_sample(batch: Any) -> float:
-    """Return the mean number of ``input_ids`` per sample, or 1 if there are none."""
+    """Return the mean number of ``input_ids`` per sample of a batch, or 1 if the batch has none."""
     batches = batch if is_batch_list(batch) else [batch]
     columns = [each.get("input_ids") for each in batches if isinstance(each, Mapping)]
     ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]

@@ -1,4 +1,4 @@
-"""``Metrics``: hook that computes accuracy, F1 and other metrics over all validation data."""
+"""``Metrics``, a hook that computes accuracy, F1 and other metrics over all validation data."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ SHIFTS = "ForCausalLMLoss"
 
 
 class Metrics(Hook):
-    """Adds metrics of the validation data to ``trainer.values``, such as ``validation/accuracy``.
+    """Computes metrics of the validation data, such as accuracy, and adds them to ``trainer.values``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
@@ -100,7 +100,7 @@ class Metrics(Hook):
 
 
 def _get_logits(output: Any) -> Tensor:
-    """Return the logits of a model output."""
+    """Return the logits from the output of a model, which may be a tensor, tuple, dict or ``ModelOutput``."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else next(iter(output.values()))
     found = output[0] if isinstance(output, (list, tuple)) else getattr(output, "logits", output)
@@ -109,7 +109,7 @@ def _get_logits(output: Any) -> Tensor:
 
 
 def _get_labels(batch: Any, model: Any) -> Tensor:
-    """Return the labels of a batch: the item ``labels``, or the target after the inputs of a tuple."""
+    """Return the labels of a batch: its item ``labels``, or the last item if the batch is a tuple."""
     named = to_forward_arguments(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):

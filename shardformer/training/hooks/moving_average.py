@@ -1,4 +1,4 @@
-"""``MovingAverage``: hook that keeps an exponential moving average (EMA) of the weights."""
+"""``MovingAverage``, a hook that computes an exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "moving_average"
 
 
 class MovingAverage(Hook):
-    """Keeps ``average = decay * average + (1 - decay) * weight`` in fp32 for each trained weight.
+    """Keeps an exponential moving average of each trained weight: ``average = decay * average + (1 - decay) * weight``.
 
     >>> average = MovingAverage(0.999)                                                            # doctest: +SKIP
     >>> shardformer.Trainer(engine, [average, Checkpoint("run")]).fit(epochs=3, validation=data)  # doctest: +SKIP
@@ -117,7 +117,7 @@ class MovingAverage(Hook):
 
     @contextmanager
     def applied(self, engine: Any) -> Iterator[None]:
-        """Use the averaged weights within the context. All ranks call it between steps."""
+        """Replace the weights by their averages within the context. All ranks must call this method between steps."""
         self._apply_averages(engine)
         try:
             yield
@@ -134,7 +134,7 @@ class MovingAverage(Hook):
     # --- averages in the optimizer states
 
     def _store_in_optimizer(self, engine: Any) -> None:
-        """Store the averages in the optimizer states before a checkpoint.
+        """Store the averaged weights in the optimizer states, so that a checkpoint contains them.
 
         Parameters that had no gradient yet are skipped if their optimizer creates its state with the first gradient.
         Their average equals their value.
@@ -183,7 +183,7 @@ class MovingAverage(Hook):
 
     @torch.no_grad()
     def _restore_weights(self, engine: Any) -> None:
-        """Restore the trained weights, without communication because only this rank may have failed."""
+        """Restore the trained weights that the averages replaced. One rank can call this method alone."""
         weights, self._weights = self._weights, None
         if weights is None:
             return
@@ -215,7 +215,7 @@ def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
 
 
 def _grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Yield (optimizer, group, tensor) of all trained tensors; under ZeRO the local slices."""
+    """Yield the optimizer and parameter group of each trained tensor. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
             for group in optimizer.param_groups:
@@ -227,7 +227,7 @@ def _trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
 
 
 def _overwritten_tensors(engine: Any) -> Iterator[Tensor]:
-    """Yield the local tensors that the averaged weights overwrite."""
+    """Yield the local parameters and master weights that are overwritten while the averages are applied."""
     zero = _find_zero_optimizer(engine)
     if zero is None:
         yield from (param for _, param in _trained_tensors(engine))

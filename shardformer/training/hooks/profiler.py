@@ -1,4 +1,4 @@
-"""``Profiler``: hook that traces the time and memory of some steps."""
+"""``Profiler``, a hook that traces the time and memory of some steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 25
 
 
 class Profiler(Hook):
-    """Runs torch's profiler on each rank for some steps.
+    """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
     In ``folder/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
     ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
@@ -98,7 +98,7 @@ class Profiler(Hook):
 
 
 def plot_memory(trace: Path, image: Path) -> None:
-    """Plot the memory allocated since the profiler started; without matplotlib, warn and return."""
+    """Plot the memory that a trace records over time. If matplotlib is not installed, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -124,7 +124,7 @@ def plot_memory(trace: Path, image: Path) -> None:
 
 
 def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
-    """Return the time (ms) and total memory (MB) of each allocation in a trace, on the GPU if the trace has one."""
+    """Read the times (ms) and total allocated memory (MB) from a trace: of the GPU if there is one, or of the CPU."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}

@@ -1,4 +1,4 @@
-"""``Progress``: hook that shows the progress of a run in the terminal."""
+"""``Progress``, a hook that shows the progress of a run in the terminal."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 
 
 class Progress(Hook):
-    """Shows a progress bar with loss, tokens per second, FLOP/s and memory, or prints lines without a terminal.
+    """Shows a progress bar with loss, speed and memory, or prints lines if the output is not a terminal.
 
     Only the first rank prints. To show speed and memory, add ``Throughput()`` before this hook. Communicates nothing.
 
@@ -81,14 +81,14 @@ class Progress(Hook):
 
 
 def format_metrics(values: dict[str, float]) -> str:
-    """Format the loss, learning rate, speed and memory, as far as they are known, in one line."""
+    """Format the loss, learning rate, speed and memory as one line. Metrics that are missing are left out."""
     shown = [text.format(values[name]) for name, text in PLAIN.items() if name in values]
     shown += [text.format(*scale_to_unit_prefix(values[name])) for name, text in SCALED.items() if name in values]
     return "  ".join(shown)
 
 
 def scale_to_unit_prefix(value: float) -> tuple[str, str]:
-    """Format a number with a unit prefix: 51200 as ("51.2", "k")."""
+    """Return a number with three digits and its unit prefix, as in ("51.2", "k") for 51200."""
     unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= scale), ("", 1.0))
     return f"{value / scale:.3g}", unit
 

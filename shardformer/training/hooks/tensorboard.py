@@ -1,4 +1,4 @@
-"""``TensorBoard``: hook that writes metrics for TensorBoard."""
+"""``TensorBoard``, a hook that writes metrics to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.training.hooks.json_lines import MetricsHook
 
 
 class TensorBoard(MetricsHook):
-    """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
+    """Writes the metrics in ``trainer.values`` to event files, which ``tensorboard --logdir folder`` shows.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
     metrics must come before this hook. Communicates nothing.

@@ -1,4 +1,4 @@
-"""``Throughput``: hook that measures tokens per second, FLOP/s and memory."""
+"""``Throughput``, a hook that measures tokens per second, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Throughput(Hook):
-    """Measures the speed and the peak memory of a run.
+    """Measures the training speed and the peak memory of a run.
 
     Adds to ``trainer.values``:
 
@@ -88,7 +88,7 @@ class Throughput(Hook):
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts operations with torch's FLOP formulas, without the module hooks of torch's own counter."""
+    """Counts floating-point operations as ``torch.utils.flop_counter`` does, but without module hooks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -111,7 +111,7 @@ class _FlopCounter(TorchDispatchMode):
 
 
 def _measure_peak_memory(device: torch.device) -> float:
-    """Return the peak memory in bytes."""
+    """Return the peak memory of this process in bytes: of the GPU if there is one, or of the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
