@@ -33,17 +33,17 @@ from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Lower-case parameter names without weight decay, as in transformers."""
+"""Pattern of lower-case parameter names that have no weight decay, as in transformers."""
 PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
 MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
-"""Function from the unsharded model to a function from its local parameters to an optimizer."""
+"""Function from the unsharded model to a function that creates an optimizer from local parameters."""
 WEIGHT_DECAY = "weight_decay"
 
 
 def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
-    """Return a function that creates the optimizer of a model."""
+    """Return a function that creates the configured optimizer for a model. Raises ConfigError for invalid arguments."""
     known: dict[str, Any] = {
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
@@ -81,7 +81,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
 
 
 def _group_by_weight_decay(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
-    """Return a function that splits parameters into a group with weight decay and a group without.
+    """Return a function that splits local parameters into a group with weight decay and a group without.
 
     The names are taken from the model before sharding, so that the groups are the same under every layout. Both groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
@@ -100,7 +100,7 @@ def _group_by_weight_decay(model: nn.Module) -> Callable[[Iterable[nn.Parameter]
 
 
 def has_weight_decay(model: nn.Module, name: str) -> bool:
-    """Return whether weight decay applies to a parameter. Biases and parameters of norms are excluded.
+    """Return whether weight decay applies to a parameter, which is not the case for biases and parameters of norms.
 
     The rule is that of ``Trainer.get_decay_parameter_names`` in transformers, extended to all modules whose class name
     contains "norm", such as ``BatchNorm2d``.
@@ -111,7 +111,7 @@ def has_weight_decay(model: nn.Module, name: str) -> bool:
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
-    """Raise ConfigError if a class does not accept an argument, or requires one that is missing."""
+    """Raise ConfigError if a class does not accept one of the arguments, or requires an argument that is missing."""
     parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in ignored]
     for name in arguments:
@@ -127,19 +127,19 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
 
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """Return a function from an optimizer to its scheduler, for a run of ``num_steps`` steps."""
+    """Return a function that creates the learning-rate scheduler of an optimizer, for ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the ratio of its learning rate to ``optimizer.lr``."""
+    """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
     return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
 def lr_factor(decay_name: str, warmup: int, num_steps: int, min_lr_rate: float, step: int) -> float:
-    """Return the ratio of the learning rate in a step, counted from 0, to the base learning rate.
+    """Return the factor by which the base learning rate is multiplied in a step, counted from 0.
 
     >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -153,9 +153,9 @@ def lr_factor(decay_name: str, warmup: int, num_steps: int, min_lr_rate: float, 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
 WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "checkpoint")
-"""Hooks that write the measurements of other hooks."""
+"""Hooks that write the metrics of other hooks, and therefore come after them."""
 FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
-"""Subfolders of the run's folder. Other hooks use their own name."""
+"""Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
 KNOWN_HOOKS = {
@@ -166,7 +166,7 @@ KNOWN_HOOKS = {
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
-    """Create the hooks; those that measure come before those that write."""
+    """Create the hooks of a run, ordered so that hooks that compute metrics come before hooks that write them."""
     options: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
     order = sorted(wanted, key=lambda name: WRITING_HOOKS.index(name) if name in WRITING_HOOKS else -1)
@@ -191,7 +191,7 @@ def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hoo
 
 
 def _check_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> None:
-    """Raise ConfigError if a value does not have the type that the class declares."""
+    """Raise ConfigError if an argument of a hook does not have the type that its class declares."""
     parameters = inspect.signature(hook_class).parameters
     for argument, value in arguments.items():
         if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
@@ -261,7 +261,7 @@ POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_lengt
 
 
 def model_class_for(config: TrainConfig) -> Any:
-    """Return the transformers class of the model, or raise ConfigError if there is none of this name."""
+    """Return the transformers class that builds the model, or raise ConfigError if transformers has no such class."""
     transformers = load_transformers()
 
     name = config.model.head or AUTO_CLASSES[config.model.task]
@@ -278,7 +278,7 @@ def model_class_for(config: TrainConfig) -> Any:
 def build_model(
     config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the model in ``dtype``; ``parallel.precision`` determines the dtype of a step.
+    """Build the model of a run with weights in ``dtype``. The dtype of a step is set by ``parallel.precision``.
 
     ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
     even if the run loads a checkpoint.
@@ -326,7 +326,7 @@ def _create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust
 
 
 def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
-    """Raise ConfigError if transformers has no model of this type for the task."""
+    """Raise ConfigError if transformers has no class for this model type and task."""
     known = configs_of(model_class)
     if (
         known is None

@@ -1,4 +1,4 @@
-"""Schema and reader of the run configuration file."""
+"""Schema of the run configuration, and functions that read and validate the TOML file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardformer.pipeline.partition import RENAMED_METHODS
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer")
-"""Keys that may contain a path in which ~ is expanded."""
+"""Configuration keys whose value may be a path, in which ~ is expanded."""
 
 
 class ConfigTable(BaseModel):
-    """Base class of the tables of the file. Unknown keys are errors."""
+    """Base class of the tables in a run configuration. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
     def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject an empty string or list, and expand ~ in paths."""
+        """Reject empty strings and empty lists, and expand ~ in paths."""
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ValueError("It is empty: write a value, or remove the key")
         if info.field_name not in PATHS:
@@ -175,7 +175,7 @@ class TrainConfig(ConfigTable):
         self._check_no_unused_keys()
 
     def _check_no_unused_keys(self) -> None:
-        """Raise ConfigError if a key is set that has no effect with the other keys."""
+        """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
         task, layout = self.model.task, self.layout
         is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
         has_changing_rate = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
@@ -210,12 +210,12 @@ class TrainConfig(ConfigTable):
 
     @property
     def path(self) -> Path:
-        """Path of the run's folder."""
+        """Path of the folder of the run."""
         return Path(self.folder)
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return ``remedy``, or advice on ``trust_remote_code`` if the error of transformers asks for it."""
+    """Return ``remedy``, or advise to set ``trust_remote_code`` if the error of transformers mentions it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 
@@ -234,7 +234,7 @@ TRAINER_KEYS = {
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
     "output_dir": "folder, above all tables",
 }  # fmt: skip
-"""Names in ``TrainingArguments`` of transformers -> keys of a run."""
+"""Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
 RENAMED_KEYS = {
     "data.sequence": "data.sequence_length",
     "data.workers": "data.num_workers",
@@ -242,11 +242,11 @@ RENAMED_KEYS = {
     "hooks.gradient_watch": "hooks.gradient_monitor",
     **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
 }
-"""Earlier name of a key -> its name."""
+"""Earlier name of a configuration key -> its current name."""
 
 
 def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """Read a run configuration from a TOML file.
+    """Read and validate a run configuration from a TOML file.
 
     Args:
         file: Path of the file.
@@ -271,12 +271,12 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             remedy="Correct the line",
         ) from error
     for change in changes:
-        _apply_change(tables, change)
+        _apply_command_line_change(tables, change)
     return parse_config(tables, str(file))
 
 
 def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
-    """Validate the tables of a configuration. ``where`` names their source in errors."""
+    """Validate the tables of a run configuration. ``source`` names their origin in errors, such as the file."""
     try:
         return TrainConfig.model_validate(_rename_earlier_keys(tables))
     except ValidationError as error:
@@ -284,7 +284,10 @@ def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
 
 
 def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename earlier keys with a warning. If a table has both names, validation reports the earlier one."""
+    """Replace earlier names of keys by their current names, with a warning.
+
+    If a table has both names, validation reports the earlier name.
+    """
     found = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     for old, new in RENAMED_KEYS.items():
         (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
@@ -297,7 +300,7 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _apply_change(tables: dict[str, Any], change: str) -> None:
+def _apply_command_line_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
@@ -321,7 +324,7 @@ def _apply_change(tables: dict[str, Any], change: str) -> None:
 
 
 def _to_config_error(error: ValidationError, source: str) -> ConfigError:
-    """Convert the first pydantic error to a ConfigError that suggests known keys and values."""
+    """Convert the first error of pydantic to a ConfigError that suggests known keys and values."""
     first = error.errors()[0]
     key_path = [str(part) for part in first["loc"]]
     table, name = _find_table(key_path), key_path[-1]
@@ -349,7 +352,7 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
 
 
 def _suggest_value(error: Mapping[str, Any]) -> str:
-    """Return a remedy for a value that pydantic rejects."""
+    """Suggest how to correct a value that pydantic rejected."""
     limits = error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:
@@ -364,7 +367,7 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
 
 
 def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
-    """Return the correct key for a key in the wrong table, or with its name in transformers' ``TrainingArguments``."""
+    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``."""
     tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
     same_name = [key for key in (*TrainConfig.model_fields, *all_keys) if key.rpartition(".")[2] == name]
@@ -377,7 +380,7 @@ def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:
-    """Remove the type names that pydantic adds after the key of a union."""
+    """Remove the type names that pydantic adds to the location of an error in a union."""
     return [
         part for part in key_path if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")
     ]

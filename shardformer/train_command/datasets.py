@@ -1,4 +1,4 @@
-"""Training data of a run from text, JSON lines, ``datasets`` or image folders: tokens, samples and batches."""
+"""Loads the training data of a run from text files, JSON lines, Hugging Face data sets or image folders."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ DatasetRows = Sequence[Mapping[str, Any]]
 
 
 def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
-    """Return the names of the training or validation data."""
+    """Return the files, folders or data set names that the configuration lists as training or validation data."""
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
 
 
 def infer_format(data: DataTable, names: Sequence[str]) -> str:
-    """Return the configured format of the data, or infer it from the names."""
+    """Return the format of the data from the configuration, or infer it from the file names."""
     if data.format is not None:
         return data.format
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
@@ -52,7 +52,7 @@ def infer_format(data: DataTable, names: Sequence[str]) -> str:
 
 
 def read_texts(names: Sequence[str]) -> list[str]:
-    """Read text files, or raise InputError for a file that is unreadable or empty."""
+    """Read text files, or raise InputError if a file is empty or cannot be read."""
     texts = [_read_text_file(name) for name in names]
     for name, text in zip(names, texts, strict=True):
         if not text.strip():
@@ -61,7 +61,7 @@ def read_texts(names: Sequence[str]) -> list[str]:
 
 
 def _read_text_file(file: str) -> str:
-    """Read a text file without its byte order mark."""
+    """Read a UTF-8 text file without its byte order mark."""
     try:
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
@@ -79,7 +79,7 @@ def _read_text_file(file: str) -> str:
 
 
 def read_field(rows: DatasetRows, field: str) -> list[Any]:
-    """Return the values of a field, or raise InputError for a row without it."""
+    """Return the values of a field in all rows, or raise InputError for a row without this field."""
     for index, row in enumerate(rows):
         if row.get(field) is None:
             is_there = field in row
@@ -91,7 +91,10 @@ def read_field(rows: DatasetRows, field: str) -> list[Any]:
 
 
 def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]:
-    """Return the texts of a field, or raise InputError for a row without a text. ``key`` is the configuration key."""
+    """Return the strings of a field in all rows, or raise InputError for a row whose value is not a string.
+
+    ``config_key`` is the configuration key of the field, for the error.
+    """
     values = read_field(rows, field)
     for index, value in enumerate(values):
         if not isinstance(value, str):
@@ -103,7 +106,10 @@ def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]
 
 
 def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str]]:
-    """Return the labels of rows, and the class names if the data set has a ``ClassLabel``, with labels by name."""
+    """Return the labels of all rows, and the class names of the data set if the field is a ``ClassLabel``.
+
+    Labels of a ``ClassLabel`` are returned as class names.
+    """
     labels = read_field(rows, field)
     names = getattr((getattr(rows, "features", None) or {}).get(field), "names", None)
     if names is None:
@@ -112,7 +118,7 @@ def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str
 
 
 def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Read JSON files that contain one list of objects or one object per line."""
+    """Read rows from JSON files that contain one list of objects or one object per line."""
     rows: list[Mapping[str, Any]] = []
     for name in names:
         text = _read_text_file(name)
@@ -173,7 +179,7 @@ def _load_hub_dataset(names: Sequence[str], split: str) -> DatasetRows:
 
 HALF = (0.5, 0.5, 0.5)
 FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
-"""File of an image processor of transformers, and the class that is equivalent to ``ImageTransform``."""
+"""Config file of image processors in transformers, and the processor class equivalent to ``ImageTransform``."""
 BICUBIC = 3
 """PIL's default for ``Image.resize``."""
 
@@ -188,7 +194,7 @@ class ImageTransform:
 
     @classmethod
     def of(cls, model: str, size: int) -> ImageTransform:
-        """Read mean and standard deviation from preprocessor_config.json of a model's folder, if it exists."""
+        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json."""
         file = Path(model) / FILE
         if not file.is_file():
             return cls(size)
@@ -196,7 +202,7 @@ class ImageTransform:
         return cls(size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the config of an image processor, which an exported model needs to process images."""
+        """Write preprocessor_config.json, with which transformers processes images for an exported model."""
         side = {"height": self.size, "width": self.size}
         settings = {
             "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
@@ -214,7 +220,7 @@ class ImageTransform:
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Images, as files or PIL images, with their classes."""
+    """Data set of images, which are files or PIL images, with their class indices."""
 
     images: Sequence[Any]
     labels: Sequence[int]
@@ -238,7 +244,7 @@ class ImageDataset(Dataset[dict[str, Any]]):
 
 
 def to_image_source(value: Any) -> Any:
-    """Return the PIL image or the path in a row, or raise InputError for another type."""
+    """Return the image of a row as a path or PIL image, or raise InputError for other types."""
     if isinstance(value, str):
         return Path(value).expanduser()
     if hasattr(value, "convert"):
@@ -250,7 +256,7 @@ def to_image_source(value: Any) -> Any:
 
 
 def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """List the files of image folders with one subfolder per class, and the class of each file."""
+    """List the image files in folders with one subfolder per class, and the class name of each file."""
     files = sorted(
         file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
@@ -265,13 +271,16 @@ def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 BYTES = "bytes"
 PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
-"""Tokens after the 256 bytes: padding (also the end of a text) and mask."""
+"""Token ids that follow the 256 byte tokens: padding, which also ends a text, and mask."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """Tokenizer of transformers, or of bytes if ``tokenizer`` is None. ``end``, ``pad`` and ``mask`` are token ids."""
+    """Wraps a tokenizer of transformers, or tokenizes text as bytes if ``tokenizer`` is None.
+
+    ``end``, ``pad`` and ``mask`` are token ids.
+    """
 
     name: str = BYTES
     size: int = NUM_BYTES
@@ -300,7 +309,7 @@ class TextTokenizer:
 
 
 def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
-    """Load a tokenizer. The default is that of ``model``, or bytes if the weights are random."""
+    """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
     if name == BYTES or (name is None and random):
         return TextTokenizer()
     source = model if name is None else name
@@ -328,7 +337,7 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
 
 
 def concatenate_texts(texts: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
-    """Concatenate tokenized texts, with an end token between them."""
+    """Tokenize texts and concatenate them to one token sequence, separated by end tokens."""
     row: list[int] = []
     for number, text in enumerate(texts):
         if number and tokenizer.end is not None:
@@ -346,10 +355,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Consecutive blocks of a long token sequence, without the remainder at its end.
+    """Data set of consecutive token blocks of equal length, taken from one long token sequence.
 
     Args:
-        row: Token sequence.
+        row: Token sequence. Tokens after the last full block are dropped.
         length: Number of tokens per block.
         task: "causal": the labels are the tokens, which the model shifts. "masked": 15 % of the tokens are masked at
             random each time. "sequence_to_sequence": the first half is the source, and the second half is the target.
@@ -374,7 +383,7 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
 
 
 def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
-    """Return a sample with randomly masked tokens, at least one."""
+    """Mask random tokens of a sequence, at least one, and return the input ids and labels as in BERT."""
     assert tokenizer.mask is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
     chosen_S[torch.randint(len(ids_S), ())] = True  # a sample without masked tokens would have no loss
@@ -387,7 +396,7 @@ def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
 
 @dataclass(frozen=True, eq=False)
 class TextDataset(Dataset[dict[str, Any]]):
-    """Texts or pairs of texts, each with its class or target text."""
+    """Data set of texts or text pairs, each with a class index or a target text as its label."""
 
     texts: Sequence[str]
     labels: Sequence[int] | Sequence[str]
@@ -408,7 +417,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """Pads samples of different lengths: ids with ``pad``, the attention mask with 0, and labels with -100."""
+    """Collate function that pads token ids with ``pad``, attention masks with 0, and labels with -100."""
 
     pad: int
 
@@ -427,10 +436,10 @@ def _pad_column(values: Sequence[Any], padding_value: int) -> Tensor:
 
 
 def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
-    """Return the classes in order: integers by value, strings alphabetically.
+    """Return the classes that occur in the labels: integers sorted by value, strings sorted alphabetically.
 
-    ``names`` are class names of the model or data set. They determine the order if they include all labels, or if all
-    labels are indices into them.
+    ``class_names`` are the class names of the model or data set. They determine the order if they include all labels,
+    or if all labels are indices into them.
     """
     types = {type(label) for label in labels}
     if len(types) != 1 or not types <= {int, str, bool}:
@@ -455,7 +464,7 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
 
 
 def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: bool) -> list[int]:
-    """Convert labels to class indices, or raise InputError for a label that is not a class."""
+    """Convert labels to their indices in ``classes``, or raise InputError for an unknown label."""
     index_of_class = {name: number for number, name in enumerate(classes)}
     unknown = next((label for label in labels if label not in index_of_class), None)
     if unknown is not None:
@@ -468,12 +477,12 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
 
 
 IMAGE_SIZE = 224
-"""Default if the model's config has no image size."""
+"""Image size in pixels if the config of the model does not specify one."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Training and validation data of a run.
+    """Training and validation data of a run, with the tokenizer or image transform that prepares it.
 
     Args:
         title: Description for reports.
@@ -492,17 +501,17 @@ class TrainingData:
 
     @property
     def processor(self) -> Any:
-        """Tokenizer or image processor to export with the model, or None for bytes."""
+        """Tokenizer or image transform to export with the model, or None if texts are tokenized as bytes."""
         return self.transform if self.tokens is None else self.tokens.tokenizer
 
 
 def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
-    """Load the data of a run configuration.
+    """Load the training and validation data that a run configuration specifies.
 
     Args:
         config: Run configuration.
         image_size: Height and width of an image in the model's config, or None.
-        names: Class names of the model in order. Labels keep these indices if the data has no other classes.
+        model_classes: Class names of the model in order. Labels keep these indices if the data has no other classes.
 
     Raises:
         ConfigError: The data does not exist, or does not fit the task.
@@ -604,7 +613,7 @@ def _load_language_modeling_dataset(config: TrainConfig, tokenizer: TextTokenize
 
 
 def _load_labeled_texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Load texts with optional second texts, their labels, and the class names of the data set."""
+    """Load texts or text pairs for classification, their labels, and the class names of the data set."""
     data, rows = config.data, _load_rows(config, validation)
     labels, class_names = read_label_field(rows, data.label)
     pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
@@ -612,7 +621,7 @@ def _load_labeled_texts(config: TrainConfig, validation: bool) -> tuple[Any, lis
 
 
 def _load_labeled_images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Load images or their paths, their labels, and the class names of the data set."""
+    """Load images or image paths for classification, their labels, and the class names of the data set."""
     data = config.data
     names = data_sources_of(data, validation=validation)
     if data.format != "datasets" and Path(names[0]).is_dir():

@@ -1,4 +1,4 @@
-"""Config of a run's model: fields of the file, of the run, and of the data."""
+"""Builds the model config of a run from the saved config, the run configuration and the data."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ DECIDED_BY = {
     "architectures": ("model.task and model.head determine the model class", "Set model.head"),
     "model_type": ("model.name determines the model type", "Set model.name"),
 }
-"""Config fields without effect in a run -> rule and remedy."""
+"""Model config fields that a run must not set -> rule and remedy of the error."""
 
 
 def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> Any:
-    """Load the config of the saved model or model type, with the fields that the run sets.
+    """Load the transformers config of the model, and apply the fields that the run configuration sets.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json stores them, so
     stored values are kept unless the class rejects the combination. ``defaults`` are fields that the run does not set.
@@ -37,15 +37,15 @@ def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> An
     for name, value in config.model.config.items():
         if name in DECIDED_BY:
             rule, remedy = DECIDED_BY[name]
-            what = f"model.config has {name} = {value!r:.60}, which has no effect in a run"
+            what = f"model.config sets {name} = {value!r:.60}, which has no effect in a run"
             raise ConfigError(what, rule=rule, remedy=remedy)
     _check_fields(model_config, config.model.config)
-    fields = _add_fields(model_config, config.model.config, defaults or {})
+    fields = _add_default_fields(model_config, config.model.config, defaults or {})
     return _build_config(config, model_config, saved, fields) if fields else model_config
 
 
 def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
-    """Return the unchanged config, and the fields in its file; none for a model type."""
+    """Return the model config as saved, and the fields in its file. A model type has no file and no saved fields."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
@@ -73,13 +73,13 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
 
 
 def _nested_config(model_config: Any, name: str) -> Any:
-    """Return the nested config of this name, or None for another field."""
+    """Return the nested config in a field of a model config, or None if the field is not a config."""
     value = vars(model_config).get(model_config.attribute_map.get(name, name))
     return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
 
 def _field_names(model_config: Any) -> list[str]:
-    """Return all field names and aliases of a config.
+    """Return all field names and aliases of a model config.
 
     A property stored under a private name, such as ``attn_implementation``, has the name of its argument.
     """
@@ -90,7 +90,7 @@ def _field_names(model_config: Any) -> list[str]:
 
 
 def _check_fields(model_config: Any, fields: Fields, where: str = "model.config") -> None:
-    """Raise ConfigError for a field that the config or a nested config does not have."""
+    """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
     known = _field_names(model_config)
     for field, value in fields.items():
         if field not in known:
@@ -104,15 +104,15 @@ def _check_fields(model_config: Any, fields: Fields, where: str = "model.config"
 
 
 def _config_with_type(nested: Any, value: Fields) -> Any:
-    """Return the nested config, or one of another type if the fields set ``model_type``."""
+    """Return a nested config, or a new config of another type if its fields set ``model_type``."""
     transformers = load_transformers()
     model_type = value.get("model_type", nested.model_type)
     other = model_type != nested.model_type and model_type in transformers.CONFIG_MAPPING
     return transformers.AutoConfig.for_model(model_type) if other else nested
 
 
-def _add_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
-    """Add missing fields. Text fields of a multimodal model are added to its nested text config."""
+def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
+    """Add default fields that the run does not set. For a multimodal model, add text fields to its text config."""
     text, known = model_config.get_text_config(), _field_names(model_config)
     place = next((name for name, value in vars(model_config).items() if value is text), None)
     fields = dict(run_fields)
@@ -125,7 +125,7 @@ def _add_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict
 
 
 def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
-    """Merge saved and changed fields under the names that the config class stores."""
+    """Merge the saved fields and the changed fields of a model config, under the names that its class stores."""
     alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
@@ -139,7 +139,7 @@ def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str,
 
 
 def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields: Fields) -> Any:
-    """Build a config of the same class with changed fields.
+    """Build a model config of the same class with changed fields, or raise ConfigError if its class rejects them.
 
     For a model type, only fields of the run are passed, under their own names, because derived fields may depend on the
     name. A file also contains derived fields, such as the type of each layer. If the class rejects these in combination
@@ -169,7 +169,7 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
 def _candidate_omissions(
     config_class: Any, model_config: Any, saved: Fields, fields: Fields
 ) -> Iterator[Sequence[str]]:
-    """Yield the fields to omit: none, each derived field, all derived fields."""
+    """Yield lists of saved fields to omit when the config is built: none, each derived field, all derived fields."""
     yield ()
     derived = []
     changed = {model_config.attribute_map.get(name, name) for name in fields}
@@ -188,7 +188,7 @@ def _candidate_omissions(
 
 
 def get_image_size(model_config: Any) -> int | None:
-    """Return the image size in pixels from a model's config, or None."""
+    """Return the image size in pixels from a model config, or None if it has none."""
     for each in (model_config, getattr(model_config, "vision_config", None)):
         size = getattr(each, "image_size", None)
         if size is not None:
@@ -197,13 +197,13 @@ def get_image_size(model_config: Any) -> int | None:
 
 
 def get_class_names(model_config: Any) -> list[str]:
-    """Return the class names of a model's config in order."""
+    """Return the class names of a model config, ordered by class index."""
     names: Mapping[int, str] = getattr(model_config, "id2label", None) or {}
     return [names[number] for number in sorted(names)]
 
 
 def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
-    """Return the config fields that follow from the data and that the run does not set."""
+    """Return model config fields that the data determines, such as ``vocab_size``, unless the run sets them."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
@@ -219,7 +219,7 @@ def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_confi
 
 
 def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_config: Any) -> dict[str, Any]:
-    """Return the number and names of the classes for the config."""
+    """Return the model config fields that name the classes of the data: ``id2label`` and ``label2id``."""
     own, names = config.model.config, get_class_names(model_config)
     if "id2label" in own or "num_labels" in own:
         if len(names) < len(classes):

@@ -1,4 +1,4 @@
-"""Runs a training configuration in each worker process, or describes the run without training (dry run)."""
+"""Trains a run configuration in each worker process, or describes the run without training (dry run)."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
 from shardformer.zero.mixed_precision import MixedPrecision
 
 EXPORT_FOLDER = "model"
-"""Subfolder of the run's folder for the trained model."""
+"""Subfolder for the trained model in the folder of the run."""
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
-    """Train, and resume if the run's folder contains a checkpoint. Returns the last metrics."""
+    """Train the model of a run configuration, or resume from a checkpoint in its folder. Returns the last metrics."""
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
@@ -68,7 +68,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
 
 @contextmanager
 def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
-    """Convert an error before the first completed step to a ConfigError.
+    """Convert an error in the first training step to a ConfigError that names the configuration keys.
 
     Only the first step detects some combinations of config fields that transformers accepts but cannot run.
     """
@@ -87,7 +87,7 @@ def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator
 
 
 def _check_export_folder(config: TrainConfig, folder: Path) -> None:
-    """Raise ConfigError if the export would overwrite files that it did not write."""
+    """Raise ConfigError if exporting the trained model would overwrite the base model or unrelated files."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
@@ -113,7 +113,7 @@ def _print_interruption(trainer: Trainer) -> None:
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
-    """Create the trainer and the data of a run configuration."""
+    """Build the trainer of a run configuration, with its engine and hooks, and load its data."""
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
     data, model = load_data_and_model(config)
@@ -139,7 +139,7 @@ def build_trainer(
 
 
 def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
-    """Load the data and build the model without materializing its weights.
+    """Load the data of a run, and build its model without allocating the weights.
 
     Raises the errors that would occur in the first step or in the export after the last step.
     """
@@ -153,7 +153,7 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
 
 
 def count_steps(config: TrainConfig, data: TrainingData) -> int:
-    """Return the total number of steps of the run."""
+    """Return the total number of training steps of a run."""
     if config.training.steps is not None:
         return config.training.steps
     samples, size = len(data.train), config.data.batch_size
@@ -165,7 +165,7 @@ def count_steps(config: TrainConfig, data: TrainingData) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank in bytes.
+    """Estimated memory of one rank in bytes.
 
     Args:
         persistent_bytes: Memory by kind during the run.
@@ -179,7 +179,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Report of ``shardformer train --dry-run``."""
+    """Description of a run that ``shardformer train --dry-run`` prints: model, data, layout and memory."""
 
     model: str
     num_parameters: int
@@ -193,7 +193,7 @@ class DryRunReport:
 
 
 def make_dry_run_report(config: TrainConfig) -> DryRunReport:
-    """Load the configuration and data, and shard the model for each rank without allocating weights.
+    """Describe a run and its memory per rank, without allocating weights and without training.
 
     Raises the errors that training would raise before its first step. Communicates nothing.
     """
@@ -253,7 +253,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 def _trace_peak_memory(
     model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
-    """Return the peak memory of a step without the parameters, or None and the reason why it is unknown.
+    """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
 
     ``shapes`` collects the shapes that each stage sends to the next stage.
     """

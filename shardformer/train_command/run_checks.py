@@ -1,4 +1,4 @@
-"""Checks of a run: changed settings of a resumed run, and whether the model can learn the task."""
+"""Checks that a resumed run has compatible settings, and that the model can learn its task."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
 FIXED = ("model", "optimizer", "seed")
-"""Keys and tables that cannot change on resume, because the checkpoint determines weights, optimizer and data order."""
+"""Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
 MAX_COMPARED_STEPS = 10_000
 """Maximum number of steps whose learning rates are compared."""
 MAX_SHOWN = 6
 
 
 class Resume(Hook):
-    """Stores the configuration of a run in its checkpoints and in ``folder/run.json``, and compares it on resume.
+    """Hook that stores the run configuration in checkpoints, and compares it with them when a run resumes.
 
-    It must come after the hook that loads the checkpoint. Communicates nothing.
+    The configuration is also written to ``folder/run.json``. This hook must come after the hook that loads the
+    checkpoint. Communicates nothing.
 
     Raises:
         ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
@@ -101,7 +102,7 @@ class Resume(Hook):
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, (before, now)) of all differences."""
+    """Yield each configuration key that differs between two runs, with its old and new value."""
     for name in dict.fromkeys((*old, *new)):
         before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
@@ -115,7 +116,7 @@ def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], fl
 
 
 def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
-    """Set the learning rates of the next step, which the checkpoint restored from the earlier schedule."""
+    """Set the learning rates of the next step, replacing the rates that a checkpoint restored from an old schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
@@ -132,15 +133,16 @@ LENGTH = 8
 DECODER = "is_decoder"
 """Config field that turns an encoder of transformers into a decoder."""
 NOISE = 1e-5
-"""Relative tolerance of independent outputs, which differ slightly because experts get other rows."""
+"""Relative tolerance for equal outputs, which differ slightly because experts receive other tokens."""
 PERTURBATION = 0.05
-"""Scale of the noise that is added to parameters, because parameters initialized to 0 hide dependences."""
+"""Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
 
 
 def check_task(config: TrainConfig, model: Any) -> None:
-    """Raise ConfigError if a model sees the token to predict, or does not see the tokens that it needs.
+    """Raise ConfigError if a language model cannot learn its task, because it reads the wrong tokens.
 
-    Models that do not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
+    A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that do
+    not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
     """
     task = config.model.task
     if task not in ("causal", "masked"):
@@ -158,7 +160,7 @@ def check_task(config: TrainConfig, model: Any) -> None:
                 remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
-            what = "ignores later tokens" if not dependence.on_later else "compares a label with the output before it"
+            what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
             raise ConfigError(
                 f"model.task = 'masked' does not fit {name}, which {what}",
                 rule="A masked language model predicts a token at its position, from the tokens on both sides",
@@ -168,7 +170,7 @@ def check_task(config: TrainConfig, model: Any) -> None:
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Tokens that determine the output which the loss compares with a label.
+    """Which tokens affect the output that the loss compares with a label.
 
     Args:
         on_label: Whether the label token or later tokens change the output.
@@ -182,7 +184,10 @@ class LabelDependence:
 
 
 def label_dependence(model: Any) -> LabelDependence | None:
-    """Measure which tokens the loss of a model sees, on a copy or a reduced model; None if that is impossible."""
+    """Measure which tokens affect the output that is compared with a label, or return None if this is impossible.
+
+    The measurement uses a copy of the model, or a reduced model if the model is large.
+    """
     for dtype in (torch.float64, torch.float32):
         try:
             small, ids_BS = _make_small_model(model)
@@ -193,7 +198,7 @@ def label_dependence(model: Any) -> LabelDependence | None:
 
 
 def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
-    """Return a small model on the CPU, and tokens for it."""
+    """Return a copy of the model, or a reduced model if it is large, on the CPU with a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
@@ -209,7 +214,7 @@ def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
 
 
 def _suggest_task(model: Any) -> str:
-    """Suggest the other task, and ``is_decoder`` if that makes the attention of this class causal."""
+    """Suggest the masked task as a remedy, and ``is_decoder`` if this field makes the attention of the model causal."""
     masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
         return f"{masked}, or use a model that predicts the next token"

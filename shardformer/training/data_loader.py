@@ -116,7 +116,7 @@ class ShardedDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the current epoch."""
         self.compare()
-        batches = self._local_batches()
+        batches = self._iterate_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
@@ -160,7 +160,7 @@ class ShardedDataLoader:
         seen = self._source.number if is_known and self._reading_thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
-    def _local_batches(self) -> Iterator[tuple[int, Any]]:
+    def _iterate_local_batches(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._source, StreamedSource):
             ends = (self._drop_last, self._merge_last)
             return self._source.batches(self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends)

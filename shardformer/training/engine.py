@@ -142,9 +142,9 @@ class Engine:
             batch: Local batch of this data rank: a dict of forward arguments, a tuple ``(inputs, targets)``, or a list
                 of batches, which form one large batch. Ranks that differ along other axes pass the same batch.
         """
-        return self._compute(batch, "engine(batch)")
+        return self._compute_loss(batch, "engine(batch)")
 
-    def _compute(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
+    def _compute_loss(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (trains or (self.model.training and torch.is_grad_enabled())):
             come_to_step(f"{call} in eval mode", self.world)
@@ -203,9 +203,9 @@ class Engine:
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
         come_to_step("engine.step", self.world)
-        return self._step()
+        return self._run_optimizer_step()
 
-    def _step(self) -> bool:
+    def _run_optimizer_step(self) -> bool:
         self._notify("before_optimizer_step")
         is_updated = self._update_weights()
         self._is_backward_done = False
@@ -227,9 +227,9 @@ class Engine:
                 "engine.train_step cannot train under torch.no_grad()",
                 remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
             )
-        loss = self._compute(batch, "engine.train_step", trains=True)
+        loss = self._compute_loss(batch, "engine.train_step", trains=True)
         self.backward(loss)
-        self._step()
+        self._run_optimizer_step()
         return loss
 
     def evaluate(self, batches: Any) -> Tensor:

@@ -65,12 +65,12 @@ class MetricsWriter:
             raise ConfigError(f"The metrics folder {str(folder)!r} is a file", remedy="Pass the path of a folder")
         hold(folder, self)
         try:
-            self._file = self._open(folder / FILE, resume_at)
+            self._file = self._open_log_file(folder / FILE, resume_at)
         except BaseException:
             release(folder, self)
             raise
 
-    def _open(self, path: Path, resume_at: int | None) -> BinaryIO:
+    def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
         remove_left(path.parent, path.name)
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():

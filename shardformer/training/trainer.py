@@ -94,7 +94,7 @@ class Trainer:
     @property
     def epoch(self) -> int:
         """Number of epochs that the training data has completed."""
-        return self._data.epoch
+        return self._training_data.epoch
 
     @property
     def num_steps(self) -> int | None:
@@ -102,7 +102,7 @@ class Trainer:
         if self.last_step is not None or self.last_epoch is None:
             return self.last_step
         try:
-            return self.last_epoch * len(self._data)
+            return self.last_epoch * len(self._training_data)
         except TypeError:
             return None
 
@@ -141,7 +141,7 @@ class Trainer:
     # --- the loop
 
     @property
-    def _data(self) -> ShardedDataLoader:
+    def _training_data(self) -> ShardedDataLoader:
         if self.engine.data is None:
             raise ConfigError(
                 "The engine has no training data",
@@ -190,13 +190,13 @@ class Trainer:
             with self._synchronizer.handling_signals(self._report_signal):
                 self._call_hooks_synchronized("setup")
                 self._call_hooks_synchronized("before_train")
-                self._position = self._data.state()
+                self._position = self._training_data.state()
                 if self._save_functions:
                     self.engine.check_save(**self._checkpoint_arguments())
                 self._run_steps(validate_every)
                 self._call_hooks_synchronized("after_train")
                 if self._synchronizer.take_requests().save:
-                    self._save()
+                    self._save_checkpoint()
                 self.engine.wait()
         except BaseException as error:
             self.problem = error
@@ -209,7 +209,7 @@ class Trainer:
         return self.values
 
     def _run_steps(self, validate_every: int | None) -> None:
-        data = self._data
+        data = self._training_data
         while not self._is_finished():
             self._call_hooks_synchronized("before_epoch")
             batches = iter(data)
@@ -268,7 +268,7 @@ class Trainer:
         if not self.engine.model.training:  # a hook left the model in eval mode
             self.engine.train()
             set_modes(self.engine.model, self._training_modes)
-        self.samples = self._data.batch_samples
+        self.samples = self._training_data.batch_samples
         self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
         for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
             self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
@@ -283,10 +283,10 @@ class Trainer:
         self.agree()
         requests = self._take_requests()
         if requests.validate and self._validation is not None:
-            self._validate(self._validation)
+            self._run_validation(self._validation)
         requests |= self._take_requests()
         if requests.save:
-            self._save()
+            self._save_checkpoint()
         if requests.stop and self.stopped_by is None:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
@@ -299,7 +299,7 @@ class Trainer:
             requests |= self._synchronizer.take_requests()
         return requests
 
-    def _validate(self, data: ShardedDataLoader) -> None:
+    def _run_validation(self, data: ShardedDataLoader) -> None:
         def batches() -> Iterator[Any]:
             for batch in data:
                 yield batch
@@ -317,7 +317,7 @@ class Trainer:
                 scheduler.step(self.values["validation/loss"])
         self._call_hooks_synchronized("after_validation")
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         if not self._save_functions:
             return
         self._call_hooks_synchronized("before_save")
