@@ -72,7 +72,7 @@ def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snaps
         hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
         found["module", path, "hooks"] = _snapshot_hooks(hooks)
         found["module", path, ""] = _snapshot_module(module)
-        found |= {("buffer", path, name): snapshot for name, snapshot in _snapshot_buffers(module)}
+        found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
         known = vars(modules[path]) if path in modules and _is_package_module(module) else None
         found |= {("attribute", path, name): snapshot for name, snapshot in _snapshot_attributes(module, known)}
     return found
@@ -159,7 +159,7 @@ def _snapshot_module(module: nn.Module) -> Snapshot:
     return Snapshot("; ".join(kinds), module)
 
 
-def _snapshot_buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
+def _buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
     """Record the non-persistent buffers of a module, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
         if (buffer := module._buffers.get(name)) is not None and has_data(buffer):

@@ -113,7 +113,7 @@ def classified(tmp_path: Path, names: list[Any], model: dict[str, Any]) -> tuple
         model={"task": "classification", **model},
     )
     saved = load_model_config(made)
-    data = load_data(made, names=get_class_names(saved))
+    data = load_data(made, model_classes=get_class_names(saved))
     return data, load_model_config(made, derive_fields_from_data(made, data, saved))
 
 
@@ -178,7 +178,7 @@ def test_class_names_of_a_data_set_are_used(tmp_path: Path) -> None:
     )
     data = {"train": str(tmp_path / "d"), "format": "datasets"}
     made = config(tmp_path, "bert", data, model={"task": "classification"})
-    found = load_data(made, names=["LABEL_0", "LABEL_1"])
+    found = load_data(made, model_classes=["LABEL_0", "LABEL_1"])
     assert found.classes == names
     assert [found.train[i]["labels"] for i in range(2)] == [0, 1]
     assert load_model_config(made, derive_fields_from_data(made, found, load_model_config(made))).id2label == dict(

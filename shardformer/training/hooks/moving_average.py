@@ -31,8 +31,8 @@ class MovingAverage(Hook):
     >>> with average.applied(engine):                                                             # doctest: +SKIP
     ...     engine.export("averaged")
 
-    Each rank averages the weights that its optimizer updates: the master weights, if there are any. The result is the
-    same under every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers,
+    Averages are stored in fp32 or a wider dtype. Each rank averages the weights that its optimizer updates: the master
+    weights, if there are any. The result is the same under every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers,
     such as the statistics of batch norms, are not averaged. While the average is applied, a rank keeps its weights
     twice.
 
