@@ -35,12 +35,12 @@ def plot(
     from rich.console import Console
 
     from shardformer.pipeline.schedule_chart import check_chart_file
-    from shardformer.training.metrics_log import file_of, read_records
-    from shardformer.training.metrics_plot import draw_metrics, panel_names
+    from shardformer.training.metrics_log import find_metrics_file, read_records
+    from shardformer.training.metrics_plot import draw_metrics, list_panels
 
-    _check_duplicates([file_of(path) for path in runs])
+    _check_duplicates([find_metrics_file(path) for path in runs])
     found = {name: read_records(path) for name, path in zip(_run_names(runs), runs)}
-    known = panel_names(found)
+    known = list_panels(found)
     if not known:
         raise ConfigError(
             f"No metrics are recorded in {', '.join(map(str, runs))}",

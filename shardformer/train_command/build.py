@@ -25,7 +25,7 @@ from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, firs
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
 from shardformer.train_command.datasets import TrainingData
-from shardformer.train_command.model_config import fields_from_data, load_model_config
+from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import configs_of, load_transformers
@@ -33,17 +33,17 @@ from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
 NOT_DECAYED = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
-"""Lower-case parameter names without weight decay, as in transformers."""
+"""Pattern of lower-case parameter names that have no weight decay, as in transformers."""
 PACKAGE_OPTIMIZERS = {kind.__name__: kind for kind in (LAMB, LARS, HybridAdam)}
 
 
 MakeOptimizer = Callable[[nn.Module], Callable[[Iterable[nn.Parameter]], Optimizer]]
-"""Function from the unsharded model to a function from its local parameters to an optimizer."""
-DECAY = "weight_decay"
+"""Function from the unsharded model to a function that creates an optimizer from local parameters."""
+WEIGHT_DECAY = "weight_decay"
 
 
 def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
-    """Return a function that creates the optimizer of a model."""
+    """Return a function that creates the configured optimizer for a model. Raises ConfigError for invalid arguments."""
     known: dict[str, Any] = {
         n: k for n, k in vars(torch.optim).items() if isinstance(k, type) and issubclass(k, Optimizer)
     }
@@ -57,12 +57,12 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     extra = {key: tuple(v) if isinstance(v, list) else v for key, v in (table.model_extra or {}).items()}
     arguments = {"lr": table.lr, **extra}
     check_arguments(kind, arguments, "optimizer", ignored=("params",))
-    default = inspect.signature(kind).parameters.get(DECAY)
-    has_decay = bool(arguments.get(DECAY, default.default if default is not None else 0))
+    default = inspect.signature(kind).parameters.get(WEIGHT_DECAY)
+    has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
     if table.decay_biases_and_norms and not has_decay:
         raise ConfigError(
-            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {DECAY}",
-            remedy=f"Set optimizer.{DECAY} = 0.01, or remove decay_biases_and_norms",
+            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {WEIGHT_DECAY}",
+            remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms",
         )
 
     def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
@@ -75,11 +75,13 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
             ) from error
 
     make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
-    return lambda model: partial(make, _decay_groups(model) if has_decay and not table.decay_biases_and_norms else list)
+    return lambda model: partial(
+        make, _group_by_weight_decay(model) if has_decay and not table.decay_biases_and_norms else list
+    )
 
 
-def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
-    """Return a function that splits parameters into a group with weight decay and a group without.
+def _group_by_weight_decay(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
+    """Return a function that splits local parameters into a group with weight decay and a group without.
 
     The names are taken from the model before sharding, so that the groups are the same under every layout. Both groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
@@ -92,13 +94,13 @@ def _decay_groups(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[d
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for param in params:
             groups[names[id(param)] not in others].append(param)
-        return [{"params": groups[True]}, {"params": groups[False], DECAY: 0.0}]
+        return [{"params": groups[True]}, {"params": groups[False], WEIGHT_DECAY: 0.0}]
 
     return group_parameters
 
 
 def has_weight_decay(model: nn.Module, name: str) -> bool:
-    """Return whether weight decay applies to a parameter. Biases and parameters of norms are excluded.
+    """Return whether weight decay applies to a parameter, which is not the case for biases and parameters of norms.
 
     The rule is that of ``Trainer.get_decay_parameter_names`` in transformers, extended to all modules whose class name
     contains "norm", such as ``BatchNorm2d``.
@@ -108,36 +110,36 @@ def has_weight_decay(model: nn.Module, name: str) -> bool:
     return not is_norm and NOT_DECAYED.search(name.lower()) is None
 
 
-def check_arguments(kind: Any, arguments: Mapping[str, Any], where: str, ignored: Iterable[str] = ()) -> None:
-    """Raise ConfigError if a class does not accept an argument, or requires one that is missing."""
-    parameters = inspect.signature(kind).parameters
+def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
+    """Raise ConfigError if a class does not accept one of the arguments, or requires an argument that is missing."""
+    parameters = inspect.signature(cls).parameters
     known = [name for name in parameters if name not in ignored]
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"{where}.{name} = {arguments[name]!r} is not an argument of {kind.__name__}",
+                f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}",
                 remedy=did_you_mean(name, known),
             )
     for name in known:
         p = parameters[name]
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
-            raise ConfigError(f"{where} has no {name}, which {kind.__name__} requires", remedy=f"Set {where}.{name}")
+            raise ConfigError(f"{table} has no {name}, which {cls.__name__} requires", remedy=f"Set {table}.{name}")
 
 
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
-    """Return a function from an optimizer to its scheduler, for a run of ``num_steps`` steps."""
+    """Return a function that creates the learning-rate scheduler of an optimizer, for ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
 
 
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
-    """Return a function from a step, counted from 0, to the ratio of its learning rate to ``optimizer.lr``."""
+    """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
     length = num_steps if table.steps is None else table.steps
     warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
     return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
 
 
-def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -> float:
-    """Return the ratio of the learning rate in a step, counted from 0, to the base learning rate.
+def lr_factor(decay_name: str, warmup: int, num_steps: int, min_lr_rate: float, step: int) -> float:
+    """Return the factor by which the base learning rate is multiplied in a step, counted from 0.
 
     >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
@@ -145,15 +147,15 @@ def lr_factor(name: str, warmup: int, num_steps: int, final: float, step: int) -
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-    decay = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[name]
-    return 1 - (1 - final) * decay
+    decay = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[decay_name]
+    return 1 - (1 - min_lr_rate) * decay
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
-WRITERS = ("progress", "json_lines", "tensor_board", "checkpoint")
-"""Hooks that write the measurements of other hooks."""
+WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "checkpoint")
+"""Hooks that write the metrics of other hooks, and therefore come after them."""
 FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
-"""Subfolders of the run's folder. Other hooks use their own name."""
+"""Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
 KNOWN_HOOKS = {
@@ -164,22 +166,22 @@ KNOWN_HOOKS = {
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
-    """Create the hooks; those that measure come before those that write."""
+    """Create the hooks of a run, ordered so that hooks that compute metrics come before hooks that write them."""
     options: dict[str, Any] = {**dict.fromkeys(DEFAULTS, True), **config.hooks}
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
-    order = sorted(wanted, key=lambda name: WRITERS.index(name) if name in WRITERS else -1)
+    order = sorted(wanted, key=lambda name: WRITING_HOOKS.index(name) if name in WRITING_HOOKS else -1)
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
 
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
-    kind = _hook_class(name)
+    kind = _find_hook_class(name)
     parameters = inspect.signature(kind).parameters
     arguments = {
         **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
         **arguments,
     }
     check_arguments(kind, arguments, f"hooks.{name}")
-    _check_types(kind, arguments, f"hooks.{name}")
+    _check_argument_types(kind, arguments, f"hooks.{name}")
     if isinstance(folder := arguments.get("folder"), str):
         arguments["folder"] = os.path.expanduser(folder)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
@@ -188,50 +190,51 @@ def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hoo
     return hook
 
 
-def _check_types(kind: Any, arguments: dict[str, Any], where: str) -> None:
-    """Raise ConfigError if a value does not have the type that the class declares."""
-    parameters = inspect.signature(kind).parameters
+def _check_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> None:
+    """Raise ConfigError if an argument of a hook does not have the type that its class declares."""
+    parameters = inspect.signature(hook_class).parameters
     for argument, value in arguments.items():
         if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
             continue  # the annotation is that of one item
         try:
-            adapter = TypeAdapter(get_type_hints(kind.__init__)[argument])
+            adapter = TypeAdapter(get_type_hints(hook_class.__init__)[argument])
         except Exception:  # no annotation, or one that pydantic cannot check
             continue
         try:
             adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
             raise ConfigError(
-                f"{where}.{argument} = {value!r:.80} has the wrong type",
+                f"{table}.{argument} = {value!r:.80} has the wrong type",
                 rule="; or ".join(dict.fromkeys(each["msg"] for each in error.errors())),
                 remedy="Correct the value",
             ) from error
 
 
-def _hook_class(name: str) -> Any:
-    if name in KNOWN_HOOKS:
-        return KNOWN_HOOKS[name]
-    file, colon, attribute = name.rpartition(":")
+def _find_hook_class(hook_name: str) -> Any:
+    if hook_name in KNOWN_HOOKS:
+        return KNOWN_HOOKS[hook_name]
+    file, colon, attribute = hook_name.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"There is no hook called {name!r}",
+            f"There is no hook called {hook_name!r}",
             rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
-            remedy=did_you_mean(name, KNOWN_HOOKS),
+            remedy=did_you_mean(hook_name, KNOWN_HOOKS),
         )
-    found = getattr(_import_file(file, name), attribute, None)
+    found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(
-            f"{file} contains no subclass of Hook called {attribute!r}", remedy=f"Correct the name in hooks.{name!r}"
+            f"{file} contains no subclass of Hook called {attribute!r}",
+            remedy=f"Correct the name in hooks.{hook_name!r}",
         )
     return found
 
 
-def _import_file(file: str, name: str) -> Any:
+def _import_hook_file(file: str, hook_name: str) -> Any:
     file = os.path.expanduser(file)
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"The file {file!r} of hooks.{name!r} does not exist",
+            f"The file {file!r} of hooks.{hook_name!r} does not exist",
             remedy='Correct the path; the form is "my_hooks.py:MyHook"',
         )
     module = importlib.util.module_from_spec(spec)
@@ -242,26 +245,26 @@ def _import_file(file: str, name: str) -> Any:
         where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
             f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}",
-            remedy=f"Fix the file, or remove hooks.{name!r}",
+            remedy=f"Fix the file, or remove hooks.{hook_name!r}",
         ) from error
     return module
 
 
-HEAD_OF = {
+AUTO_CLASSES = {
     "causal": "AutoModelForCausalLM",
     "masked": "AutoModelForMaskedLM",
     "sequence_to_sequence": "AutoModelForSeq2SeqLM",
     "classification": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
-LENGTHS = ("max_position_embeddings", "n_positions", "max_sequence_length")
+POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")
 
 
 def model_class_for(config: TrainConfig) -> Any:
-    """Return the transformers class of the model, or raise ConfigError if there is none of this name."""
+    """Return the transformers class that builds the model, or raise ConfigError if transformers has no such class."""
     transformers = load_transformers()
 
-    name = config.model.head or HEAD_OF[config.model.task]
+    name = config.model.head or AUTO_CLASSES[config.model.task]
     kind = getattr(transformers, name, None)
     is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or configs_of(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
@@ -275,15 +278,15 @@ def model_class_for(config: TrainConfig) -> Any:
 def build_model(
     config: TrainConfig, data: TrainingData, saved: Any, *, lazy: bool = True, dtype: torch.dtype = torch.float32
 ) -> nn.Module:
-    """Build the model in ``dtype``; ``parallel.precision`` determines the dtype of a step.
+    """Build the model of a run with weights in ``dtype``. The dtype of a step is set by ``parallel.precision``.
 
     ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
     even if the run loads a checkpoint.
     """
-    complete = load_model_config(config, fields_from_data(config, data, saved))
-    _check_data_fits(config, data, complete)
+    complete = load_model_config(config, derive_fields_from_data(config, data, saved))
+    _check_data_fits_model(config, data, complete)
     kind = model_class_for(config)
-    _check_task(config, complete, kind)
+    _check_task_support(config, complete, kind)
     torch.manual_seed(config.seed)
     trust = config.model.trust_remote_code
     try:
@@ -291,7 +294,7 @@ def build_model(
             model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
         else:
             with LazyInit() if lazy else nullcontext():
-                model = _instantiate(kind, complete, dtype, trust)
+                model = _create_model(kind, complete, dtype, trust)
     except ShardFormerError:
         raise
     except Exception as error:  # model code may raise any error
@@ -309,35 +312,45 @@ def build_model(
     return model
 
 
-def _instantiate(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.Module:
+def _create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        if hasattr(kind, "from_config"):  # without trust_remote_code it may prompt for consent
-            return cast(nn.Module, kind.from_config(saved, dtype=dtype, trust_remote_code=trust))
-        return cast(nn.Module, kind(saved))
+        if hasattr(model_class, "from_config"):  # without trust_remote_code it may prompt for consent
+            return cast(
+                nn.Module, model_class.from_config(model_config, dtype=dtype, trust_remote_code=trust_remote_code)
+            )
+        return cast(nn.Module, model_class(model_config))
     finally:
         torch.set_default_dtype(before)
 
 
-def _check_task(config: TrainConfig, saved: Any, kind: Any) -> None:
-    """Raise ConfigError if transformers has no model of this type for the task."""
-    known = configs_of(kind)
-    if known is None or type(saved) in known or kind.__name__ in (getattr(saved, "auto_map", None) or {}):
+def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
+    """Raise ConfigError if transformers has no class for this model type and task."""
+    known = configs_of(model_class)
+    if (
+        known is None
+        or type(model_config) in known
+        or model_class.__name__ in (getattr(model_config, "auto_map", None) or {})
+    ):
         return
     transformers = load_transformers()
-    tasks = [task for task, name in HEAD_OF.items() if type(saved) in (configs_of(getattr(transformers, name)) or ())]
+    tasks = [
+        task
+        for task, name in AUTO_CLASSES.items()
+        if type(model_config) in (configs_of(getattr(transformers, name)) or ())
+    ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
-        f"support {config.model.name!r}: {kind.__name__} has no model of type {saved.model_type}",
+        f"support {config.model.name!r}: {model_class.__name__} has no model of type {model_config.model_type}",
         remedy=f"Set model.task = {' or '.join(map(repr, tasks))}" if tasks else "Use another model",
     )
 
 
-def _check_data_fits(config: TrainConfig, data: TrainingData, saved: Any) -> None:
+def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config: Any) -> None:
     if data.tokens is None:
         return
-    text = saved.get_text_config()
+    text = model_config.get_text_config()
     size = getattr(text, "vocab_size", None)
     if size is not None and data.tokens.size > size:
         raise ConfigError(
@@ -345,7 +358,7 @@ def _check_data_fits(config: TrainConfig, data: TrainingData, saved: Any) -> Non
             remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
             f"{data.tokens.size}",
         )
-    most = next((n for name in LENGTHS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    most = next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model",

@@ -1,4 +1,4 @@
-"""Schema and reader of the run configuration file."""
+"""Schema of the run configuration, and functions that read and validate the TOML file."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from shardformer.pipeline.partition import RENAMED_METHODS
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
 Format = Literal["text", "jsonl", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer")
-"""Keys that may contain a path in which ~ is expanded."""
+"""Configuration keys whose value may be a path, in which ~ is expanded."""
 
 
 class ConfigTable(BaseModel):
-    """Base class of the tables of the file. Unknown keys are errors."""
+    """Base class of the tables in a run configuration. Unknown keys are errors."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
     @field_validator("*")
     @classmethod
     def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
-        """Reject an empty string or list, and expand ~ in paths."""
+        """Reject empty strings and empty lists, and expand ~ in paths."""
         if value in ("", []) or (isinstance(value, list) and "" in value):
             raise ValueError("It is empty: write a value, or remove the key")
         if info.field_name not in PATHS:
@@ -40,59 +40,61 @@ class ConfigTable(BaseModel):
         return os.path.expanduser(value) if isinstance(value, str) else value
 
 
-def _key(description: str, default: Any = ..., **limits: Any) -> Any:
+def _config_key(description: str, default: Any = ..., **limits: Any) -> Any:
     return Field(default, description=description, **limits)
 
 
 class ModelTable(ConfigTable):
     """The model."""
 
-    name: str = _key(
+    name: str = _config_key(
         "A folder that `save_pretrained` wrote, a name on the Hugging Face hub, a `config.json`, or with `random` a "
         "model type of transformers, such as `llama`."
     )
-    task: Task = _key(
+    task: Task = _config_key(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `image_classification`.",
         "causal",
     )
-    head: str | None = _key("The transformers class. By default that of the task.", None)
-    random: bool = _key("Initialize the weights at random instead of loading them.", False)
-    config: dict[str, Any] = _key("Changed fields of the model's config.", {})
-    trust_remote_code: bool = _key("Allow Python code of models that transformers does not contain.", False)
+    head: str | None = _config_key("The transformers class. By default that of the task.", None)
+    random: bool = _config_key("Initialize the weights at random instead of loading them.", False)
+    config: dict[str, Any] = _config_key("Changed fields of the model's config.", {})
+    trust_remote_code: bool = _config_key("Allow Python code of models that transformers does not contain.", False)
 
 
 class DataTable(ConfigTable):
     """The training data."""
 
-    train: str | list[str] = _key(
+    train: str | list[str] = _config_key(
         "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
         "`format`."
     )
-    validation: str | list[str] | None = _key("Validation data in the same format.", None)
-    format: Format | None = _key(
+    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
+    format: Format | None = _config_key(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
         "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
         "images.",
         None,
     )
-    batch_size: int = _key("Global batch size: samples per step over all processes.", 8, ge=1)
-    sequence_length: int = _key("Maximum number of tokens per sample.", 128, ge=2)
-    tokenizer: str | None = _key(
+    batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
+    sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
+    tokenizer: str | None = _config_key(
         "A folder, a name on the hub, or `bytes`: each byte is a token. By default that of the model, or `bytes` if "
         "the weights are random.",
         None,
     )
-    text: str = _key("The field that contains the text, in `jsonl` and `datasets`.", "text")
-    pair: str | None = _key("The field of the second text, for `classification` of pairs.", None)
-    target: str = _key("The field of the target text, for `sequence_to_sequence`.", "target")
-    label: str = _key("The field of the class label, for `classification`.", "label")
-    image: str = _key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
-    split: str = _key("The split of `datasets` to train on.", "train")
-    validation_split: str | None = _key("The split to validate on, of `validation` or by default of `train`.", None)
-    shuffle: bool = _key("Shuffle the samples in each epoch.", True)
-    drop_last: bool = _key("Drop the last batch of an epoch if it is incomplete.", False)
-    num_workers: int = _key("Data loading processes per training process.", 0, ge=0)
+    text: str = _config_key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
+    target: str = _config_key("The field of the target text, for `sequence_to_sequence`.", "target")
+    label: str = _config_key("The field of the class label, for `classification`.", "label")
+    image: str = _config_key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
+    split: str = _config_key("The split of `datasets` to train on.", "train")
+    validation_split: str | None = _config_key(
+        "The split to validate on, of `validation` or by default of `train`.", None
+    )
+    shuffle: bool = _config_key("Shuffle the samples in each epoch.", True)
+    drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
+    num_workers: int = _config_key("Data loading processes per training process.", 0, ge=0)
 
 
 ParallelTable = create_model(
@@ -111,18 +113,18 @@ class OptimizerTable(ConfigTable):
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
-    name: str = _key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
-    lr: float = _key("The learning rate.", 1e-4, gt=0)
-    decay_biases_and_norms: bool = _key("Apply `weight_decay` to biases and norm weights too.", False)
+    name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
+    lr: float = _config_key("The learning rate.", 1e-4, gt=0)
+    decay_biases_and_norms: bool = _config_key("Apply `weight_decay` to biases and norm weights too.", False)
 
 
 class ScheduleTable(ConfigTable):
     """The learning-rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = _key("The decay after warm-up.", "constant")
-    warmup: float = _key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
-    min_lr_rate: float = _key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
-    steps: int | None = _key(
+    name: Literal["constant", "linear", "cosine"] = _config_key("The decay after warm-up.", "constant")
+    warmup: float = _config_key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
+    min_lr_rate: float = _config_key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    steps: int | None = _config_key(
         "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
         "required to resume a run with another length, if that would change learning rates.",
         None,
@@ -133,24 +135,24 @@ class ScheduleTable(ConfigTable):
 class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
-    steps: int | None = _key("Number of optimizer steps.", None, ge=1)
-    epochs: int | None = _key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
-    validate_every: int | None = _key("Steps between validations. By default one epoch.", None, ge=1)
-    export: bool = _key("Write `folder/model` for `from_pretrained` after training.", False)
+    steps: int | None = _config_key("Number of optimizer steps.", None, ge=1)
+    epochs: int | None = _config_key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
+    validate_every: int | None = _config_key("Steps between validations. By default one epoch.", None, ge=1)
+    export: bool = _config_key("Write `folder/model` for `from_pretrained` after training.", False)
 
 
 class TrainConfig(ConfigTable):
     """A complete run configuration."""
 
-    folder: str = _key("Folder for logs, checkpoints and the trained model.", "run")
-    seed: int = _key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
+    folder: str = _config_key("Folder for logs, checkpoints and the trained model.", "run")
+    seed: int = _config_key("Seed of weights, data order and all random numbers.", 0, ge=0, lt=2**63)
     model: ModelTable
     data: DataTable
     parallel: ParallelTable = ParallelTable()  # type: ignore[valid-type]
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
-    hooks: dict[str, bool | dict[str, Any]] = _key(
+    hooks: dict[str, bool | dict[str, Any]] = _config_key(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
         '`"my_hooks.py:MyHook" = true`.',
@@ -170,31 +172,31 @@ class TrainConfig(ConfigTable):
                 f"training.validate_every = {training.validate_every} requires data.validation",
                 remedy="Set data.validation, or remove validate_every",
             )
-        self._check_used()
+        self._check_no_unused_keys()
 
-    def _check_used(self) -> None:
-        """Raise ConfigError if a key is set that has no effect with the other keys."""
+    def _check_no_unused_keys(self) -> None:
+        """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
         task, layout = self.model.task, self.layout
-        images, tensor = task == "image_classification", num_ranks(layout.tensor, "tensor")
-        changes = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
-        of_data_sets = (self.data.format == "datasets", "data.format = 'datasets'")
-        used = {
+        is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
+        has_changing_rate = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
+        datasets_format = (self.data.format == "datasets", "data.format = 'datasets'")
+        conditions = {
             "data.pair": (task == "classification", "model.task = 'classification'"),
             "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
             "data.label": (task.endswith("classification"), "a classification task"),
-            "data.image": (images, "model.task = 'image_classification'"),
-            "data.text": (not images, "a text task"),
-            "data.tokenizer": (not images, "a text task"),
-            "data.split": of_data_sets,
-            "data.validation_split": of_data_sets,
-            "schedule.steps": (changes, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
+            "data.image": (is_image_task, "model.task = 'image_classification'"),
+            "data.text": (not is_image_task, "a text task"),
+            "data.tokenizer": (not is_image_task, "a text task"),
+            "data.split": datasets_format,
+            "data.validation_split": datasets_format,
+            "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
             "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
-            "parallel.tensor_parallel_mode": (tensor > 1, "parallel.tensor = 2 or more"),
-            "parallel.sequence_parallel": (tensor > 1, "parallel.tensor = 2 or more"),
+            "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
+            "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
             "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
             "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
         }
-        for key, (is_used, needed) in used.items():
+        for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
             tables: BaseModel = getattr(self, table)
             value = getattr(tables, name)
@@ -208,12 +210,12 @@ class TrainConfig(ConfigTable):
 
     @property
     def path(self) -> Path:
-        """Path of the run's folder."""
+        """Path of the folder of the run."""
         return Path(self.folder)
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
-    """Return ``remedy``, or advice on ``trust_remote_code`` if the error of transformers asks for it."""
+    """Return ``remedy``, or advise to set ``trust_remote_code`` if the error of transformers mentions it."""
     needs_code = "trust_remote_code" in str(error)
     return "Review that code, and set model.trust_remote_code = true to run it" if needs_code else remedy
 
@@ -232,7 +234,7 @@ TRAINER_KEYS = {
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
     "output_dir": "folder, above all tables",
 }  # fmt: skip
-"""Names in ``TrainingArguments`` of transformers -> keys of a run."""
+"""Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
 RENAMED_KEYS = {
     "data.sequence": "data.sequence_length",
     "data.workers": "data.num_workers",
@@ -240,11 +242,11 @@ RENAMED_KEYS = {
     "hooks.gradient_watch": "hooks.gradient_monitor",
     **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
 }
-"""Earlier name of a key -> its name."""
+"""Earlier name of a configuration key -> its current name."""
 
 
 def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainConfig:
-    """Read a run configuration from a TOML file.
+    """Read and validate a run configuration from a TOML file.
 
     Args:
         file: Path of the file.
@@ -269,20 +271,23 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             remedy="Correct the line",
         ) from error
     for change in changes:
-        _apply_change(tables, change)
+        _apply_command_line_change(tables, change)
     return parse_config(tables, str(file))
 
 
-def parse_config(tables: dict[str, Any], where: str) -> TrainConfig:
-    """Validate the tables of a configuration. ``where`` names their source in errors."""
+def parse_config(tables: dict[str, Any], source: str) -> TrainConfig:
+    """Validate the tables of a run configuration. ``source`` names their origin in errors, such as the file."""
     try:
         return TrainConfig.model_validate(_rename_earlier_keys(tables))
     except ValidationError as error:
-        raise _to_config_error(error, where) from error
+        raise _to_config_error(error, source) from error
 
 
 def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename earlier keys with a warning. If a table has both names, validation reports the earlier one."""
+    """Replace earlier names of keys by their current names, with a warning.
+
+    If a table has both names, validation reports the earlier name.
+    """
     found = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
     for old, new in RENAMED_KEYS.items():
         (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
@@ -295,7 +300,7 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _apply_change(tables: dict[str, Any], change: str) -> None:
+def _apply_command_line_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
@@ -318,36 +323,36 @@ def _apply_change(tables: dict[str, Any], change: str) -> None:
         table.pop(name, None)
 
 
-def _to_config_error(error: ValidationError, where: str) -> ConfigError:
-    """Convert the first pydantic error to a ConfigError that suggests known keys and values."""
+def _to_config_error(error: ValidationError, source: str) -> ConfigError:
+    """Convert the first error of pydantic to a ConfigError that suggests known keys and values."""
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"]]
-    table, name = _table_at(place), place[-1]
-    key = ".".join(_without_unions(place))
+    key_path = [str(part) for part in first["loc"]]
+    table, name = _find_table(key_path), key_path[-1]
+    key = ".".join(_remove_union_types(key_path))
     if first["type"] == "extra_forbidden":
         return ConfigError(
-            f"{where} has {key} = {first['input']!r:.80}, which is not a key of "
-            f"{'the file' if len(place) == 1 else f'[{place[-2]}]'}",
+            f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
+            f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}",
             remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _suggest_key(name, table),
         )
     if first["type"] == "missing":
         return ConfigError(
-            f"{where} has no {key}, which is required",
-            rule=_description_of(table, name),
-            remedy=f"Write {name} in [{'.'.join(place[:-1])}]" if len(place) > 1 else f"Write a table [{name}]",
+            f"{source} has no {key}, which is required",
+            rule=_describe_key(table, name),
+            remedy=f"Write {name} in [{'.'.join(key_path[:-1])}]" if len(key_path) > 1 else f"Write a table [{name}]",
         )
-    same_key = [e for e in error.errors() if ".".join(_without_unions(map(str, e["loc"]))) == key]
+    same_key = [e for e in error.errors() if ".".join(_remove_union_types(map(str, e["loc"]))) == key]
     messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     return ConfigError(
-        f"{where} has an invalid value, {key} = {first['input']!r:.80}",
-        rule=". ".join(filter(None, (messages, _description_of(table, name)))),
-        remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _value_for(first),
+        f"{source} has an invalid value, {key} = {first['input']!r:.80}",
+        rule=". ".join(filter(None, (messages, _describe_key(table, name)))),
+        remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _suggest_value(first),
     )
 
 
-def _value_for(error: Mapping[str, Any]) -> str:
-    """Return a remedy for a value that pydantic rejects."""
+def _suggest_value(error: Mapping[str, Any]) -> str:
+    """Suggest how to correct a value that pydantic rejected."""
     limits = error.get("ctx", {})
     for name, words in (("ge", "at least"), ("gt", "more than"), ("le", "at most"), ("lt", "less than")):
         if name in limits:
@@ -362,26 +367,28 @@ def _value_for(error: Mapping[str, Any]) -> str:
 
 
 def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
-    """Return the correct key for a key in the wrong table, or with its name in transformers' ``TrainingArguments``."""
-    tables = {key: _table_at([key, ""]) for key in TrainConfig.model_fields}
-    every = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    same_name = [key for key in (*TrainConfig.model_fields, *every) if key.rpartition(".")[2] == name]
+    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``."""
+    tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
+    all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
+    same_name = [key for key in (*TrainConfig.model_fields, *all_keys) if key.rpartition(".")[2] == name]
     if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
         return f"Write it as {key}"
     if table is TrainConfig:
-        near = did_you_mean(name, [*TrainConfig.model_fields, *every])
-        return f"{near} Write a key under its table, as in [data] or data.batch_size"
+        suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
+        return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
     return did_you_mean(name, table.model_fields if table is not None else ())
 
 
-def _without_unions(place: Iterable[str]) -> list[str]:
-    """Remove the type names that pydantic adds after the key of a union."""
-    return [part for part in place if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")]
+def _remove_union_types(key_path: Iterable[str]) -> list[str]:
+    """Remove the type names that pydantic adds to the location of an error in a union."""
+    return [
+        part for part in key_path if part.replace("_", "").isalnum() and part not in ("str", "int", "bool", "float")
+    ]
 
 
-def _table_at(place: Sequence[str]) -> type[BaseModel] | None:
+def _find_table(key_path: Sequence[str]) -> type[BaseModel] | None:
     table: Any = TrainConfig
-    for part in place[:-1]:
+    for part in key_path[:-1]:
         field = getattr(table, "model_fields", {}).get(part)
         if field is None:
             return None
@@ -390,6 +397,6 @@ def _table_at(place: Sequence[str]) -> type[BaseModel] | None:
     return table  # type: ignore[no-any-return]
 
 
-def _description_of(table: type[BaseModel] | None, name: str) -> str:
+def _describe_key(table: type[BaseModel] | None, name: str) -> str:
     field = table.model_fields.get(name) if table is not None else None
     return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""

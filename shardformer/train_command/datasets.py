@@ -1,4 +1,4 @@
-"""Training data of a run from text, JSON lines, ``datasets`` or image folders: tokens, samples and batches."""
+"""Loads the training data of a run from text files, JSON lines, Hugging Face data sets or image folders."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
-def data_names(data: DataTable, *, validation: bool = False) -> list[str]:
-    """Return the names of the training or validation data."""
+def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
+    """Return the files, folders or data set names that the configuration lists as training or validation data."""
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
 
 
 def infer_format(data: DataTable, names: Sequence[str]) -> str:
-    """Return the configured format of the data, or infer it from the names."""
+    """Return the format of the data from the configuration, or infer it from the file names."""
     if data.format is not None:
         return data.format
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
@@ -52,97 +52,103 @@ def infer_format(data: DataTable, names: Sequence[str]) -> str:
 
 
 def read_texts(names: Sequence[str]) -> list[str]:
-    """Read text files, or raise InputError for a file that is unreadable or empty."""
-    texts = [_read(name) for name in names]
+    """Read text files, or raise InputError if a file is empty or cannot be read."""
+    texts = [_read_text_file(name) for name in names]
     for name, text in zip(names, texts, strict=True):
         if not text.strip():
             raise InputError(f"The file {name!r} is empty", remedy="Pass a file with text")
     return texts
 
 
-def _read(name: str) -> str:
-    """Read a text file without its byte order mark."""
+def _read_text_file(file: str) -> str:
+    """Read a UTF-8 text file without its byte order mark."""
     try:
-        return Path(name).read_text(encoding="utf-8-sig")
+        return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise InputError(
-            f"The file {name!r} is not valid UTF-8: {error.reason} at byte {error.start}",
+            f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}",
             remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
         ) from error
     except OSError as error:
-        path = Path(name)
+        path = Path(file)
         near = did_you_mean(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
         raise InputError(
-            f"The file {name!r} cannot be read: {error.strerror or error}",
+            f"The file {file!r} cannot be read: {error.strerror or error}",
             remedy=near if near.startswith("Did") else "Correct the path",
         ) from error
 
 
-def field_values(rows: DatasetRows, name: str, key: str) -> list[Any]:
-    """Return the values of a field, or raise InputError for a row without it."""
-    for number, row in enumerate(rows):
-        if row.get(name) is None:
-            is_there = name in row
+def read_field(rows: DatasetRows, field: str) -> list[Any]:
+    """Return the values of a field in all rows, or raise InputError for a row without this field."""
+    for index, row in enumerate(rows):
+        if row.get(field) is None:
+            is_there = field in row
             raise InputError(
-                f"Row {number + 1} of the data has {'null in the field' if is_there else 'no field'} {name!r}",
-                remedy="Correct or remove that row" if is_there else did_you_mean(name, map(str, row)),
+                f"Row {index + 1} of the data has {'null in the field' if is_there else 'no field'} {field!r}",
+                remedy="Correct or remove that row" if is_there else did_you_mean(field, map(str, row)),
             )
-    return [row[name] for row in rows]
+    return [row[field] for row in rows]
 
 
-def read_text_field(rows: DatasetRows, name: str, key: str) -> list[str]:
-    """Return the texts of a field, or raise InputError for a row without a text. ``key`` is the configuration key."""
-    values = field_values(rows, name, key)
-    for number, value in enumerate(values):
+def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]:
+    """Return the strings of a field in all rows, or raise InputError for a row whose value is not a string.
+
+    ``config_key`` is the configuration key of the field, for the error.
+    """
+    values = read_field(rows, field)
+    for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
-                f"Row {number + 1} of the data has {value!r:.60} in the field {name!r}, which is not a string",
-                remedy=f"Write such values as strings, or specify another field with {key}",
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string",
+                remedy=f"Write such values as strings, or specify another field with {config_key}",
             )
     return values
 
 
-def read_label_field(rows: DatasetRows, name: str) -> tuple[list[Any], list[str]]:
-    """Return the labels of rows, and the class names if the data set has a ``ClassLabel``, with labels by name."""
-    labels = field_values(rows, name, "data.label")
-    names = getattr((getattr(rows, "features", None) or {}).get(name), "names", None)
+def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str]]:
+    """Return the labels of all rows, and the class names of the data set if the field is a ``ClassLabel``.
+
+    Labels of a ``ClassLabel`` are returned as class names.
+    """
+    labels = read_field(rows, field)
+    names = getattr((getattr(rows, "features", None) or {}).get(field), "names", None)
     if names is None:
         return labels, []
     return [names[label] if isinstance(label, int) and 0 <= label < len(names) else label for label in labels], [*names]
 
 
-def _read_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
-    """Read JSON files that contain one list of objects or one object per line."""
+def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Read rows from JSON files that contain one list of objects or one object per line."""
     rows: list[Mapping[str, Any]] = []
     for name in names:
-        text = _read(name)
+        text = _read_text_file(name)
         with suppress(ValueError):
             found = json.loads(text) if text.lstrip().startswith("[") else None
             if isinstance(found, list) and all(isinstance(row, dict) for row in found):
                 rows += found
                 continue
         # splitlines would also split at other characters, which a text may contain
-        rows += [_parse_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+        rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
         raise InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
     return rows
 
 
-def _parse_row(name: str, number: int, line: str) -> Mapping[str, Any]:
+def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
     try:
         row = json.loads(line)
         if not isinstance(row, dict):
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"Line {number} of {name} is not a JSON object: {error}. The line is {line!r:.60}",
+            f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}",
             rule='A file contains one object per line, such as {"text": "words"}, or one list of objects',
             remedy="Correct the line, or set data.format if the file has another format",
         ) from error
     return row
 
 
-def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
+def _load_hub_dataset(names: Sequence[str], split: str) -> DatasetRows:
     try:
         import datasets
     except ImportError as error:
@@ -173,7 +179,7 @@ def _read_datasets(names: Sequence[str], split: str) -> DatasetRows:
 
 HALF = (0.5, 0.5, 0.5)
 FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
-"""File of an image processor of transformers, and the class that is equivalent to ``ImageTransform``."""
+"""Config file of image processors in transformers, and the processor class equivalent to ``ImageTransform``."""
 BICUBIC = 3
 """PIL's default for ``Image.resize``."""
 
@@ -188,7 +194,7 @@ class ImageTransform:
 
     @classmethod
     def of(cls, model: str, size: int) -> ImageTransform:
-        """Read mean and standard deviation from preprocessor_config.json of a model's folder, if it exists."""
+        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json."""
         file = Path(model) / FILE
         if not file.is_file():
             return cls(size)
@@ -196,7 +202,7 @@ class ImageTransform:
         return cls(size, settings.get("image_mean") or HALF, settings.get("image_std") or HALF)
 
     def save_pretrained(self, folder: str | os.PathLike[str]) -> None:
-        """Write the config of an image processor, which an exported model needs to process images."""
+        """Write preprocessor_config.json, with which transformers processes images for an exported model."""
         side = {"height": self.size, "width": self.size}
         settings = {
             "image_processor_type": PROCESSOR, "do_resize": True, "size": side, "resample": BICUBIC,
@@ -214,7 +220,7 @@ class ImageTransform:
 
 @dataclass(frozen=True, eq=False)
 class ImageDataset(Dataset[dict[str, Any]]):
-    """Images, as files or PIL images, with their classes."""
+    """Data set of images, which are files or PIL images, with their class indices."""
 
     images: Sequence[Any]
     labels: Sequence[int]
@@ -237,8 +243,8 @@ class ImageDataset(Dataset[dict[str, Any]]):
             ) from error
 
 
-def as_image(value: Any) -> Any:
-    """Return the PIL image or the path in a row, or raise InputError for another type."""
+def to_image_source(value: Any) -> Any:
+    """Return the image of a row as a path or PIL image, or raise InputError for other types."""
     if isinstance(value, str):
         return Path(value).expanduser()
     if hasattr(value, "convert"):
@@ -250,7 +256,7 @@ def as_image(value: Any) -> Any:
 
 
 def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
-    """List the files of image folders with one subfolder per class, and the class of each file."""
+    """List the image files in folders with one subfolder per class, and the class name of each file."""
     files = sorted(
         file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
     )
@@ -265,13 +271,16 @@ def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
 
 BYTES = "bytes"
 PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
-"""Tokens after the 256 bytes: padding (also the end of a text) and mask."""
+"""Token ids that follow the 256 byte tokens: padding, which also ends a text, and mask."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
-    """Tokenizer of transformers, or of bytes if ``tokenizer`` is None. ``end``, ``pad`` and ``mask`` are token ids."""
+    """Wraps a tokenizer of transformers, or tokenizes text as bytes if ``tokenizer`` is None.
+
+    ``end``, ``pad`` and ``mask`` are token ids.
+    """
 
     name: str = BYTES
     size: int = NUM_BYTES
@@ -299,39 +308,41 @@ class TextTokenizer:
         return self.tokenizer is None
 
 
-def load_tokenizer(name: str | None, model: str, *, random: bool, trust: bool = False) -> TextTokenizer:
-    """Load a tokenizer. The default is that of ``model``, or bytes if the weights are random."""
+def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
+    """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
     if name == BYTES or (name is None and random):
         return TextTokenizer()
-    where = model if name is None else name
+    source = model if name is None else name
     transformers = load_transformers()
 
-    folder = Path(where)
+    folder = Path(source)
     if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
-            f"The folder {where!r} contains no tokenizer",
+            f"The folder {source!r} contains no tokenizer",
             rule=f"A tokenizer has one of the files {', '.join(FILES)}",
             remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'",
         )
     try:
-        found = transformers.AutoTokenizer.from_pretrained(where, trust_remote_code=trust and where == model)
+        found = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code and source == model
+        )
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
-            f"The tokenizer {where!r} cannot be loaded: {first_line(error)}",
-            remedy=remote_code_hint("Correct data.tokenizer", error) if where == model else "Correct data.tokenizer",
+            f"The tokenizer {source!r} cannot be loaded: {first_line(error)}",
+            remedy=remote_code_hint("Correct data.tokenizer", error) if source == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
     end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id
-    return TextTokenizer(where, len(found), end, pad, found.mask_token_id, found)
+    return TextTokenizer(source, len(found), end, pad, found.mask_token_id, found)
 
 
-def concatenate_texts(texts: Sequence[str], tokens: TextTokenizer) -> list[int]:
-    """Concatenate tokenized texts, with an end token between them."""
+def concatenate_texts(texts: Sequence[str], tokenizer: TextTokenizer) -> list[int]:
+    """Tokenize texts and concatenate them to one token sequence, separated by end tokens."""
     row: list[int] = []
     for number, text in enumerate(texts):
-        if number and tokens.end is not None:
-            row.append(tokens.end)
-        row.extend(tokens.encode(text))
+        if number and tokenizer.end is not None:
+            row.append(tokenizer.end)
+        row.extend(tokenizer.encode(text))
     return row
 
 
@@ -344,10 +355,10 @@ IGNORED = -100
 
 @dataclass(frozen=True, eq=False)
 class TokenBlocks(Dataset[dict[str, Tensor]]):
-    """Consecutive blocks of a long token sequence, without the remainder at its end.
+    """Data set of consecutive token blocks of equal length, taken from one long token sequence.
 
     Args:
-        row: Token sequence.
+        row: Token sequence. Tokens after the last full block are dropped.
         length: Number of tokens per block.
         task: "causal": the labels are the tokens, which the model shifts. "masked": 15 % of the tokens are masked at
             random each time. "sequence_to_sequence": the first half is the source, and the second half is the target.
@@ -371,21 +382,21 @@ class TokenBlocks(Dataset[dict[str, Tensor]]):
         return {"input_ids": ids_S if is_causal else ids_S[:half], "labels": ids_S if is_causal else ids_S[half:]}
 
 
-def mask_tokens(ids_S: Tensor, tokens: TextTokenizer) -> dict[str, Tensor]:
-    """Return a sample with randomly masked tokens, at least one."""
-    assert tokens.mask is not None
+def mask_tokens(ids_S: Tensor, tokenizer: TextTokenizer) -> dict[str, Tensor]:
+    """Mask random tokens of a sequence, at least one, and return the input ids and labels as in BERT."""
+    assert tokenizer.mask is not None
     chosen_S = torch.rand(ids_S.shape) < MASKED_SHARE
     chosen_S[torch.randint(len(ids_S), ())] = True  # a sample without masked tokens would have no loss
     uniform_S = torch.rand(ids_S.shape)
-    random_S = torch.randint(tokens.size, ids_S.shape)
+    random_S = torch.randint(tokenizer.size, ids_S.shape)
     hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE, random_S, ids_S)
-    hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE - OTHER_SHARE, tokens.mask, hidden_S)
+    hidden_S = torch.where(uniform_S < 1 - KEPT_SHARE - OTHER_SHARE, tokenizer.mask, hidden_S)
     return {"input_ids": torch.where(chosen_S, hidden_S, ids_S), "labels": torch.where(chosen_S, ids_S, IGNORED)}
 
 
 @dataclass(frozen=True, eq=False)
 class TextDataset(Dataset[dict[str, Any]]):
-    """Texts or pairs of texts, each with its class or target text."""
+    """Data set of texts or text pairs, each with a class index or a target text as its label."""
 
     texts: Sequence[str]
     labels: Sequence[int] | Sequence[str]
@@ -406,7 +417,7 @@ class TextDataset(Dataset[dict[str, Any]]):
 
 @dataclass(frozen=True)
 class PaddingCollator:
-    """Pads samples of different lengths: ids with ``pad``, the attention mask with 0, and labels with -100."""
+    """Collate function that pads token ids with ``pad``, attention masks with 0, and labels with -100."""
 
     pad: int
 
@@ -417,32 +428,32 @@ class PaddingCollator:
         return batch
 
 
-def _pad_column(values: Sequence[Any], fill: int) -> Tensor:
+def _pad_column(values: Sequence[Any], padding_value: int) -> Tensor:
     if not isinstance(values[0], (list, Tensor)):
         return torch.tensor(values)
     rows = [torch.as_tensor(value) for value in values]
-    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=fill)
+    return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True, padding_value=padding_value)
 
 
-def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]:
-    """Return the classes in order: integers by value, strings alphabetically.
+def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
+    """Return the classes that occur in the labels: integers sorted by value, strings sorted alphabetically.
 
-    ``names`` are class names of the model or data set. They determine the order if they include all labels, or if all
-    labels are indices into them.
+    ``class_names`` are the class names of the model or data set. They determine the order if they include all labels,
+    or if all labels are indices into them.
     """
-    kinds = {type(label) for label in labels}
-    if len(kinds) != 1 or not kinds <= {int, str, bool}:
+    types = {type(label) for label in labels}
+    if len(types) != 1 or not types <= {int, str, bool}:
         raise InputError(
-            f"The labels have the types {', '.join(sorted(kind.__name__ for kind in kinds))}",
+            f"The labels have the types {', '.join(sorted(kind.__name__ for kind in types))}",
             rule="All labels must be integers, or all must be strings",
             remedy="Correct the data or data.label",
         )
     found = set(labels)
     classes: list[Any] = sorted(found)
-    if kinds == {str} and found <= set(names):
-        classes = list(names)
-    elif kinds == {int} and found <= set(range(len(names))):
-        classes = list(range(len(names)))
+    if types == {str} and found <= set(class_names):
+        classes = list(class_names)
+    elif types == {int} and found <= set(range(len(class_names))):
+        classes = list(range(len(class_names)))
     if len(classes) < 2:
         raise InputError(
             f"All labels of the training data are {classes[0]!r}",
@@ -453,25 +464,25 @@ def label_classes(labels: Sequence[Any], names: Sequence[str] = ()) -> list[Any]
 
 
 def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: bool) -> list[int]:
-    """Convert labels to class indices, or raise InputError for a label that is not a class."""
-    place = {name: number for number, name in enumerate(classes)}
-    unknown = next((label for label in labels if label not in place), None)
+    """Convert labels to their indices in ``classes``, or raise InputError for an unknown label."""
+    index_of_class = {name: number for number, name in enumerate(classes)}
+    unknown = next((label for label in labels if label not in index_of_class), None)
     if unknown is not None:
         raise InputError(
             f"The {'validation' if is_validation else 'training'} data has the unknown label {unknown!r}",
             rule=f"The classes of the training data are {', '.join(map(str, classes[:8]))}",
             remedy="Remove such rows, or add some to the training data",
         )
-    return [place[label] for label in labels]
+    return [index_of_class[label] for label in labels]
 
 
 IMAGE_SIZE = 224
-"""Default if the model's config has no image size."""
+"""Image size in pixels if the config of the model does not specify one."""
 
 
 @dataclass(frozen=True, eq=False)
 class TrainingData:
-    """Training and validation data of a run.
+    """Training and validation data of a run, with the tokenizer or image transform that prepares it.
 
     Args:
         title: Description for reports.
@@ -490,17 +501,17 @@ class TrainingData:
 
     @property
     def processor(self) -> Any:
-        """Tokenizer or image processor to export with the model, or None for bytes."""
+        """Tokenizer or image transform to export with the model, or None if texts are tokenized as bytes."""
         return self.transform if self.tokens is None else self.tokens.tokenizer
 
 
-def load_data(config: TrainConfig, image_size: int | None = None, names: Sequence[str] = ()) -> TrainingData:
-    """Load the data of a run configuration.
+def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
+    """Load the training and validation data that a run configuration specifies.
 
     Args:
         config: Run configuration.
         image_size: Height and width of an image in the model's config, or None.
-        names: Class names of the model in order. Labels keep these indices if the data has no other classes.
+        model_classes: Class names of the model in order. Labels keep these indices if the data has no other classes.
 
     Raises:
         ConfigError: The data does not exist, or does not fit the task.
@@ -511,7 +522,9 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
     if model.task == "image_classification":
         transform = ImageTransform.of(model.name, image_size or IMAGE_SIZE)
     else:
-        tokens = load_tokenizer(data.tokenizer, model.name, random=model.random, trust=model.trust_remote_code)
+        tokens = load_tokenizer(
+            data.tokenizer, model.name, random=model.random, trust_remote_code=model.trust_remote_code
+        )
         if model.task == "masked" and tokens.mask is None:
             raise ConfigError(
                 f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have",
@@ -522,10 +535,16 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
     has_validation = data.validation is not None or data.validation_split is not None
     for validation in [False, True] if has_validation else [False]:
         if tokens is not None and not model.task.endswith("classification"):
-            loaded.append(_language_modeling_data(config, tokens, validation))
+            loaded.append(_load_language_modeling_dataset(config, tokens, validation))
             continue
-        inputs, labels, own = _images(config, validation) if transform is not None else _texts(config, validation)
-        classes = classes or label_classes(labels, names if set(own) <= set(names) else own)
+        inputs, labels, data_classes = (
+            _load_labeled_images(config, validation)
+            if transform is not None
+            else _load_labeled_texts(config, validation)
+        )
+        classes = classes or list_classes(
+            labels, model_classes if set(data_classes) <= set(model_classes) else data_classes
+        )
         indices = encode_labels(labels, classes, validation)
         if transform is not None:
             loaded.append(ImageDataset(inputs, indices, transform))
@@ -533,24 +552,24 @@ def load_data(config: TrainConfig, image_size: int | None = None, names: Sequenc
             loaded.append(TextDataset(inputs[0], indices, tokens, data.sequence_length, inputs[1]))
     collate = PaddingCollator(tokens.pad) if tokens is not None and isinstance(loaded[0], TextDataset) else None
     train, validation_data = [*loaded, None][:2]
-    title = ", ".join(data_names(data))
+    title = ", ".join(data_sources_of(data))
     return TrainingData(title, train, validation_data, collate, tokens, classes or None, transform)
 
 
 def _load_rows(config: TrainConfig, validation: bool) -> Any:
     data, task = config.data, config.model.task
-    names = data_names(data, validation=validation)
-    kind = infer_format(data, names)
-    if kind == "text" or (kind == "images" and task != "image_classification"):
-        raise _format_error(task, kind, names)
-    if kind == "jsonl":
-        return _read_rows(names)
-    return _read_datasets(names, data.validation_split or data.split if validation else data.split)
+    names = data_sources_of(data, validation=validation)
+    data_format = infer_format(data, names)
+    if data_format == "text" or (data_format == "images" and task != "image_classification"):
+        raise _unsupported_format_error(task, data_format, names)
+    if data_format == "jsonl":
+        return _read_json_rows(names)
+    return _load_hub_dataset(names, data.validation_split or data.split if validation else data.split)
 
 
-def _format_error(task: str, kind: str, names: Sequence[str]) -> ConfigError:
+def _unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
     rule = ""
-    if kind == "images":
+    if data_format == "images":
         rule = "A folder is read as images unless data.format is set"
         remedy = (
             "Specify files in the folder, data.format = 'datasets' for a folder that save_to_disk wrote, or model.task "
@@ -565,46 +584,47 @@ def _format_error(task: str, kind: str, names: Sequence[str]) -> ConfigError:
         rule = "This task requires rows with a text and its class or target"
         remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
     return ConfigError(
-        f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {kind}",
+        f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {data_format}",
         rule=rule,
         remedy=remedy,
     )
 
 
-def _language_modeling_data(config: TrainConfig, tokens: TextTokenizer, validation: bool) -> Any:
+def _load_language_modeling_dataset(config: TrainConfig, tokenizer: TextTokenizer, validation: bool) -> Any:
     data, task = config.data, config.model.task
-    names = data_names(data, validation=validation)
+    names = data_sources_of(data, validation=validation)
     if infer_format(data, names) == "text":
         texts = read_texts(names)
     else:
         rows = _load_rows(config, validation)
         texts = read_text_field(rows, data.text, "data.text")
         if task == "sequence_to_sequence":
-            return TextDataset(texts, read_text_field(rows, data.target, "data.target"), tokens, data.sequence_length)
-    row = concatenate_texts(texts, tokens)
+            return TextDataset(
+                texts, read_text_field(rows, data.target, "data.target"), tokenizer, data.sequence_length
+            )
+    row = concatenate_texts(texts, tokenizer)
     if len(row) < data.sequence_length:
         raise InputError(
-            f"The text has {len(row)} tokens ({tokens.name}), fewer than data.sequence_length = {data.sequence_length}",
+            f"The text has {len(row)} tokens (tokenizer {tokenizer.name}), fewer than data.sequence_length = "
+            f"{data.sequence_length}",
             remedy="Use a longer text or a smaller data.sequence_length",
         )
-    return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, task, tokens)
+    return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, task, tokenizer)
 
 
-def _texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Load texts with optional second texts, their labels, and the class names of the data set."""
+def _load_labeled_texts(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
+    """Load texts or text pairs for classification, their labels, and the class names of the data set."""
     data, rows = config.data, _load_rows(config, validation)
-    labels, own = read_label_field(rows, data.label)
+    labels, class_names = read_label_field(rows, data.label)
     pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
-    return (read_text_field(rows, data.text, "data.text"), pairs), labels, own
+    return (read_text_field(rows, data.text, "data.text"), pairs), labels, class_names
 
 
-def _images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
-    """Load images or their paths, their labels, and the class names of the data set."""
+def _load_labeled_images(config: TrainConfig, validation: bool) -> tuple[Any, list[Any], list[str]]:
+    """Load images or image paths for classification, their labels, and the class names of the data set."""
     data = config.data
-    names = data_names(data, validation=validation)
+    names = data_sources_of(data, validation=validation)
     if data.format != "datasets" and Path(names[0]).is_dir():
         return *list_images(names), []
     rows = _load_rows(config, validation)
-    return [as_image(each) for each in field_values(rows, data.image, "data.image")], *read_label_field(
-        rows, data.label
-    )
+    return [to_image_source(each) for each in read_field(rows, data.image)], *read_label_field(rows, data.label)

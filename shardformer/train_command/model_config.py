@@ -1,4 +1,4 @@
-"""Config of a run's model: fields of the file, of the run, and of the data."""
+"""Builds the model config of a run from the saved config, the run configuration and the data."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ DECIDED_BY = {
     "architectures": ("model.task and model.head determine the model class", "Set model.head"),
     "model_type": ("model.name determines the model type", "Set model.name"),
 }
-"""Config fields without effect in a run -> rule and remedy."""
+"""Model config fields that a run must not set -> rule and remedy of the error."""
 
 
 def load_model_config(config: TrainConfig, defaults: Fields | None = None) -> Any:
-    """Load the config of the saved model or model type, with the fields that the run sets.
+    """Load the transformers config of the model, and apply the fields that the run configuration sets.
 
     Fields that the config class derives from changed fields are derived again. A folder or config.json stores them, so
     stored values are kept unless the class rejects the combination. ``defaults`` are fields that the run does not set.
     """
-    found, saved = _load_saved(config)
+    model_config, saved = _load_saved_config(config)
     for name, value in config.model.config.items():
         if name in DECIDED_BY:
             rule, remedy = DECIDED_BY[name]
-            what = f"model.config has {name} = {value!r:.60}, which has no effect in a run"
+            what = f"model.config sets {name} = {value!r:.60}, which has no effect in a run"
             raise ConfigError(what, rule=rule, remedy=remedy)
-    _check_fields(found, config.model.config)
-    fields = _add_fields(found, config.model.config, defaults or {})
-    return _build(config, found, saved, fields) if fields else found
+    _check_fields(model_config, config.model.config)
+    fields = _add_default_fields(model_config, config.model.config, defaults or {})
+    return _build_config(config, model_config, saved, fields) if fields else model_config
 
 
-def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
-    """Return the unchanged config, and the fields in its file; none for a model type."""
+def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
+    """Return the model config as saved, and the fields in its file. A model type has no file and no saved fields."""
     transformers = load_transformers()
     name, random, trust = config.model.name, config.model.random, config.model.trust_remote_code
     try:
         if random and name in transformers.CONFIG_MAPPING:
             return transformers.AutoConfig.for_model(name), {}
-        found = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
-        saved: Fields = type(found).get_config_dict(name)[0]
+        model_config = transformers.AutoConfig.from_pretrained(name, trust_remote_code=trust)
+        saved: Fields = type(model_config).get_config_dict(name)[0]
     except Exception as error:  # files may have any content
         types = list(transformers.CONFIG_MAPPING.keys())
         remedy = did_you_mean(name, types) if random else "Correct the name"
@@ -69,51 +69,53 @@ def _load_saved(config: TrainConfig) -> tuple[Any, Fields]:
             f"model.name = {name!r} is a config without weights",
             remedy="Set model.random = true, or specify a folder with weights",
         )
-    return found, saved
+    return model_config, saved
 
 
-def _nested_config(found: Any, name: str) -> Any:
-    """Return the nested config of this name, or None for another field."""
-    thing = vars(found).get(found.attribute_map.get(name, name))
-    return thing if hasattr(thing, "to_dict") and hasattr(thing, "attribute_map") else None
+def _nested_config(model_config: Any, name: str) -> Any:
+    """Return the nested config in a field of a model config, or None if the field is not a config."""
+    value = vars(model_config).get(model_config.attribute_map.get(name, name))
+    return value if hasattr(value, "to_dict") and hasattr(value, "attribute_map") else None
 
 
-def _field_names(found: Any) -> list[str]:
-    """Return all field names and aliases of a config.
+def _field_names(model_config: Any) -> list[str]:
+    """Return all field names and aliases of a model config.
 
     A property stored under a private name, such as ``attn_implementation``, has the name of its argument.
     """
-    settable = [name for name, kind in inspect.getmembers(type(found)) if isinstance(kind, property) and kind.fset]
-    return [*found.to_dict(), *found.attribute_map, *(name.removeprefix("_") for name in settable)]
+    settable = [
+        name for name, kind in inspect.getmembers(type(model_config)) if isinstance(kind, property) and kind.fset
+    ]
+    return [*model_config.to_dict(), *model_config.attribute_map, *(name.removeprefix("_") for name in settable)]
 
 
-def _check_fields(found: Any, fields: Fields, where: str = "model.config") -> None:
-    """Raise ConfigError for a field that the config or a nested config does not have."""
-    known = _field_names(found)
+def _check_fields(model_config: Any, fields: Fields, where: str = "model.config") -> None:
+    """Raise ConfigError for a field that the model config or one of its nested configs does not have."""
+    known = _field_names(model_config)
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
-                f"{where} has {field!r}, which is not a field of the config of {found.model_type}",
+                f"{where} has {field!r}, which is not a field of the config of {model_config.model_type}",
                 remedy=did_you_mean(field, known),
             )
-        part = _nested_config(found, field)
-        if isinstance(value, Mapping) and part is not None:
-            _check_fields(_config_of_type(part, value), value, f"{where}.{field}")
+        nested = _nested_config(model_config, field)
+        if isinstance(value, Mapping) and nested is not None:
+            _check_fields(_config_with_type(nested, value), value, f"{where}.{field}")
 
 
-def _config_of_type(part: Any, value: Fields) -> Any:
-    """Return the nested config, or one of another type if the fields set ``model_type``."""
+def _config_with_type(nested: Any, value: Fields) -> Any:
+    """Return a nested config, or a new config of another type if its fields set ``model_type``."""
     transformers = load_transformers()
-    kind = value.get("model_type", part.model_type)
-    other = kind != part.model_type and kind in transformers.CONFIG_MAPPING
-    return transformers.AutoConfig.for_model(kind) if other else part
+    model_type = value.get("model_type", nested.model_type)
+    other = model_type != nested.model_type and model_type in transformers.CONFIG_MAPPING
+    return transformers.AutoConfig.for_model(model_type) if other else nested
 
 
-def _add_fields(found: Any, own: Fields, defaults: Fields) -> dict[str, Any]:
-    """Add missing fields. Text fields of a multimodal model are added to its nested text config."""
-    text, known = found.get_text_config(), _field_names(found)
-    place = next((name for name, value in vars(found).items() if value is text), None)
-    fields = dict(own)
+def _add_default_fields(model_config: Any, run_fields: Fields, defaults: Fields) -> dict[str, Any]:
+    """Add default fields that the run does not set. For a multimodal model, add text fields to its text config."""
+    text, known = model_config.get_text_config(), _field_names(model_config)
+    place = next((name for name, value in vars(model_config).items() if value is text), None)
+    fields = dict(run_fields)
     for name, value in defaults.items():
         if place is None or name in known:
             fields.setdefault(name, value)
@@ -122,101 +124,103 @@ def _add_fields(found: Any, own: Fields, defaults: Fields) -> dict[str, Any]:
     return fields
 
 
-def _merge(found: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
-    """Merge saved and changed fields under the names that the config class stores."""
-    alias = found.attribute_map
+def _merge_fields(model_config: Any, saved: Fields, fields: Fields) -> dict[str, Any]:
+    """Merge the saved fields and the changed fields of a model config, under the names that its class stores."""
+    alias = model_config.attribute_map
     merged = {alias.get(name, name): value for name, value in saved.items()}
     for name, value in fields.items():
-        part, before = _nested_config(found, name), merged.get(alias.get(name, name))
-        if isinstance(value, Mapping) and part is not None and _config_of_type(part, value) is part:
-            value = _merge(part, before if isinstance(before, Mapping) else {}, value)
+        part, before = _nested_config(model_config, name), merged.get(alias.get(name, name))
+        if isinstance(value, Mapping) and part is not None and _config_with_type(part, value) is part:
+            value = _merge_fields(part, before if isinstance(before, Mapping) else {}, value)
         merged[alias.get(name, name)] = value
     if "num_labels" in fields and len(merged.get("id2label") or {}) != fields["num_labels"]:
         merged.pop("id2label", None), merged.pop("label2id", None)  # names of other classes
     return merged
 
 
-def _build(config: TrainConfig, found: Any, saved: Fields, fields: Fields) -> Any:
-    """Build a config of the same class with changed fields.
+def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields: Fields) -> Any:
+    """Build a model config of the same class with changed fields, or raise ConfigError if its class rejects them.
 
     For a model type, only fields of the run are passed, under their own names, because derived fields may depend on the
     name. A file also contains derived fields, such as the type of each layer. If the class rejects these in combination
     with the changed fields, they are omitted and derived again.
     """
-    kind, merged = type(found), _merge(found, saved, fields) if saved else fields
-    problem: Exception | None = None
-    for left_out in _omitted_fields(kind, found, saved, fields):
+    config_class, merged = type(model_config), _merge_fields(model_config, saved, fields) if saved else fields
+    first_error: Exception | None = None
+    for left_out in _candidate_omissions(config_class, model_config, saved, fields):
         try:
-            made = kind.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
-            if hasattr(made, "validate"):
-                made.validate()
+            built = config_class.from_dict(copy.deepcopy({n: v for n, v in merged.items() if n not in left_out}))
+            if hasattr(built, "validate"):
+                built.validate()
         except Exception as error:  # config classes may raise any error
-            problem = problem or error
+            first_error = first_error or error
             continue
-        made.name_or_path = found.name_or_path
-        return made
-    lines = [line.strip() for line in str(problem).splitlines() if line.strip()] or [type(problem).__name__]
+        built.name_or_path = model_config.name_or_path
+        return built
+    lines = [line.strip() for line in str(first_error).splitlines() if line.strip()] or [type(first_error).__name__]
     reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
         f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}",
         remedy="Correct these fields, or change other fields to match",
-    ) from problem
+    ) from first_error
 
 
-def _omitted_fields(kind: Any, found: Any, saved: Fields, fields: Fields) -> Iterator[Sequence[str]]:
-    """Yield the fields to omit: none, each derived field, all derived fields."""
+def _candidate_omissions(
+    config_class: Any, model_config: Any, saved: Fields, fields: Fields
+) -> Iterator[Sequence[str]]:
+    """Yield lists of saved fields to omit when the config is built: none, each derived field, all derived fields."""
     yield ()
     derived = []
-    changed = {found.attribute_map.get(name, name) for name in fields}
-    complete = kind.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
+    changed = {model_config.attribute_map.get(name, name) for name in fields}
+    complete = config_class.from_dict(copy.deepcopy(dict(saved))).to_dict() if saved else {}
     for name in saved:
         if name in changed or name not in complete:
             continue
         try:
-            again = kind.from_dict(copy.deepcopy({n: v for n, v in saved.items() if n != name})).to_dict()
+            rebuilt = config_class.from_dict(copy.deepcopy({n: v for n, v in saved.items() if n != name})).to_dict()
         except Exception:  # the field is required
             continue
-        if again.get(name) == complete[name]:
+        if rebuilt.get(name) == complete[name]:
             derived.append(name)
     yield from ([name] for name in derived)
     yield derived
 
 
-def image_size_of(saved: Any) -> int | None:
-    """Return the image size in pixels from a model's config, or None."""
-    for each in (saved, getattr(saved, "vision_config", None)):
+def get_image_size(model_config: Any) -> int | None:
+    """Return the image size in pixels from a model config, or None if it has none."""
+    for each in (model_config, getattr(model_config, "vision_config", None)):
         size = getattr(each, "image_size", None)
         if size is not None:
             return int(size if isinstance(size, int) else size[0])
     return None
 
 
-def class_names_of(saved: Any) -> list[str]:
-    """Return the class names of a model's config in order."""
-    names: Mapping[int, str] = getattr(saved, "id2label", None) or {}
+def get_class_names(model_config: Any) -> list[str]:
+    """Return the class names of a model config, ordered by class index."""
+    names: Mapping[int, str] = getattr(model_config, "id2label", None) or {}
     return [names[number] for number in sorted(names)]
 
 
-def fields_from_data(config: TrainConfig, data: TrainingData, saved: Any) -> dict[str, Any]:
-    """Return the config fields that follow from the data and that the run does not set."""
+def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_config: Any) -> dict[str, Any]:
+    """Return model config fields that the data determines, such as ``vocab_size``, unless the run sets them."""
     fields: dict[str, Any] = {}
     if data.tokens is not None and data.tokens.is_bytes and config.model.random:
         names = ["pad_token_id", "bos_token_id", "eos_token_id"]
-        if getattr(saved, "is_encoder_decoder", False):
+        if getattr(model_config, "is_encoder_decoder", False):
             names.append("decoder_start_token_id")
         fields |= {"vocab_size": data.tokens.size, **dict.fromkeys(names, data.tokens.pad)}
     if data.classes is not None:
-        fields |= _class_fields(config, data.classes, saved)
-        if data.tokens is not None and getattr(saved, "pad_token_id", None) is None:
+        fields |= _derive_class_fields(config, data.classes, model_config)
+        if data.tokens is not None and getattr(model_config, "pad_token_id", None) is None:
             fields.setdefault("pad_token_id", data.tokens.pad)
-    own = {saved.attribute_map.get(name, name) for name in config.model.config}
-    return {name: value for name, value in fields.items() if saved.attribute_map.get(name, name) not in own}
+    own = {model_config.attribute_map.get(name, name) for name in config.model.config}
+    return {name: value for name, value in fields.items() if model_config.attribute_map.get(name, name) not in own}
 
 
-def _class_fields(config: TrainConfig, classes: Sequence[Any], saved: Any) -> dict[str, Any]:
-    """Return the number and names of the classes for the config."""
-    own, names = config.model.config, class_names_of(saved)
+def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_config: Any) -> dict[str, Any]:
+    """Return the model config fields that name the classes of the data: ``id2label`` and ``label2id``."""
+    own, names = config.model.config, get_class_names(model_config)
     if "id2label" in own or "num_labels" in own:
         if len(names) < len(classes):
             raise ConfigError(

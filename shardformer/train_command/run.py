@@ -1,4 +1,4 @@
-"""Runs a training configuration in each worker process, or describes the run without training (dry run)."""
+"""Trains a run configuration in each worker process, or describes the run without training (dry run)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shardformer.sharding.describe import describe_sharding
 from shardformer.train_command.build import build_hooks, build_model, build_optimizer, build_scheduler, model_class_for
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.datasets import TrainingData, load_data
-from shardformer.train_command.model_config import class_names_of, image_size_of, load_model_config
+from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
 from shardformer.training.data_sources import collate_samples
 from shardformer.training.hooks.checkpoint import Checkpoint
@@ -34,39 +34,41 @@ from shardformer.weights.save_pretrained import check_export, check_target
 from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
 from shardformer.zero.mixed_precision import MixedPrecision
 
-EXPORT = "model"
-"""Subfolder of the run's folder for the trained model."""
+EXPORT_FOLDER = "model"
+"""Subfolder for the trained model in the folder of the run."""
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
-    """Train, and resume if the run's folder contains a checkpoint. Returns the last metrics."""
+    """Train the model of a run configuration, or resume from a checkpoint in its folder. Returns the last metrics."""
     # an elastic restart may have fewer processes
     is_restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
     layout = config.layout.fit_to(num_processes()) if is_restart else config.layout
     trainer, data = build_trainer(config, layout, make_context(None, layout))
     training = config.training
     if training.export:
-        run_on_first_rank(lambda: _check_export(config, config.path / EXPORT), trainer.engine.world, "Training")
+        run_on_first_rank(
+            lambda: _check_export_folder(config, config.path / EXPORT_FOLDER), trainer.engine.world, "Training"
+        )
     epochs = None if training.steps is not None else training.epochs or 1
-    with _explained_first_step(config, trainer):
+    with _convert_first_step_error(config, trainer):
         values = trainer.fit(
             steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
         )
     if trainer.was_interrupted:
-        _report_interruption(trainer)
+        _print_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if trainer.is_first and trainer.loss is None:
         key = "training.steps" if training.steps is not None else "training.epochs"
         done = f"{trainer.step} of {trainer.num_steps} steps are complete"
         print(f"nothing to train: {done}; increase {key} to continue", flush=True)
     if training.export:
-        trainer.engine.export(config.path / EXPORT, data.processor)
+        trainer.engine.export(config.path / EXPORT_FOLDER, data.processor)
     return values
 
 
 @contextmanager
-def _explained_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
-    """Convert an error before the first completed step to a ConfigError.
+def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator[None]:
+    """Convert an error in the first training step to a ConfigError that names the configuration keys.
 
     Only the first step detects some combinations of config fields that transformers accepts but cannot run.
     """
@@ -84,8 +86,8 @@ def _explained_first_step(config: TrainConfig, trainer: Trainer) -> Iterator[Non
         ) from error
 
 
-def _check_export(config: TrainConfig, folder: Path) -> None:
-    """Raise ConfigError if the export would overwrite files that it did not write."""
+def _check_export_folder(config: TrainConfig, folder: Path) -> None:
+    """Raise ConfigError if exporting the trained model would overwrite the base model or unrelated files."""
     base = Path(config.model.name)
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
@@ -96,7 +98,7 @@ def _check_export(config: TrainConfig, folder: Path) -> None:
     check_target(folder)
 
 
-def _report_interruption(trainer: Trainer) -> None:
+def _print_interruption(trainer: Trainer) -> None:
     saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
     how = " without a checkpoint: see hooks.checkpoint in the configuration"
     if saved is not None:
@@ -111,7 +113,7 @@ def _report_interruption(trainer: Trainer) -> None:
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
-    """Create the trainer and the data of a run configuration."""
+    """Build the trainer of a run configuration, with its engine and hooks, and load its data."""
     hooks = build_hooks(config)
     make_optimizer = build_optimizer(config.optimizer)
     data, model = load_data_and_model(config)
@@ -137,12 +139,12 @@ def build_trainer(
 
 
 def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
-    """Load the data and build the model without materializing its weights.
+    """Load the data of a run, and build its model without allocating the weights.
 
     Raises the errors that would occur in the first step or in the export after the last step.
     """
     saved = load_model_config(config)
-    data = load_data(config, image_size_of(saved), class_names_of(saved))
+    data = load_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
     check_task(config, model)
     if config.training.export:
@@ -151,7 +153,7 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
 
 
 def count_steps(config: TrainConfig, data: TrainingData) -> int:
-    """Return the total number of steps of the run."""
+    """Return the total number of training steps of a run."""
     if config.training.steps is not None:
         return config.training.steps
     samples, size = len(data.train), config.data.batch_size
@@ -163,7 +165,7 @@ def count_steps(config: TrainConfig, data: TrainingData) -> int:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank in bytes.
+    """Estimated memory of one rank in bytes.
 
     Args:
         persistent_bytes: Memory by kind during the run.
@@ -177,7 +179,7 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class DryRunReport:
-    """Report of ``shardformer train --dry-run``."""
+    """Description of a run that ``shardformer train --dry-run`` prints: model, data, layout and memory."""
 
     model: str
     num_parameters: int
@@ -191,7 +193,7 @@ class DryRunReport:
 
 
 def make_dry_run_report(config: TrainConfig) -> DryRunReport:
-    """Load the configuration and data, and shard the model for each rank without allocating weights.
+    """Describe a run and its memory per rank, without allocating weights and without training.
 
     Raises the errors that training would raise before its first step. Communicates nothing.
     """
@@ -232,7 +234,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
             samples = [data.train[i % len(data.train)] for i in range(count)]
             batch = fake((data.collate or collate_samples)(samples))
-            step, reason = _peak_of_traced_step(model, layout, batch, shapes.setdefault(tensor, {}))
+            step, reason = _trace_peak_memory(model, layout, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
     return DryRunReport(
@@ -248,10 +250,10 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     )
 
 
-def _peak_of_traced_step(
+def _trace_peak_memory(
     model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
-    """Return the peak memory of a step without the parameters, or None and the reason why it is unknown.
+    """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
 
     ``shapes`` collects the shapes that each stage sends to the next stage.
     """

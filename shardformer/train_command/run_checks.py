@@ -1,4 +1,4 @@
-"""Checks of a run: changed settings of a resumed run, and whether the model can learn the task."""
+"""Checks that a resumed run has compatible settings, and that the model can learn its task."""
 
 from __future__ import annotations
 
@@ -25,16 +25,17 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
 FIXED = ("model", "optimizer", "seed")
-"""Keys and tables that cannot change on resume, because the checkpoint determines weights, optimizer and data order."""
-CHECKED_STEPS = 10_000
+"""Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
+MAX_COMPARED_STEPS = 10_000
 """Maximum number of steps whose learning rates are compared."""
-SHOWN = 6
+MAX_SHOWN = 6
 
 
 class Resume(Hook):
-    """Stores the configuration of a run in its checkpoints and in ``folder/run.json``, and compares it on resume.
+    """Hook that stores the run configuration in checkpoints, and compares it with them when a run resumes.
 
-    It must come after the hook that loads the checkpoint. Communicates nothing.
+    The configuration is also written to ``folder/run.json``. This hook must come after the hook that loads the
+    checkpoint. Communicates nothing.
 
     Raises:
         ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
@@ -57,16 +58,17 @@ class Resume(Hook):
                 print(f"new run: {self._config.path} has files of an earlier run, but no checkpoint", flush=True)
             return
         before, old_steps = self._before["config"], self._before["num_steps"]
-        changes = dict(_differences(before, self._values))
+        changes = dict(_changed_keys(before, self._values))
         for key, (was, now) in changes.items():
             if key.partition(".")[0] in FIXED:
                 raise ConfigError(
-                    f"{key} = {_format(now)} differs from the run in {self._config.folder!r}, which has {_format(was)}",
-                    remedy=f"Set {key} = {_format(was)} to resume the run, or another folder to start a new run",
+                    f"{key} = {_format_value(now)} differs from the run in {self._config.folder!r}, which has "
+                    f"{_format_value(was)}",
+                    remedy=f"Set {key} = {_format_value(was)} to resume the run, or another folder to start a new run",
                 )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
         last = max(self._num_steps, old_steps)
-        steps = range(trainer.step, last + 1, max((last - trainer.step) // CHECKED_STEPS, 1))
+        steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
         step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
         rates = ""
         if step is not None:
@@ -83,9 +85,11 @@ class Resume(Hook):
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
-            shown = [f"{key} = {_format(now)} (was {_format(before)})" for key, (before, now) in changes.items()]
-            more = f" and {len(shown) - SHOWN} more" if len(shown) > SHOWN else ""
-            print(f"resumed with changed settings: {', '.join(shown[:SHOWN])}{more}", flush=True)
+            shown = [
+                f"{key} = {_format_value(now)} (was {_format_value(before)})" for key, (before, now) in changes.items()
+            ]
+            more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
+            print(f"resumed with changed settings: {', '.join(shown[:MAX_SHOWN])}{more}", flush=True)
             if rates:
                 print(rates, flush=True)
 
@@ -97,12 +101,12 @@ class Resume(Hook):
             replace_text(folder / FILE, json.dumps(self._values, indent=2))
 
 
-def _differences(old: Mapping[str, Any], new: Mapping[str, Any], where: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (key, (before, now)) of all differences."""
+def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield each configuration key that differs between two runs, with its old and new value."""
     for name in dict.fromkeys((*old, *new)):
-        before, now, key = old.get(name), new.get(name), f"{where}{name}"
+        before, now, key = old.get(name), new.get(name), f"{prefix}{name}"
         if isinstance(before, Mapping) and isinstance(now, Mapping):
-            yield from _differences(before, now, f"{key}.")
+            yield from _changed_keys(before, now, f"{key}.")
         elif before != now:
             yield key, (before, now)
 
@@ -111,15 +115,15 @@ def _lr_schedule(table: Mapping[str, Any], num_steps: int) -> Callable[[int], fl
     return lr_schedule(ScheduleTable.model_validate({n: v for n, v in table.items() if v is not None}), num_steps)
 
 
-def _set_learning_rates(trainer: TrainerProtocol, share: Callable[[int], float]) -> None:
-    """Set the learning rates of the next step, which the checkpoint restored from the earlier schedule."""
+def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], float]) -> None:
+    """Set the learning rates of the next step, replacing the rates that a checkpoint restored from an old schedule."""
     for scheduler in trainer.engine.schedulers:
         assert isinstance(scheduler, LambdaLR)
         for group, rate in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-            group["lr"] = rate * share(scheduler.last_epoch)
+            group["lr"] = rate * lr_factor(scheduler.last_epoch)
 
 
-def _format(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return "nothing" if value is None else f"{json.dumps(value):.60}"
 
 
@@ -129,15 +133,16 @@ LENGTH = 8
 DECODER = "is_decoder"
 """Config field that turns an encoder of transformers into a decoder."""
 NOISE = 1e-5
-"""Relative tolerance of independent outputs, which differ slightly because experts get other rows."""
+"""Relative tolerance for equal outputs, which differ slightly because experts receive other tokens."""
 PERTURBATION = 0.05
-"""Scale of the noise that is added to parameters, because parameters initialized to 0 hide dependences."""
+"""Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
 
 
 def check_task(config: TrainConfig, model: Any) -> None:
-    """Raise ConfigError if a model sees the token to predict, or does not see the tokens that it needs.
+    """Raise ConfigError if a language model cannot learn its task, because it reads the wrong tokens.
 
-    Models that do not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
+    A causal model must not read the token that it predicts, and a masked model must read later tokens. Models that do
+    not run with tokens alone are not checked. Communicates nothing, and keeps the random state.
     """
     task = config.model.task
     if task not in ("causal", "masked"):
@@ -152,10 +157,10 @@ def check_task(config: TrainConfig, model: Any) -> None:
             raise ConfigError(
                 f"model.task = 'causal' does not fit {name}, whose output depends on the token to predict",
                 rule="A causal model predicts a token from earlier tokens only",
-                remedy=_remedy(model),
+                remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
-            what = "ignores later tokens" if not dependence.on_later else "compares a label with the output before it"
+            what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
             raise ConfigError(
                 f"model.task = 'masked' does not fit {name}, which {what}",
                 rule="A masked language model predicts a token at its position, from the tokens on both sides",
@@ -165,7 +170,7 @@ def check_task(config: TrainConfig, model: Any) -> None:
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Tokens that determine the output which the loss compares with a label.
+    """Which tokens affect the output that the loss compares with a label.
 
     Args:
         on_label: Whether the label token or later tokens change the output.
@@ -179,18 +184,21 @@ class LabelDependence:
 
 
 def label_dependence(model: Any) -> LabelDependence | None:
-    """Measure which tokens the loss of a model sees, on a copy or a reduced model; None if that is impossible."""
+    """Measure which tokens affect the output that is compared with a label, or return None if this is impossible.
+
+    The measurement uses a copy of the model, or a reduced model if the model is large.
+    """
     for dtype in (torch.float64, torch.float32):
         try:
-            small, ids_BS = _small_model(model)
+            small, ids_BS = _make_small_model(model)
             return _measure_dependence(small.to(dtype), ids_BS)
         except Exception:  # the model requires other inputs or fp32, or returns other outputs
             continue
     return None
 
 
-def _small_model(model: Any) -> tuple[nn.Module, Tensor]:
-    """Return a small model on the CPU, and tokens for it."""
+def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
+    """Return a copy of the model, or a reduced model if it is large, on the CPU with a sequence of input tokens."""
     if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
@@ -205,8 +213,8 @@ def _small_model(model: Any) -> tuple[nn.Module, Tensor]:
     return small.cpu().eval(), ids_BS
 
 
-def _remedy(model: Any) -> str:
-    """Suggest the other task, and ``is_decoder`` if that makes the attention of this class causal."""
+def _suggest_task(model: Any) -> str:
+    """Suggest the masked task as a remedy, and ``is_decoder`` if this field makes the attention of the model causal."""
     masked = "Set model.task = 'masked'"
     if getattr(model.config, DECODER, True):
         return f"{masked}, or use a model that predicts the next token"
@@ -221,9 +229,9 @@ def _remedy(model: Any) -> str:
 
 
 def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
-    place = ids_BS.shape[1] // 2
+    position = ids_BS.shape[1] // 2
     labels_BS = torch.full_like(ids_BS, IGNORED)
-    labels_BS[:, place] = ids_BS[:, place]
+    labels_BS[:, position] = ids_BS[:, position]
     output: Mapping[str, Tensor] = model(input_ids=ids_BS, labels=labels_BS)
     logits_BSV = output["logits"]
     (gradient_BSV,) = torch.autograd.grad(output["loss"], [logits_BSV])
@@ -239,4 +247,4 @@ def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
         difference = (other_BSV - logits_BSV)[:, compared].abs().max()
         return bool(difference > NOISE * logits_BSV.abs().max())
 
-    return LabelDependence(depends_from(place), depends_from(place + 1), in_place=compared == [place])
+    return LabelDependence(depends_from(position), depends_from(position + 1), in_place=compared == [position])

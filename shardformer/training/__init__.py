@@ -1,4 +1,4 @@
-"""Training engine, data loading, and the trainer with its hooks."""
+"""Training engine, data loader, and the trainer with its hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Training batches, sharded over the data ranks in an order that does not depend on the layout."""
+"""Data loader that shards global batches over the data-parallel ranks, in the same order for every layout."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from shardformer.training.data_sources import (
 
 
 class NoLengthError(ConfigError, TypeError):
-    """Raised by ``len`` for data of unknown length. It is a TypeError, so that ``list`` works without a length."""
+    """Raised by ``len(loader)`` if the length of the data is unknown. As a TypeError, it does not affect ``list``."""
 
 
 class ShardedDataLoader:
-    """Iterates over global batches and returns the local shard of each data rank; ``engine.data`` is an instance.
+    """Data loader that yields the shard of each global batch for this data-parallel rank, as in ``engine.data``.
 
     >>> batches = ShardedDataLoader(list(range(10)), ParallelContext.of({}), batch_size=4, shuffle=False)
     >>> [batch.tolist() for batch in batches]
@@ -96,11 +96,12 @@ class ShardedDataLoader:
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
-                "initialize(train_data=...) was called without batch_size", remedy="Pass batch_size=32, for example"
+                "initialize(train_data=...) was called without batch_size, and the data does not specify one",
+                remedy="Pass batch_size=32, for example",
             )
         else:
             check_int("batch_size", batch_size)
-        self._is_compared, self._thread = False, 0
+        self._is_compared, self._reading_thread = False, 0
         self.batch_size, self._drop_last, self._merge_last, self._accumulate = (
             batch_size,
             drop_last,
@@ -115,11 +116,11 @@ class ShardedDataLoader:
     def __iter__(self) -> Iterator[Any]:
         """Iterate over the remaining batches of the current epoch."""
         self.compare()
-        batches = self._local_batches()
+        batches = self._iterate_local_batches()
         while group := list(itertools.islice(batches, self._accumulate)):
             self.batch_samples = sum(count for count, _ in group)
             self.seen += self.batch_samples
-            self._thread = threading.get_ident()
+            self._reading_thread = threading.get_ident()
             yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
         if not self.seen:
             raise InputError(
@@ -132,7 +133,7 @@ class ShardedDataLoader:
             self.on_epoch_end()
 
     def compare(self) -> None:
-        """Compare the data of all ranks once, before the first batch."""
+        """Check once that all ranks read the same data in the same order. Raises ConfigError on all ranks otherwise."""
         if self._is_compared:
             return
         self._is_compared = True
@@ -150,23 +151,23 @@ class ShardedDataLoader:
         check_same_data(settings, self._source.size, self._source.read, self._context)
 
     def facts(self) -> dict[str, int]:
-        """Return the position in the data as integers that must be equal on all ranks; 0 means unknown.
+        """Return hashes of the data position and the last samples, which must be equal on all ranks. 0 means unknown.
 
         The position is unknown if a prefetching thread reads the batches ahead of the training step.
         """
-        is_known = self._thread in (0, threading.get_ident())
+        is_known = self._reading_thread in (0, threading.get_ident())
         position = number_of((self.epoch, self.seen)) if is_known else 0
-        seen = self._source.number if is_known and self._thread else 0
+        seen = self._source.number if is_known and self._reading_thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 
-    def _local_batches(self) -> Iterator[tuple[int, Any]]:
+    def _iterate_local_batches(self) -> Iterator[tuple[int, Any]]:
         if isinstance(self._source, StreamedSource):
             ends = (self._drop_last, self._merge_last)
-            return self._source.batches(self.epoch, self.seed, self.batch_size, self._share, self.seen, *ends)
-        return self._source.batches(self.epoch, self.seed, self._global_batches, self._share, self.seen)
+            return self._source.batches(self.epoch, self.seed, self.batch_size, self._shard, self.seen, *ends)
+        return self._source.batches(self.epoch, self.seed, self._global_batches, self._shard, self.seen)
 
     def _global_batches(self, order: Sequence[Any]) -> list[Sequence[Any]]:
-        """Split the remaining samples of an epoch into global batches."""
+        """Split the remaining samples of the current epoch into global batches."""
         if self._source.makes_batches:
             sums = itertools.accumulate(map(len, order), initial=0)
             batches = [batch for batch, start in zip(order, sums) if start >= self.seen]
@@ -176,7 +177,7 @@ class ShardedDataLoader:
             batches = [order[start : start + self.batch_size] for start in starts]
             if batches and self._drop_last and len(batches[-1]) < self.batch_size:
                 batches.pop()
-        if self._merge_last and len(batches) > 1 and len(batches[-1]) < self._share.size:
+        if self._merge_last and len(batches) > 1 and len(batches[-1]) < self._shard.size:
             last = batches.pop()
             batches[-1] = [*batches[-1], *last]
         return batches
@@ -192,24 +193,24 @@ class ShardedDataLoader:
                 remedy="Specify the number of steps (steps=), or pass data with a length",
             )
         batches = count // size if self._drop_last else -(-count // size)
-        merges = self._merge_last and batches > 1 and 0 < count % size < self._share.size
+        merges = self._merge_last and batches > 1 and 0 < count % size < self._shard.size
         return -(-(batches - merges) // self._accumulate)
 
     def shard_over(self, context: ParallelContext) -> None:
-        """Shard the following batches over the data ranks of another process grid."""
+        """Shard all following batches over the data-parallel ranks of another process grid."""
         self.check_ranks(context.data.size)
-        self._share, self._context = DataShard(context.data.rank, context.data.size), context
+        self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
     def rewind(self) -> None:
-        """Restart at the first batch of the first epoch."""
+        """Reset the data position to the first batch of the first epoch."""
         self.epoch = self.seen = 0
 
     def state(self) -> dict[str, Any]:
-        """Return the position in the data as plain values for a checkpoint."""
+        """Return the data position (epoch, samples and seed) to store in a checkpoint."""
         return {"epoch": self.epoch, "seen": self.seen, "seed": self.seed, "samples": self._source.count}
 
     def load_state(self, state: dict[str, Any]) -> None:
-        """Restore a position that ``state`` returned, or raise ConfigError if the data has another length."""
+        """Restore a data position that ``state`` returned, or raise ConfigError if the data has another length."""
         if state["samples"] != self._source.count:
             raise ConfigError(
                 f"The checkpoint was saved with {state['samples']} training samples, but the data has "
@@ -220,14 +221,14 @@ class ShardedDataLoader:
 
     # --- checks
 
-    def check_ranks(self, ranks: int) -> None:
-        """Raise ConfigError if a batch would have fewer samples than there are data ranks."""
+    def check_ranks(self, num_ranks: int) -> None:
+        """Raise ConfigError if a global batch would have fewer samples than there are data-parallel ranks."""
         count, size = self._source.count, self.batch_size
-        if size is not None and size < ranks:
+        if size is not None and size < num_ranks:
             raise ConfigError(
-                f"batch_size={size} is smaller than the number of data ranks, {ranks}",
+                f"batch_size={size} is smaller than the number of data ranks, {num_ranks}",
                 rule="It is the size of the global batch, which is sharded over the data ranks",
-                remedy=f"Use a batch_size of {ranks} or more",
+                remedy=f"Use a batch_size of {num_ranks} or more",
             )
         if count is None or size is None:
             return
@@ -238,33 +239,34 @@ class ShardedDataLoader:
             )
         rest = count % size
         is_merged = self._merge_last and count > size
-        if 0 < rest < ranks and not self._drop_last and not is_merged:
+        if 0 < rest < num_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"The last batch has {rest} samples (of {count}, batch_size={size}), too few for {ranks} data ranks",
+                f"The last batch has {rest} samples ({count} in total, batch_size={size}), fewer than the {num_ranks} "
+                "data ranks",
                 remedy="Pass drop_last=True, or change batch_size",
             )
 
 
-def batches_of(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on all ranks. If one rank fails or the data differ, all ranks raise."""
+def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
+    """Create a data loader on all ranks, and raise on all ranks if one rank fails or reads other data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
     return loader
 
 
-def _check_conflict(name: str, value: object, default: object, of_loader: object) -> None:
-    if value not in (default, of_loader):
+def _check_conflict(name: str, value: object, default: object, loader_value: object) -> None:
+    if value not in (default, loader_value):
         raise ConfigError(
-            f"{name}={value!r} conflicts with {name}={of_loader!r} of the DataLoader",
+            f"{name}={value!r} conflicts with {name}={loader_value!r} of the DataLoader",
             remedy=f"Pass {name} to the DataLoader",
         )
 
 
-def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
-    """Convert a batch to a dict of forward arguments.
+def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
+    """Convert a batch to a dict of keyword arguments for ``model.forward``.
 
-    A sequence holds positional arguments, and if ``has_target`` is True, the target of the loss function at its end.
+    A sequence contains positional arguments and, if ``has_target`` is True, the target of the loss function at its end.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -297,21 +299,21 @@ def named_batch(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, 
 
 
 def is_batch_list(batch: Any) -> bool:
-    """Return whether ``batch`` is a list of batches, and not one batch made of tensors."""
+    """Return whether ``batch`` is a list of batches, rather than a single batch of tensors."""
     return (
         isinstance(batch, (list, tuple)) and bool(batch) and all(isinstance(b, (Mapping, list, tuple)) for b in batch)
     )
 
 
-def on_device(batch: Any, device: torch.device) -> Any:
-    """Move the tensors of a batch to a device."""
+def move_to_device(batch: Any, device: torch.device) -> Any:
+    """Move all tensors of a batch to a device."""
     return tree_map_only(Tensor, lambda x: x.to(device, non_blocking=True), batch)
 
 
-def with_target(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
-    """Wrap a loss function of (output, target) or (output, batch) as a function of (output, micro-batch)."""
+def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[str, Any]], Any]:
+    """Wrap a loss function of (output, target) or (output, batch) so that it takes the output and a micro-batch."""
 
-    def loss(output: Any, part: Mapping[str, Any]) -> Any:
-        return loss_fn(output, part.get(TARGET_KEY, part))
+    def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
+        return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
 
     return loss

@@ -1,4 +1,4 @@
-"""Sources of batches: indexed and streamed data, collation, and the check that all ranks read the same data.
+"""Reads indexed or streamed training data, collates batches, and checks that all ranks read the same data.
 
 The engine shards every batch over the data ranks. This requires that all ranks read the full data in the same order.
 If a script has already sharded the data by rank, or if the order differs between processes (a set of strings,
@@ -26,10 +26,10 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container, split_batch
 from shardformer.random_state import SameRandomOnAllRanks, hash_seed, restored_generators, seed_generators, seeded
 
-MOST, BUDGET_S = 4096, 0.2
-"""Limits of the comparison: number of samples, and seconds."""
-NEAR = 1e-3
-"""Tolerance of floating-point samples, relative to their norm: machines round differently."""
+MAX_SAMPLES, TIME_LIMIT_S = 4096, 0.2
+"""Maximum number of samples that the ranks compare, and maximum time of the comparison in seconds."""
+TOLERANCE = 1e-3
+"""Tolerance for floating-point samples, relative to their norm, because machines round differently."""
 SAME_DATA_REMEDY = (
     "Pass the full data in the same order on every rank. Remove rows[rank::world_size], split_dataset_by_node, and any "
     "random_split or shuffle seeded by rank, and sort items that come from a set or from os.listdir"
@@ -39,7 +39,7 @@ SAME_DATA_REMEDY = (
 def check_same_data(
     settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
 ) -> None:
-    """Raise ConfigError on every rank if their training data differ.
+    """Raise ConfigError on all ranks if two ranks have different training data.
 
     ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
     stream. Communicates three gathers of a few integers.
@@ -49,38 +49,38 @@ def check_same_data(
         return
     come("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
-    every = all_gather_from_grid((dict(settings), len(found)), context)
-    first, reference = every[0][0], every[0][1][0]
-    for rank, (values, _) in every:
+    gathered = all_gather_from_grid((dict(settings), len(found)), context)
+    first_rank, reference = gathered[0][0], gathered[0][1][0]
+    for rank, (values, _) in gathered:
         for name, value in values.items():
             if value != reference[name]:
                 raise ConfigError(
-                    f"The training data of rank {first} has {name}={reference[name]!r}, but that of rank {rank} has "
-                    f"{name}={value!r}",
+                    f"The training data of rank {first_rank} has {name}={reference[name]!r}, but the training data of "
+                    f"rank {rank} has {name}={value!r}",
                     remedy=SAME_DATA_REMEDY,
                 )
-    least = min(number for _, (_, number) in every)
-    numbers = all_gather_from_grid(number_of(found[:least]), context)
-    near = all_gather_from_grid(sketches, context)
-    differing = [rank for rank, number in numbers if number != numbers[0][1]]
-    for rank, sketches in near:
-        pairs = zip(sketches, near[0][1], strict=False)
-        differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > NEAR * max(norm, other)]
+    num_compared = min(number for _, (_, number) in gathered)
+    fingerprints = all_gather_from_grid(number_of(found[:num_compared]), context)
+    gathered_sketches = all_gather_from_grid(sketches, context)
+    differing = [rank for rank, number in fingerprints if number != fingerprints[0][1]]
+    for rank, sketches in gathered_sketches:
+        pairs = zip(sketches, gathered_sketches[0][1], strict=False)
+        differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
     if differing:
         raise ConfigError(
-            f"Ranks {first} and {differing[0]} have different samples at the same index of the training data, a "
+            f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the training data, a "
             f"{settings['type']}",
             remedy=SAME_DATA_REMEDY,
         )
 
 
 def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return fingerprints and sketches of samples that are drawn identically on all ranks.
+    """Return fingerprints and random projections of a random subset of samples, which is the same on all ranks.
 
-    The fingerprints or the sketches are empty if they change when a sample is read again.
+    Either list is empty if its values change when a sample is read a second time, as with random augmentation.
     """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MOST].tolist()
-    end = time.monotonic() + BUDGET_S
+    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES].tolist()
+    end = time.monotonic() + TIME_LIMIT_S
     found: list[int] = []
     sketches: list[tuple[float, float]] = []
     try:
@@ -96,8 +96,8 @@ def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[i
 
 
 def random_projection(value: Any) -> tuple[float, float]:
-    """Return a random projection, equal on all ranks, and the norm of the floating-point numbers in a value."""
-    decimals = list(_decimals(value))
+    """Return a random projection of the floating-point numbers in a sample, equal on all ranks, and their norm."""
+    decimals = list(_iterate_float_tensors(value))
     if not decimals:
         return 0.0, 0.0
     x = torch.cat(decimals).nan_to_num()
@@ -105,17 +105,17 @@ def random_projection(value: Any) -> tuple[float, float]:
     return float(x @ signs), float(x.norm())
 
 
-def _leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested containers; a list of integers is one leaf."""
-    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain(value)):
+def _iterate_leaves(value: Any) -> Iterator[Any]:
+    """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
+    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain_leaf(value)):
         for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
-            yield from _leaves(each)
+            yield from _iterate_leaves(each)
     else:
         yield value
 
 
-def _decimals(value: Any) -> Iterator[Tensor]:
-    for leaf in _leaves(value):
+def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
+    for leaf in _iterate_leaves(value):
         if isinstance(leaf, (numpy.ndarray, numpy.generic)) and numpy.asarray(leaf).dtype.kind == "f":
             yield torch.from_numpy(numpy.array(leaf, numpy.float64)).reshape(-1)
         elif isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
@@ -125,16 +125,16 @@ def _decimals(value: Any) -> Iterator[Tensor]:
 
 
 def fingerprint(*values: Any) -> int:
-    """Return a fingerprint of the integers and strings in ``values``, or of all numbers if there are none.
+    """Return a hash of the integers and strings in samples, or of all numbers if they contain no integers or strings.
 
     Integers take precedence because floating-point numbers are often augmented at random.
     """
-    parts = [_leaf_content(leaf) for value in values for leaf in _leaves(value)]
+    parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
     return number_of([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
-def _leaf_content(leaf: Any) -> tuple[bool, Any]:
-    """Return whether a leaf consists of integers or strings, and its content."""
+def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
+    """Return whether a leaf of a sample consists of integers or strings, and its hashable content."""
     if isinstance(leaf, Tensor):
         is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
         return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
@@ -142,19 +142,19 @@ def _leaf_content(leaf: Any) -> tuple[bool, Any]:
         array = numpy.asarray(leaf)
         is_exact = array.dtype.kind in "biuSU"
         return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
-    if _is_plain(leaf):
+    if _is_plain_leaf(leaf):
         return not isinstance(leaf, float), leaf
     return False, type(leaf).__name__  # repr may contain an address
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_leaf(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return bool(value) and all(type(each) is int for each in value)
     return value is None or isinstance(value, (str, bytes, int, float))
 
 
 def first_and_last_samples(batch: Any) -> list[Any]:
-    """Return the first and the last sample of a batch, as far as they can be sliced."""
+    """Return the first and the last sample of each tensor or array in a batch, and other values unchanged."""
     if isinstance(batch, Mapping):
         return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
     if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
@@ -174,17 +174,17 @@ def collate_samples(samples: list[Any]) -> Any:
     first = samples[0]
     if not isinstance(first, Mapping):
         return torch_data.default_collate(samples)
-    other = next((sample for sample in samples if sample.keys() != first.keys()), None)
-    if other is not None:
+    differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
+    if differing is not None:
         raise InputError(
-            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, other))}",
+            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}",
             remedy="Use the same keys in all samples, or pass collate_fn",
         )
-    return {key: _column(str(key), [sample[key] for sample in samples]) for key in first}
+    return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
 
 
-def _column(key: str, values: list[Any]) -> Any:
-    """Collate the values of one key."""
+def _collate_column(key: str, values: list[Any]) -> Any:
+    """Collate the values that the samples of a batch have for one key."""
     if all(isinstance(value, str) for value in values):
         return values
     if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
@@ -198,7 +198,7 @@ def _column(key: str, values: list[Any]) -> Any:
 
 
 def _as_tensor(key: str, value: Any) -> Any:
-    """Convert lists or arrays of numbers to a tensor, keeping NumPy dtypes; return other values unchanged."""
+    """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
     leaf = value  # the first number in nested lists and arrays, or the first empty list
     while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
         leaf = leaf[0]
@@ -223,18 +223,21 @@ Collate = Callable[[list[Any]], Any]
 
 @dataclass(frozen=True)
 class DataShard:
-    """Shard of a global batch that belongs to one data rank."""
+    """Position of a data-parallel rank, which determines its shard of each global batch."""
 
     rank: int
     size: int
 
-    def of(self, count: int) -> slice:
+    def local_slice(self, count: int) -> slice:
         bounds = even_bounds(count, self.size)
         return slice(bounds[self.rank], bounds[self.rank + 1])
 
 
 class StreamedSource:
-    """Source that every rank reads in full: an iterable of samples, or of global batches if ``collate`` is None."""
+    """Training data from an iterable, which every rank reads in full.
+
+    The iterable yields samples, or global batches if ``collate`` is None.
+    """
 
     def __init__(self, source: Any, collate: Collate | None) -> None:
         self._source, self._collate = source, collate
@@ -246,36 +249,36 @@ class StreamedSource:
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch; None if unknown or if the source yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the iterable yields samples."""
         return length_or_none(self._source) if self.makes_batches else None
 
     def batches(
-        self, epoch: int, seed: int, size: int | None, share: DataShard, start: int, drop_last: bool, merge_last: bool
+        self, epoch: int, seed: int, size: int | None, shard: DataShard, start: int, drop_last: bool, merge_last: bool
     ) -> Iterator[tuple[int, Any]]:
-        """Yield pairs as ``IndexedSource.batches`` does. Samples before ``start`` are read again and skipped."""
-        reading = self._start_reader(epoch, seed, start)
+        """Yield the size of each global batch and its local shard. The first ``start`` samples are read and skipped."""
+        reader = self._get_reader(epoch, seed, start)
         if self._collate is None:
-            for batch, count, part in reading.shard_batches(share, start):
+            for batch, count, part in reader.read_shards(shard, start):
                 self.number = fingerprint(*first_and_last_samples(batch))
                 yield count, part
         else:
             assert size is not None
-            reading.skip(start)
-            while samples := reading.take(size):
+            reader.skip_to(start)
+            while samples := reader.read(size):
                 if drop_last and len(samples) < size:
                     break
                 if merge_last and not drop_last:
-                    samples += reading.last(share.size)
-                check_batch_size(len(samples), share)
-                local = share.of(len(samples))
+                    samples += reader.read_end(shard.size)
+                check_batch_size(len(samples), shard)
+                local_slice = shard.local_slice(len(samples))
                 self.number = fingerprint(samples[0], samples[-1])
-                with seeded(seed, epoch, reading.count - len(samples) + local.start, "batch"):
-                    part = self._collate(samples[local])
+                with seeded(seed, epoch, reader.count - len(samples) + local_slice.start, "batch"):
+                    part = self._collate(samples[local_slice])
                 yield len(samples), part
         self._reader = None
 
-    def _start_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
-        """Return a reader at the start of the stream, or the current reader of an iterator."""
+    def _get_reader(self, epoch: int, seed: int, start: int) -> _StreamReader:
+        """Return a new reader of the stream, or the existing reader if the stream is an iterator."""
         if not isinstance(self._source, Iterator):
             return _StreamReader(self._source, epoch, seed)
         if self._reader is None:
@@ -289,7 +292,7 @@ class StreamedSource:
 
 
 class _StreamReader:
-    """One pass through a stream, with its own random state. ``count`` is the number of samples that were read."""
+    """Reads a stream once, with its own random state, and counts the samples that were read."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
@@ -297,32 +300,32 @@ class _StreamReader:
         with self._random.drawing():
             self._iterator: Iterator[Any] = iter(source)
 
-    def take(self, count: int) -> list[Any]:
-        """Return the next ``count`` samples, or fewer at the end."""
-        found = self._next(count)
+    def read(self, count: int) -> list[Any]:
+        """Return the next ``count`` samples, or fewer at the end of the stream."""
+        found = self._read_next(count)
         self.count += len(found)
         return found
 
-    def _next(self, count: int) -> list[Any]:
+    def _read_next(self, count: int) -> list[Any]:
         with self._random.drawing():
             return list(islice(self._iterator, count))
 
-    def last(self, least: int) -> list[Any]:
-        """Return all remaining samples if they are fewer than ``least``, and otherwise none."""
-        found = self.take(least)
-        if len(found) < least:
+    def read_end(self, limit: int) -> list[Any]:
+        """Return all remaining samples if there are fewer than ``limit``. Otherwise return an empty list."""
+        found = self.read(limit)
+        if len(found) < limit:
             return found
         self._iterator, self.count = chain(found, self._iterator), self.count - len(found)
         return []
 
-    def skip(self, count: int) -> None:
-        """Skip to sample ``count`` of the stream."""
-        while self.count < count and self.take(min(count - self.count, 256)):
+    def skip_to(self, position: int) -> None:
+        """Read and discard samples until ``position`` samples have been read."""
+        while self.count < position and self.read(min(position - self.count, 256)):
             pass
 
-    def shard_batches(self, share: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
-        """Shard a stream of global batches after ``start`` samples, as triples (batch, samples, local shard)."""
-        while found := self._next(1):
+    def read_shards(self, shard: DataShard, start: int) -> Iterator[tuple[Any, int, Any]]:
+        """Yield each global batch after the first ``start`` samples, its number of samples, and its local shard."""
+        while found := self._read_next(1):
             (batch,) = found
             named = batch if isinstance(batch, Mapping) else {"batch": batch}
             count = batch_size_of(named)
@@ -330,9 +333,9 @@ class _StreamReader:
             left = min(self.count - start, count)
             if left <= 0:
                 continue
-            check_batch_size(left, share)
-            sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, share.size)))]
-            part = split_batch(named, sizes)[1 + share.rank]
+            check_batch_size(left, shard)
+            sizes = [count - left, *(b - a for a, b in pairwise(even_bounds(left, shard.size)))]
+            part = split_batch(named, sizes)[1 + shard.rank]
             yield batch, left, rebuild_container(batch, part) if named is batch else part["batch"]
 
 
@@ -344,28 +347,28 @@ def length_or_none(data: Any) -> int | None:
         return None
 
 
-def check_batch_size(count: int, share: DataShard) -> None:
-    """Raise InputError if a batch has fewer samples than there are data ranks."""
-    if count < share.size:
+def check_batch_size(num_samples: int, shard: DataShard) -> None:
+    """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
+    if num_samples < shard.size:
         raise InputError(
-            f"A batch of {count} samples is too small for {share.size} data ranks",
-            remedy="Pass drop_last=True, or a batch size that leaves no such remainder",
+            f"A batch of {num_samples} samples is too small for {shard.size} data ranks",
+            remedy="Pass drop_last=True, or choose a batch size that divides the number of samples",
         )
 
 
 SampleKey = tuple[Any, int, int, int]
-"""Index of a sample, seed, epoch, and position in the epoch."""
+"""Index of a sample, seed, epoch, and position of the sample in the epoch."""
 
 LOADER_OPTIONS = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "prefetch_factor", "multiprocessing_context",
     "persistent_workers",
 )  # fmt: skip
-"""Options of the user's DataLoader that are passed to our own."""
+"""Options that are copied from the user's DataLoader to the internal DataLoader."""
 
 
 @dataclass(frozen=True, eq=False)
-class _Seeded(torch_data.Dataset[Any]):
-    """Data set whose samples are read by key, each with its own random seed."""
+class _SeededDataset(torch_data.Dataset[Any]):
+    """Data set that sets the random seed of each sample before it reads the sample."""
 
     data: Any
 
@@ -380,8 +383,8 @@ class _Seeded(torch_data.Dataset[Any]):
 
 
 @dataclass(frozen=True, eq=False)
-class _Collated:
-    """Collate function that seeds random numbers from the first sample of the batch."""
+class _SeededCollate:
+    """Collate function that sets the random seed of each batch, derived from its first sample."""
 
     collate: Collate
 
@@ -395,16 +398,16 @@ class _Collated:
 
 
 class _LocalBatchSampler:
-    """Sampler of the local shards of the remaining batches of an epoch."""
+    """Batch sampler that yields the local shards of the remaining batches of an epoch."""
 
-    left: Iterable[list[SampleKey]] = ()
+    remaining: Iterable[list[SampleKey]] = ()
 
     def __iter__(self) -> Iterator[list[SampleKey]]:
-        return iter(self.left)
+        return iter(self.remaining)
 
 
 class IndexedSource:
-    """Source of samples with an index, in the order of an optional sampler that may also yield batches."""
+    """Training data that is read by index, in random or sequential order or in the order of a sampler."""
 
     def __init__(
         self,
@@ -420,18 +423,18 @@ class IndexedSource:
         self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
         self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
-        self._parts, self._generator = _LocalBatchSampler(), torch.Generator()
+        self._local_sampler, self._generator = _LocalBatchSampler(), torch.Generator()
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
-            _Seeded(data),
-            batch_sampler=self._parts,
-            collate_fn=_Collated(collate),
+            _SeededDataset(data),
+            batch_sampler=self._local_sampler,
+            collate_fn=_SeededCollate(collate),
             generator=self._generator,
             **options,
         )
 
     @property
     def num_batches(self) -> int | None:
-        """Number of batches per epoch; None if unknown or if the sampler yields samples."""
+        """Number of batches per epoch, or None if it is unknown or if the sampler yields samples."""
         return length_or_none(self._sampler) if self.makes_batches else None
 
     def batches(
@@ -439,26 +442,26 @@ class IndexedSource:
         epoch: int,
         seed: int,
         global_batches: Callable[[Sequence[Any]], Iterable[Sequence[Any]]],
-        share: DataShard,
+        shard: DataShard,
         start: int,
     ) -> Iterator[tuple[int, Any]]:
-        """Yield the size of each global batch and its local shard, after the first ``start`` samples.
+        """Yield the size of each global batch and its local shard, starting after the first ``start`` samples.
 
         ``global_batches`` splits the order of an epoch into batches.
         """
-        order = self._order(epoch, seed)
+        order = self._epoch_order(epoch, seed)
         self.number = 0 if self._sampler is None else number_of(order)
         batches = list(global_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:
-            check_batch_size(size, share)
+            check_batch_size(size, shard)
 
         def parts() -> Iterator[list[SampleKey]]:
             for batch, place in zip(batches, accumulate(sizes, initial=start)):
-                local = share.of(len(batch))
-                yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[local], local.start)]
+                local_slice = shard.local_slice(len(batch))
+                yield [(n, seed, epoch, place + i) for i, n in enumerate(batch[local_slice], local_slice.start)]
 
-        self._parts.left = parts()
+        self._local_sampler.remaining = parts()
         self._generator.manual_seed(hash_seed(seed, epoch, start))
         for size, part in zip(sizes, self._loader, strict=True):
             if isinstance(part, ShardFormerError):
@@ -466,34 +469,35 @@ class IndexedSource:
             yield size, part
 
     def read(self, index: int) -> Any:
-        """Return a sample by its index, and leave the random state unchanged."""
+        """Read a sample by its index without changing the random state."""
         with restored_generators():
-            return _Seeded(self._data).sample((index, 0, 0, 0))
+            return _SeededDataset(self._data).sample((index, 0, 0, 0))
 
-    def _order(self, epoch: int, seed: int) -> Sequence[Any]:
+    def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
             with SameRandomOnAllRanks(self._sampler, epoch, seed).drawing():
                 found = list(self._sampler)
-            return [[*map(_plain, batch)] for batch in found] if self.makes_batches else [*map(_plain, found)]
+            plain = _to_python_number
+            return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]
         count = len(self._data)
         return torch.randperm(count, generator=epoch_generator(seed, epoch)).tolist() if self._shuffle else range(count)
 
 
-def _plain(number: Any) -> Any:
-    return number.item() if isinstance(number, Tensor) else number
+def _to_python_number(value: Any) -> Any:
+    return value.item() if isinstance(value, Tensor) else value
 
 
 def epoch_generator(seed: int, epoch: int) -> torch.Generator:
-    """Return the generator with which ``torch.randperm`` draws the order of an epoch."""
+    """Return the random generator that determines the sample order of an epoch."""
     return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))
 
 
 def make_source(
     data: Any, collate: Collate | None, num_workers: int, shuffle: bool | None
 ) -> IndexedSource | StreamedSource:
-    """Create the source for the user's training data, or raise ConfigError if its type is not supported."""
+    """Create the source that reads training data, or raise ConfigError if the type of the data is not supported."""
     if isinstance(data, torch_data.DataLoader):
-        return _loader_source(data, collate, shuffle)
+        return _source_from_loader(data, collate, shuffle)
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
@@ -503,7 +507,7 @@ def make_source(
         )
     collate = collate or collate_samples
     if _is_indexed(data):
-        _check_count(len(data), data)
+        _check_not_empty(len(data), data)
         return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
@@ -515,13 +519,13 @@ def make_source(
 
 
 def _is_indexed(data: Any) -> bool:
-    """Return whether samples have an index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
+    """Return whether data can be read by index. ``IterableDataset`` inherits a ``__getitem__`` that does not work."""
     return (
         not isinstance(data, torch_data.IterableDataset) and hasattr(data, "__getitem__") and hasattr(data, "__len__")
     )
 
 
-def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
+def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
         raise ConfigError("collate_fn has no effect on a DataLoader", remedy="Pass collate_fn to the DataLoader")
     batches = loader.batch_sampler
@@ -539,26 +543,26 @@ def _loader_source(loader: Any, collate: Collate | None, shuffle: bool | None) -
         )
     if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
-    _check_count(len(loader.dataset), loader.dataset)
+    _check_not_empty(len(loader.dataset), loader.dataset)
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
             remedy="Add a __len__, or pass an IterableDataset",
         )
-    data, make = loader.dataset, loader.collate_fn
+    data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
     if type(batches) is not torch_data.BatchSampler:
-        return IndexedSource(data, make, options, sampler=batches, makes_batches=True)
+        return IndexedSource(data, collate_fn, options, sampler=batches, makes_batches=True)
     count = length_or_none(sampler) or 0
-    _check_count(count, sampler)
+    _check_not_empty(count, sampler)
     is_random = type(sampler) is torch_data.RandomSampler and not sampler.replacement
     if count == len(data) and (is_random or type(sampler) is torch_data.SequentialSampler):
-        return IndexedSource(data, make, options, shuffle=is_random and shuffle is not False)
-    return IndexedSource(data, make, options, sampler=sampler)
+        return IndexedSource(data, collate_fn, options, shuffle=is_random and shuffle is not False)
+    return IndexedSource(data, collate_fn, options, sampler=sampler)
 
 
-def _check_count(count: int, data: Any) -> None:
-    if count < 1:
+def _check_not_empty(length: int, data: Any) -> None:
+    if length < 1:
         raise ConfigError(
             f"The training data ({type(data).__name__}) is empty", remedy="Check the files that it was read from"
         )

@@ -33,7 +33,7 @@ from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
 from shardformer.public_names import renamed_arguments, renamed_parameters
 from shardformer.torch_compat import is_true
-from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, named_batch, on_device
+from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
 from shardformer.weights.save_pretrained import export_pretrained
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -46,7 +46,7 @@ def pack_engine_state(steps: int, skipped: int, position: Any, extra: Any) -> di
 
 
 def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, LoadedCheckpoint]:
-    """Return the steps, skipped steps, data position, and the loaded checkpoint with the user's own ``extra``.
+    """Return step count, skipped steps, data position, and the checkpoint with only the user's ``extra``.
 
     A checkpoint that was not saved by an engine provides only its step.
     """
@@ -58,12 +58,15 @@ def unpack_engine_state(loaded: LoadedCheckpoint) -> tuple[int, int, Any, Loaded
 
 
 def lock_checkpoint_folder(folder: str | os.PathLike[str], owner: object, world: Axis) -> None:
-    """Lock a checkpoint folder on the first rank for the lifetime of ``owner``. On failure all ranks raise."""
+    """Lock a checkpoint folder until ``owner`` is deleted, so that no other job saves into it.
+
+    The first rank takes the lock. If it fails, all ranks raise.
+    """
     run_on_first_rank(lambda: hold(path_of(folder), owner), world, f"Saving into {folder}")
 
 
 def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
-    """Return whether the first rank finds a checkpoint in a folder."""
+    """Return on all ranks whether the first rank finds a checkpoint in a folder."""
     return run_on_first_rank(
         lambda: path_of(folder).is_dir() and bool(list_checkpoints(path_of(folder))), world, f"Looking into {folder}"
     )
@@ -71,7 +74,7 @@ def has_checkpoint(folder: str | os.PathLike[str], world: Axis) -> bool:
 
 @renamed_arguments({}, attributes={"reshape": "reshard", "take_over": "adopt", "take_data": "set_data"})
 class Engine:
-    """Trains a model under any parallel layout. ``shardformer.initialize`` returns it.
+    """Trains a sharded model with the same API under every layout. ``shardformer.initialize`` returns it.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32)         # doctest: +SKIP
     >>> for batch in engine.data:                                                                 # doctest: +SKIP
@@ -116,7 +119,7 @@ class Engine:
         self.grad_norm: Tensor | None = None
         self.takes_grad_norm = False
         self.listener: Callable[[str], None] | None = None
-        self._pending: Tensor | None = None
+        self._pending_loss: Tensor | None = None
         self._is_backward_done = False
         self._saving: AsyncSave | None = None
         self.rebuild: Callable[[Any], ReshardStats] | None = None
@@ -125,11 +128,11 @@ class Engine:
 
     @property
     def optimizer(self) -> Any:
-        """Optimizer or optimizers in the form that ``save_checkpoint`` takes."""
+        """The optimizer, the list of optimizers if there are several, or None, as ``save_checkpoint`` takes it."""
         return self.optimizers[0] if len(self.optimizers) == 1 else self.optimizers or None
 
     def __call__(self, batch: Any) -> Tensor:
-        """Return the loss of the global batch on all ranks.
+        """Return the loss of the global batch on all ranks, and in training mode also compute the gradients.
 
         In training mode this call also runs the backward pass, because pipeline stages interleave forward and backward.
         Still call ``backward``, so that the loop has the usual form. In ``engine.eval()`` or under ``torch.no_grad()``,
@@ -139,14 +142,14 @@ class Engine:
             batch: Local batch of this data rank: a dict of forward arguments, a tuple ``(inputs, targets)``, or a list
                 of batches, which form one large batch. Ranks that differ along other axes pass the same batch.
         """
-        return self._compute(batch, "engine(batch)")
+        return self._compute_loss(batch, "engine(batch)")
 
-    def _compute(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
+    def _compute_loss(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (trains or (self.model.training and torch.is_grad_enabled())):
             come_to_step(f"{call} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
-        if self._pending is not None or self._is_backward_done:
+        if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
                 f"The engine received a batch before {'step' if self._is_backward_done else 'backward'} was called "
                 "for the previous batch",
@@ -160,25 +163,29 @@ class Engine:
         come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
         self._notify("before_forward")
         try:
-            self._pending = self._average_over_data_ranks(self.pipeline.step(batch))
+            self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
         except BaseException:
             with suppress(Exception):  # otherwise the next step would add these incomplete gradients
                 self.zero_grad()
             raise
         self._notify("after_backward")
-        return self._pending
+        return self._pending_loss
 
     def backward(self, loss: Tensor) -> None:
-        """Complete the backward pass for the loss that ``engine(batch)`` returned; the loss must be the same object."""
-        if self._pending is None or loss is not self._pending:
-            what = "is not the last loss of the engine" if self._pending is not None else "has no pending batch"
+        """Complete the backward pass of a batch. ``loss`` must be the tensor that ``engine(batch)`` returned."""
+        if self._pending_loss is None or loss is not self._pending_loss:
+            what = (
+                "is not the last loss of the engine"
+                if self._pending_loss is not None
+                else "belongs to no pending batch"
+            )
             raise InputError(
                 f"backward received a loss that {what}",
                 rule="engine(batch) has already computed the gradients of the loss that it returned",
                 remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation pass a list of "
                 "batches, and add further terms of the loss in loss_fn",
             )
-        self._pending, self._is_backward_done = None, True
+        self._pending_loss, self._is_backward_done = None, True
 
     def step(self) -> bool:
         """Clip gradients, update the weights, clear the gradients, and step the scheduler.
@@ -190,13 +197,15 @@ class Engine:
         """
         if not self._is_backward_done:
             raise InputError(
-                "step was called before backward" if self._pending is not None else "step was called without a batch",
+                "step was called before backward"
+                if self._pending_loss is not None
+                else "step was called without a batch",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
         come_to_step("engine.step", self.world)
-        return self._step()
+        return self._run_optimizer_step()
 
-    def _step(self) -> bool:
+    def _run_optimizer_step(self) -> bool:
         self._notify("before_optimizer_step")
         is_updated = self._update_weights()
         self._is_backward_done = False
@@ -208,7 +217,7 @@ class Engine:
         return is_updated
 
     def train_step(self, batch: Any) -> Tensor:
-        """Run forward, backward and update for a batch, and return the loss as ``engine(batch)`` does.
+        """Run the forward pass, backward pass and weight update for a batch, and return the loss of the global batch.
 
         A model in eval mode is trained too, without dropout and without updating the running statistics of norms.
         """
@@ -218,13 +227,13 @@ class Engine:
                 "engine.train_step cannot train under torch.no_grad()",
                 remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
             )
-        loss = self._compute(batch, "engine.train_step", trains=True)
+        loss = self._compute_loss(batch, "engine.train_step", trains=True)
         self.backward(loss)
-        self._step()
+        self._run_optimizer_step()
         return loss
 
     def evaluate(self, batches: Any) -> Tensor:
-        """Return the mean loss of one or several batches on all ranks, weighted by the tokens or samples that count.
+        """Return the mean loss of one or several batches, weighted by the number of labeled tokens or samples.
 
         The model is temporarily set to eval mode. Afterwards every module returns to its previous mode.
 
@@ -232,19 +241,19 @@ class Engine:
             batches: A batch, or an iterable of batches. All data ranks need the same number of batches.
         """
         come("engine.evaluate", self.world)
-        several = self._synchronized_batches(batches) if _is_stream(batches) else [batches]
+        several = self._synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
         with evaluating(self.model):
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
 
     def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
-        """Yield the batches, and check before each one that all ranks have another batch."""
+        """Yield batches, and check before each batch that no rank has run out of batches."""
         for batch in batches:
             come_to_step("engine.evaluate with another batch", self.world)
             yield batch
         come_to_step("engine.evaluate without another batch", self.world)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
-        """Return the model's output for a batch, in eval mode and without gradients.
+        """Return the output of the model for a batch, computed in eval mode and without gradients.
 
         All pipeline stages return the output unless ``gather=False``. All ranks of a data-parallel replica must make
         this call; under ZeRO stage 3, all ranks.
@@ -262,18 +271,18 @@ class Engine:
         return self.train(False)
 
     def zero_grad(self) -> None:
-        """Discard the gradients of a backward pass without an update."""
-        self._pending, self._is_backward_done = None, False
+        """Discard the gradients of the last batch without updating the weights."""
+        self._pending_loss, self._is_backward_done = None, False
         for optimizer in self.optimizers:
             optimizer.zero_grad()
 
     def _prepare_batch(self, batch: Any) -> Any:
         if is_batch_list(batch):
             return [self._prepare_batch(each) for each in batch]
-        return on_device(named_batch(batch, self.model, has_target=self._has_target), self.context.device)
+        return move_to_device(to_forward_arguments(batch, self.model, has_target=self._has_target), self.context.device)
 
     def _average_over_data_ranks(self, loss: Tensor) -> Tensor:
-        """Average the loss over data ranks if each rank has its own mean."""
+        """Average the loss over the data-parallel ranks, if the loss of each rank is the mean over its own batch."""
         if self.parallel.average_loss_over == "ranks" and self.context.data.size > 1:
             return all_reduce(loss, self.context.data, purpose="loss") / self.context.data.size
         return loss
@@ -294,7 +303,7 @@ class Engine:
         return is_updated
 
     def _clip_gradients(self) -> bool:
-        """Clip the gradients and return whether the update should be made."""
+        """Clip the gradients, and return False if the update must be skipped because they are not finite."""
         config = self.parallel
         self.grad_norm = norm = grad_norm(self.model) if config.max_grad_norm or self.takes_grad_norm else None
         if norm is None:
@@ -311,7 +320,7 @@ class Engine:
         )
 
     def _describe_nonfinite_gradients(self) -> str:
-        """Gather and list the parameters whose gradients are not finite on any rank."""
+        """Describe, for an error, which parameters have nonfinite gradients on any rank. Communicates their names."""
         grads = {n: p.grad for n, p in self.model.named_parameters() if p.grad is not None}
         values = {n: grad.coalesce().values() if grad.is_sparse else grad for n, grad in grads.items()}
         local = [n for n, x in values.items() if not x.isfinite().all()]
@@ -322,8 +331,8 @@ class Engine:
     @property
     def schedulers(self) -> list[Any]:
         """The user's schedulers as a list."""
-        given = self.scheduler
-        return [] if given is None else list(given) if isinstance(given, (list, tuple)) else [given]
+        scheduler = self.scheduler
+        return [] if scheduler is None else list(scheduler) if isinstance(scheduler, (list, tuple)) else [scheduler]
 
     def _step_schedulers(self) -> None:
         for scheduler in self.schedulers:
@@ -334,19 +343,19 @@ class Engine:
         if self.scheduler_every == "epoch":
             self._step_schedulers()
 
-    def _notify(self, moment: str) -> None:
+    def _notify(self, event: str) -> None:
         if self.listener is not None:
-            self.listener(moment)
+            self.listener(event)
 
-    def _check_between_steps(self, what: str) -> None:
-        if self._pending is not None or self._is_backward_done:
+    def _check_between_steps(self, call: str) -> None:
+        if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{what} cannot be called in the middle of a step",
+                f"{call} cannot be called in the middle of a step",
                 remedy="Call it after engine.step(), or discard the step with engine.zero_grad()",
             )
 
     def set_data(self, data: ShardedDataLoader) -> None:
-        """Replace the training data."""
+        """Replace the training data of the engine, and step epoch-wise schedulers after each of its epochs."""
         self.data = data
         data.on_epoch_end = self._end_epoch
 
@@ -365,7 +374,7 @@ class Engine:
 
     @property
     def world(self) -> Axis:
-        """Axis over all ranks that train this model."""
+        """Mesh axis that contains all ranks that train this model."""
         return self.context.flatten(*AXES) if self.context.world is not None else Axis("world")
 
     @property
@@ -383,7 +392,9 @@ class Engine:
         in_background: bool = False,
         position: Any = None,
     ) -> Path | None:
-        """Save everything that is needed to resume training to ``directory/step-00000123``. See ``save_checkpoint``.
+        """Save a checkpoint with model, optimizer, scheduler and data position to ``directory/step-00000123``.
+
+        See ``save_checkpoint``.
 
         Args:
             extra: Plain values of your own, which ``load`` returns.
@@ -413,18 +424,18 @@ class Engine:
         return None
 
     def check_save(self, *, extra: Any = None, position: Any = None) -> None:
-        """Raise on all ranks the error that ``save`` would raise, without writing a checkpoint."""
+        """Check that the engine can be saved, and raise the error that ``save`` would raise, without writing a file."""
         engine_state = pack_engine_state(self.steps, self.skipped, position, extra)
         check_savable(self.model, self.optimizer, scheduler=self.scheduler, extra=engine_state)
 
     def wait(self) -> Path | None:
-        """Wait for the checkpoint that is written in the background. Returns its path, or None."""
+        """Wait for the checkpoint that is written in the background, and return its path, or None."""
         saving, self._saving = self._saving, None
         return saving.wait() if saving is not None else None
 
     @renamed_parameters({"folder": "directory"})
     def load(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint:
-        """Resume from a checkpoint that was saved under any layout. See ``load_checkpoint``.
+        """Load a checkpoint, which may have been saved under another parallel layout. See ``load_checkpoint``.
 
         Restores weights, optimizer, scheduler, random state, step count and data position. If an error is raised, all
         of them keep their previous state, including the gradients of an unfinished step.
@@ -434,7 +445,7 @@ class Engine:
     def load_and_take(
         self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
-        """Load a checkpoint and call ``take`` with it; an error in either restores the engine."""
+        """Load a checkpoint and pass it to ``take``. If either step fails, the engine keeps its previous state."""
         come("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, None if self.data is None else self.data.state()
@@ -444,29 +455,29 @@ class Engine:
                 self.data.load_state(position)
             self.steps, self.skipped = steps, skipped
 
-        def take_place(found: LoadedCheckpoint) -> None:
-            *place, loaded = unpack_engine_state(found)
+        def take_user_state(checkpoint: LoadedCheckpoint) -> None:
+            *place, loaded = unpack_engine_state(checkpoint)
             restore(*place)
             take(loaded)
 
         try:
-            found = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_place)
+            checkpoint = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_user_state)
         except BaseException:
             restore(*before)
             raise
         self.zero_grad()
-        return unpack_engine_state(found)[-1]
+        return unpack_engine_state(checkpoint)[-1]
 
     @renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
-        """Load the newest checkpoint if the folder has one; otherwise return None."""
+        """Load the newest checkpoint of a folder, or return None if the folder contains no checkpoint."""
         come("engine.resume", self.world)
         return self.load(directory) if has_checkpoint(directory, self.world) else None
 
     # --- other layouts
 
     def reshard(self, parallel: ParallelConfig | dict[str, Any]) -> ReshardStats:
-        """Change the parallel layout of the same processes without writing a checkpoint.
+        """Change the parallel layout of the running processes without writing a checkpoint.
 
         Weights, master weights, optimizer states and random state are converted as by saving and loading. A rank copies
         values that it has under both layouts, and receives each of its other values once. ``engine.model`` and
@@ -493,7 +504,7 @@ class Engine:
         parallel: ParallelConfig,
         context: ParallelContext,
     ) -> None:
-        """Replace the model, optimizers, pipeline and layout."""
+        """Replace the model, optimizers, pipeline and parallel layout of the engine, and shard its data accordingly."""
         self.model, self.optimizers, self.pipeline = model, optimizers, pipeline
         self.parallel, self.context = parallel, context
         if (monitor := metadata_of(model).monitor) is not None:
@@ -504,19 +515,19 @@ class Engine:
 
     @renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
-        """Write a folder for ``from_pretrained`` of transformers. See ``export_pretrained``."""
+        """Save the model to a folder that transformers can load with ``from_pretrained``. See ``export_pretrained``."""
         come("engine.export", self.world)
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 
 def needs_metric(scheduler: Any) -> bool:
-    """Return whether ``scheduler.step`` requires a metric, as torch's ``ReduceLROnPlateau`` does."""
+    """Return whether the ``step`` method of a scheduler requires a metric, as ``ReduceLROnPlateau.step`` does."""
     parameters = inspect.signature(scheduler.step).parameters.values()
     return any(p.default is p.empty and p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD) for p in parameters)
 
 
-def _is_stream(batches: Any) -> bool:
-    """Return whether ``batches`` is an iterable of batches instead of one batch."""
+def _is_batch_stream(batches: Any) -> bool:
+    """Return whether ``batches`` is an iterable of batches, rather than a single batch."""
     if isinstance(batches, (Mapping, Tensor)):
         return False
     return is_batch_list(batches) if isinstance(batches, (list, tuple)) else isinstance(batches, Iterable)

@@ -1,4 +1,4 @@
-"""``Hook``: base class of the callbacks of a training run."""
+"""``Hook``, the base class of callbacks that the trainer calls during a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardformer.training.engine import Engine
 
 
 class TrainerProtocol(Protocol):
-    """Interface of the trainer that hooks receive; ``Trainer`` documents it."""
+    """Attributes and methods of ``Trainer`` that hooks may use."""
 
     engine: Engine
     batch: Any
@@ -47,7 +47,7 @@ class TrainerProtocol(Protocol):
 
 
 def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
-    """Raise ConfigError if a hook that acts after validation is used without validation data."""
+    """Raise ConfigError if the trainer has no validation data, which ``hook`` requires."""
     if not trainer.has_validation:
         raise ConfigError(
             f"The hook {type(hook).__name__} requires validation data",
@@ -56,7 +56,7 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
 
 
 class Hook:
-    """Base class of callbacks. Subclass it and implement the methods that you need.
+    """Base class of training callbacks. Subclass it and override the methods that you need.
 
     >>> class PrintLoss(Hook):
     ...     def after_step(self, trainer):
@@ -71,31 +71,31 @@ class Hook:
     """
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        """Called before anything else; the Checkpoint hook loads a checkpoint here."""
+        """Called at the start of ``fit``, before all other methods. The Checkpoint hook loads a checkpoint here."""
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         """Called before the first step of ``fit``. After resuming, ``trainer.step`` is not 0."""
 
     def before_epoch(self, trainer: TrainerProtocol) -> None:
-        """Called before the first batch of an epoch, or of the remaining epoch after resuming."""
+        """Called before the first batch of an epoch. A resumed run calls it in the middle of the epoch."""
 
     def before_step(self, trainer: TrainerProtocol) -> None:
         """Called when ``trainer.batch`` contains the local batch of the next step."""
 
     def before_forward(self, trainer: TrainerProtocol) -> None:
-        """Called before the forward pass."""
+        """Called before the forward pass of a training step."""
 
     def after_backward(self, trainer: TrainerProtocol) -> None:
-        """Called when the gradients are computed. ZeRO keeps them in its own buffers."""
+        """Called after the gradients are computed. ZeRO stores them in its own buffers, not in ``param.grad``."""
 
     def before_optimizer_step(self, trainer: TrainerProtocol) -> None:
         """Called before gradient clipping and the weight update."""
 
     def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
-        """Called after the weight update, when the gradients are cleared."""
+        """Called after the weights are updated and the gradients are cleared."""
 
     def after_step(self, trainer: TrainerProtocol) -> None:
-        """Called after each step with its ``trainer.loss``. Add your own metrics to ``trainer.values``."""
+        """Called after each training step. Read ``trainer.loss``, and add your own metrics to ``trainer.values``."""
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         """Called before the validation data is evaluated."""
@@ -104,31 +104,31 @@ class Hook:
         """Called on all ranks after each validation batch, in eval mode."""
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        """Called when ``trainer.values`` contains ``validation/loss`` and the metrics of earlier hooks."""
+        """Called after validation. ``trainer.values`` contains ``validation/loss`` and the metrics of earlier hooks."""
 
     def before_save(self, trainer: TrainerProtocol) -> None:
         """Called before a checkpoint is saved."""
 
     def after_save(self, trainer: TrainerProtocol) -> None:
-        """Called after a checkpoint is saved, or its background save is started."""
+        """Called after a checkpoint is saved, or after saving in the background has started."""
 
     def after_epoch(self, trainer: TrainerProtocol) -> None:
         """Called after the last batch of an epoch."""
 
     def on_signal(self, trainer: TrainerProtocol) -> None:
-        """Called when a rank has received SIGTERM or SIGINT. The run stops afterwards."""
+        """Called on all ranks after any rank received SIGTERM or SIGINT. The run stops afterwards."""
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
-        """Called when ``trainer.problem`` ends the run. Do not communicate: other ranks may not call this method."""
+        """Called when the error ``trainer.problem`` ends the run. Do not communicate: other ranks may not call it."""
 
     def after_train(self, trainer: TrainerProtocol) -> None:
-        """Called after the last step, unless an error ended the run."""
+        """Called at the end of the run, unless an error ended it."""
 
     def state(self) -> Any:
-        """Return plain values to store in checkpoints, or None. The values of the first rank are stored."""
+        """Return the hook state to store in checkpoints, as plain values, or None. The first rank's state is stored."""
 
     def load_state(self, state: Any) -> None:
-        """Restore the values that ``state`` of the same hook returned."""
+        """Restore the state of the hook from the values that ``state`` returned."""
 
 
 _OTHERS = ("on_validation_batch", "state", "load_state")

@@ -1,4 +1,4 @@
-"""``initialize``: shards a model with its optimizer and data into an engine. Also changes the layout of an engine."""
+"""``initialize`` shards a model and its optimizer and returns a training engine, which can be resharded later."""
 
 from __future__ import annotations
 
@@ -32,21 +32,21 @@ from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_t
 from shardformer.random_state import random_kept_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
-from shardformer.training.data_loader import batches_of, with_target
+from shardformer.training.data_loader import create_data_loader, wrap_loss_function
 from shardformer.training.engine import Engine
-from shardformer.training.reshape import Key, Snapshot, apply_changes, collect_changes, take_snapshot
+from shardformer.training.reshape import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
 from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
 LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
-"""Environment variables of which every launcher sets one."""
+"""Environment variables that show that a launcher started this process. Every launcher sets one of them."""
 
 
 @contextmanager
-def _detached(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
-    """Empty the parameter lists of optimizers, and yield a function that fills them from a sharded model.
+def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Callable[[nn.Module], None]]:
+    """Remove all parameters from optimizers, and yield a function that adds the parameters of the sharded model.
 
     The optimizers stay the same objects, so that schedulers remain valid. Their parameter lists are modified in place,
     because some optimizers keep a reference to them. An error restores the original parameters.
@@ -82,10 +82,10 @@ def _detached(optimizers: Sequence[Optimizer], model: nn.Module) -> Iterator[Cal
         raise
 
 
-def _check_optimizer(optimizer: Optimizer, names: Mapping[int, Any]) -> None:
+def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> None:
     kind = type(optimizer).__name__
     for param in (param for group in optimizer.param_groups for param in group["params"]):
-        if id(param) not in names:
+        if id(param) not in names_by_id:
             raise ConfigError(
                 f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model",
                 remedy="Add the module that owns it to the model, or remove it from the optimizer",
@@ -97,15 +97,15 @@ def _check_optimizer(optimizer: Optimizer, names: Mapping[int, Any]) -> None:
         )
 
 
-def _as_optimizers(given: Any) -> list[Optimizer] | MakeOptimizer | None:
-    """Return the optimizers as a list, or the function that creates one."""
-    if isinstance(given, Optimizer):
-        return [given]
-    if isinstance(given, (list, tuple)) and given and all(isinstance(each, Optimizer) for each in given):
-        return list(given)
-    if given is None or (callable(given) and not isinstance(given, type)):
-        return given
-    what = given.__name__ if isinstance(given, type) else f"{given!r:.80}"
+def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | None:
+    """Return the ``optimizer`` argument as a list of optimizers, or unchanged if it is None or a function."""
+    if isinstance(optimizer, Optimizer):
+        return [optimizer]
+    if isinstance(optimizer, (list, tuple)) and optimizer and all(isinstance(each, Optimizer) for each in optimizer):
+        return list(optimizer)
+    if optimizer is None or (callable(optimizer) and not isinstance(optimizer, type)):
+        return optimizer
+    what = optimizer.__name__ if isinstance(optimizer, type) else f"{optimizer!r:.80}"
     raise ConfigError(
         f"optimizer={what} is not an optimizer, a list of optimizers, or a function from parameters to an optimizer",
         remedy="Pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), for example",
@@ -113,7 +113,7 @@ def _as_optimizers(given: Any) -> list[Optimizer] | MakeOptimizer | None:
 
 
 def num_processes() -> int:
-    """Return the number of launched processes."""
+    """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
     return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
@@ -135,7 +135,7 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Add the axes of the tensor grid and of the Ulysses rings."""
+    """Add the mesh axes of the tensor-parallel grid and of the sequence-parallel rings to a context."""
     if "ring" not in context.sizes:
         sequence = config.sequence if isinstance(config.sequence, int) else list(config.sequence)
         context = with_ring_axes(context, sequence)
@@ -147,29 +147,29 @@ def _shard_with_optimizers(
     optimizers: Sequence[Optimizer],
     policy: Any,
     config: ParallelConfig,
-    grid: ParallelContext,
-    then: Callable[[nn.Module], object] = lambda _: None,
+    context: ParallelContext,
+    on_sharded: Callable[[nn.Module], object] = lambda _: None,
 ) -> nn.Module:
-    """Shard the model, attach the optimizers to its sharded parameters, and call ``then`` with the sharded model.
+    """Shard the model, move the optimizers to its sharded parameters, and call ``on_sharded`` with the sharded model.
 
-    An error, also of ``then``, restores the model and the optimizers.
+    An error, also of ``on_sharded``, restores the model and the optimizers.
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
-    collective_call(grid, lambda: lines, lambda lines: lines, action="initialize the engine")
-    with _detached(optimizers, model) as attach:
+    collective_call(context, lambda: lines, lambda lines: lines, action="initialize the engine")
+    with _detached_optimizers(optimizers, model) as attach:
 
         def finish(model: nn.Module) -> None:
             attach(model)
-            model.to(grid.device)
+            model.to(context.device)
             if config.activation_offload != "device":
                 offload_activations(model, config.activation_offload)
-            then(start_training(model))
+            on_sharded(start_training(model))
 
         if METADATA_ATTRIBUTE in model.__dict__:
             finish(model)
             return model
-        return shard_in_place(model, config.shard_config(grid), policy, finish)[0]
+        return shard_in_place(model, config.shard_config(context), policy, finish)[0]
 
 
 def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
@@ -177,29 +177,29 @@ def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_w
         model,
         config.micro_batches,
         micro_batch_size=config.micro_batch_size,
-        loss_fn=with_target(loss_fn) if loss_fn is not None else None,
+        loss_fn=wrap_loss_function(loss_fn) if loss_fn is not None else None,
         loss_weight=loss_weight,
         average_loss_over=config.average_loss_over,
         allow_short_batches=True,
     )
 
 
-def _make_scheduler(given: Any, optimizers: list[Optimizer]) -> Any:
-    several = given if isinstance(given, (list, tuple)) else [given]
-    if given is None or (several and all(hasattr(each, "step") for each in several)):
-        return given
-    if not callable(given) or len(optimizers) != 1:
+def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
+    several = scheduler if isinstance(scheduler, (list, tuple)) else [scheduler]
+    if scheduler is None or (several and all(hasattr(each, "step") for each in several)):
+        return scheduler
+    if not callable(scheduler) or len(optimizers) != 1:
         raise ConfigError(
-            f"scheduler={given!r:.80} is not supported with {len(optimizers)} optimizers",
+            f"scheduler={scheduler!r:.80} is not supported with {len(optimizers)} optimizers",
             rule="It is a scheduler, a list of schedulers, or with one optimizer a function that creates a scheduler",
             remedy="Pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...), for example",
         )
-    return given(optimizers[0])
+    return scheduler(optimizers[0])
 
 
 @dataclass(eq=False)
 class RebuildArguments:
-    """Arguments of ``initialize`` that build an engine again under another layout.
+    """Arguments of ``initialize`` that ``Engine.reshard`` needs to rebuild the engine under another layout.
 
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
@@ -210,25 +210,25 @@ class RebuildArguments:
     policy: Any
     loss_fn: Any
     loss_weight: Any
-    snapshot: Mapping[Key, Snapshot] = field(default_factory=dict)
+    snapshot: Mapping[ItemKey, Snapshot] = field(default_factory=dict)
 
     def take_snapshot(self, model: nn.Module) -> None:
         if self.meta_model is not None:
             self.snapshot = take_snapshot(model, self.meta_model)
 
 
-def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> ReshardStats:
-    """Move the model and the optimizers of an engine to another layout. See ``Engine.reshard``."""
-    config = ParallelConfig.of(given)
-    if recipe.meta_model is None:
+def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -> ReshardStats:
+    """Reshard the model and optimizers of an engine for another parallel layout. See ``Engine.reshard``."""
+    config = ParallelConfig.of(parallel)
+    if arguments.meta_model is None:
         raise ConfigError(
             "The engine cannot be resharded, because initialize received a model that was already sharded",
             remedy="Pass the unsharded model to initialize",
         )
-    grid = _grid_for(engine.context, config)
+    context = _make_resharded_context(engine.context, config)
     if engine.data is not None:
-        engine.data.check_ranks(grid.data.size)
-    changes = collect_changes(recipe.snapshot, engine.model, recipe.meta_model, engine.world)
+        engine.data.check_ranks(context.data.size)
+    changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")
@@ -241,14 +241,14 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
         unchanged_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):
-        with record_changes(recipe.meta_model):
-            model = copy.deepcopy(recipe.meta_model)
+        with record_changes(arguments.meta_model):
+            model = copy.deepcopy(arguments.meta_model)
         apply_changes(changes, model)
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
-        model = _shard_with_optimizers(model, [], copy.copy(recipe.policy), config, grid)
-        pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
+        model = _shard_with_optimizers(model, [], copy.copy(arguments.policy), config, context)
+        pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
         tensors: dict[str, Any] = ModelTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.groups, strict=True):
             let_go(optimizer)
@@ -259,14 +259,14 @@ def reshard_engine(engine: Engine, recipe: RebuildArguments, given: Any) -> Resh
             optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
         moved = old.load_into(model, optimizers)
     set_modes(model, modes)
-    apply_changes(changes, recipe.meta_model)
-    engine.adopt(model, optimizers, pipeline, config, grid)
-    recipe.take_snapshot(model)
+    apply_changes(changes, arguments.meta_model)
+    engine.adopt(model, optimizers, pipeline, config, context)
+    arguments.take_snapshot(model)
     return moved
 
 
-def _grid_for(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
-    """Create the process grid of another layout over the same processes."""
+def _make_resharded_context(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
+    """Create the parallel context of another layout over the same processes."""
     if context.world is None or context.mesh is not None:
         return make_context(None, config)
     count = len(context.grid.ranks)
@@ -293,7 +293,7 @@ def initialize(
     scheduler_every: str = "step",
     data_options: dict[str, Any] | None = None,
 ) -> Engine:
-    """Shard a model and return its training engine, with the same script for one process and for many.
+    """Shard a model and its optimizer, and return a training engine. The same script runs on one process or many.
 
     >>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
     ...                                 parallel=shardformer.ParallelConfig(tensor=2, zero_stage=1))
@@ -321,22 +321,22 @@ def initialize(
     Raises:
         ShardFormerError: The combination is not supported. Raised on every rank, with the model unchanged.
     """
-    _check_types(model, loss_fn, loss_weight, scheduler_every, context, data_options)
+    _check_argument_types(model, loss_fn, loss_weight, scheduler_every, context, data_options)
     config = ParallelConfig.of(parallel(num_processes()) if callable(parallel) else parallel)
-    optimizers = _as_optimizers(optimizer)
-    grid = make_context(context, config)
+    optimizers = _normalize_optimizers(optimizer)
+    process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
-    data = None if train_data is None else batches_of(train_data, grid, **options)
+    data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
     meta_model = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
-    recipe = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
-    engine = _shard_engine(model, optimizers, scheduler, config, grid, recipe)
+    arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
+    engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
 
 
-def _check_types(
+def _check_argument_types(
     model: Any, loss_fn: Any, loss_weight: Any, scheduler_every: Any, context: Any, data_options: Any
 ) -> None:
     check_module(model)
@@ -352,30 +352,36 @@ def _check_types(
 
 def _shard_engine(
     model: nn.Module,
-    given: OptimizerArgument,
+    optimizer: OptimizerArgument,
     scheduler: Any,
     config: ParallelConfig,
-    grid: ParallelContext,
-    recipe: RebuildArguments,
+    context: ParallelContext,
+    arguments: RebuildArguments,
 ) -> Engine:
-    """Shard the model and create its engine. If one rank fails, all ranks raise and restore the model."""
+    """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
-            pipeline = make_pipeline(model, config, recipe.loss_fn, recipe.loss_weight)
-            optimizers = [given([p for p in model.parameters() if p.requires_grad])] if callable(given) else given or []
+            pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
+            optimizers = (
+                [optimizer([p for p in model.parameters() if p.requires_grad])]
+                if callable(optimizer)
+                else optimizer or []
+            )
             return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
 
-        pipeline, optimizers, schedulers = collective_call(grid, make, action="create the optimizer")
+        pipeline, optimizers, schedulers = collective_call(context, make, action="create the optimizer")
         if config.effective_zero_stage is not None and optimizers:
             with unchanged_on_error(optimizers):
                 optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]
-        has_target = recipe.loss_fn is not None
-        engine = Engine(model, optimizers, pipeline, config, grid, scheduler=schedulers, has_target=has_target)
-        recipe.take_snapshot(model)
-        engine.rebuild = partial(reshard_engine, engine, recipe)
+        has_target = arguments.loss_fn is not None
+        engine = Engine(model, optimizers, pipeline, config, context, scheduler=schedulers, has_target=has_target)
+        arguments.take_snapshot(model)
+        engine.rebuild = partial(reshard_engine, engine, arguments)
         engines.append(engine)
 
-    _shard_with_optimizers(model, given if isinstance(given, list) else [], recipe.policy, config, grid, create)
+    _shard_with_optimizers(
+        model, optimizer if isinstance(optimizer, list) else [], arguments.policy, config, context, create
+    )
     return engines[0]

@@ -1,4 +1,4 @@
-"""Metrics log of a run: ``folder/records.jsonl`` with one JSON object per line.
+"""Writes and reads the metrics log of a run, ``folder/records.jsonl``, with one JSON object per line.
 
     {"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25, "tokens_per_s": 51200.0, "grad_norm": "nan"}}
 
@@ -27,7 +27,7 @@ _EXAMPLE = '{"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25}}'
 
 @dataclass(frozen=True)
 class MetricsRecord:
-    """Metrics after one step.
+    """Metrics of a run after one optimizer step.
 
     Args:
         step: Number of optimizer steps so far.
@@ -44,7 +44,7 @@ class MetricsRecord:
 
 
 class MetricsWriter:
-    """Appends records to ``folder/records.jsonl`` immediately, so that a killed run loses at most the last record.
+    """Appends metrics to ``folder/records.jsonl`` without buffering, so that a killed run loses at most one record.
 
     One process of a run writes. It locks the folder while it writes.
 
@@ -65,12 +65,12 @@ class MetricsWriter:
             raise ConfigError(f"The metrics folder {str(folder)!r} is a file", remedy="Pass the path of a folder")
         hold(folder, self)
         try:
-            self._file = self._open(folder / FILE, resume_at)
+            self._file = self._open_log_file(folder / FILE, resume_at)
         except BaseException:
             release(folder, self)
             raise
 
-    def _open(self, path: Path, resume_at: int | None) -> BinaryIO:
+    def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
         remove_left(path.parent, path.name)
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
@@ -79,7 +79,7 @@ class MetricsWriter:
                     remedy="Move it away, or pass another folder",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
-            replace_text(path, "".join(map(_line, kept)))  # atomically
+            replace_text(path, "".join(map(_to_json_line, kept)))  # atomically
             return os.fdopen(os.open(path, os.O_WRONLY | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC), "ab", buffering=0)
         if path.is_file() and not path.is_symlink() and path.stat().st_size == 0:
             path.unlink()
@@ -89,7 +89,7 @@ class MetricsWriter:
         return new_file(path)
 
     def write(self, record: MetricsRecord) -> None:
-        write_all(self._file, _line(record).encode())
+        write_all(self._file, _to_json_line(record).encode())
 
     def close(self) -> None:
         self._file.close()
@@ -97,20 +97,20 @@ class MetricsWriter:
 
 
 def read_records(path: str | Path) -> list[MetricsRecord]:
-    """Read the records of a run in the order in which they were written.
+    """Read the logged metrics of a run in the order in which they were written.
 
     Args:
         path: Folder of a run, a parent folder with a single run, or a file of records. An incomplete last line is
             ignored, because the run may have been killed or may still be writing.
     """
-    file = file_of(path)
+    file = find_metrics_file(path)
     lines = file.read_bytes().split(b"\n")
     records = []
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
-            records.append(_parse(line))
+            records.append(_parse_record(line))
         except (ValueError, OverflowError) as error:  # includes invalid UTF-8 and invalid JSON
             if number == len(lines):  # no newline follows
                 break
@@ -123,7 +123,7 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
     return records
 
 
-def _line(record: MetricsRecord) -> str:
+def _to_json_line(record: MetricsRecord) -> str:
     values = {name: _to_json(value) for name, value in record.values.items()}
     line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
     return json.dumps(line, allow_nan=False) + "\n"
@@ -134,8 +134,8 @@ def _to_json(value: float) -> float | str:
     return number if math.isfinite(number) else str(number)
 
 
-def _parse(line: bytes) -> MetricsRecord:
-    """Parse a record. Raises ValueError with the reason, or OverflowError for a number that is too large."""
+def _parse_record(line: bytes) -> MetricsRecord:
+    """Parse a line of the metrics log, or raise ValueError or OverflowError with the reason why it is invalid."""
     try:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
@@ -157,34 +157,40 @@ def _to_float(name: str, value: Any) -> float:
     raise ValueError(f"{name} is not a number")
 
 
-def file_of(path: str | Path) -> Path:
-    """Return the metrics file that ``path`` refers to: the file itself, the file in it, or the only file below it."""
+def find_metrics_file(path: str | Path) -> Path:
+    """Return the metrics file at ``path``, in the folder ``path``, or in its only subfolder with a run."""
     path = Path(path)
     if path.is_file():
         return path
     if (path / FILE).is_file():
         return path / FILE
-    inside = _files_below(path)
+    inside = _find_metrics_files(path)
     if len(inside) == 1:
         return inside[0]
     what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
         f"{str(path)!r} {what}",
-        rule=f"Training writes the file {FILE} to the folder of the run",
+        rule=f"A training run writes its metrics to the file {FILE} in its folder",
         remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 
 
-def _suggest_runs(path: Path, inside: Sequence[str]) -> str:
-    if inside:
-        return f"Pass one of {', '.join(inside[:3])}, ..." if len(inside) > 3 else f"Pass {' or '.join(inside)}"
+def _suggest_runs(path: Path, run_folders: Sequence[str]) -> str:
+    if run_folders:
+        return (
+            f"Pass one of {', '.join(run_folders[:3])}, ..."
+            if len(run_folders) > 3
+            else f"Pass {' or '.join(run_folders)}"
+        )
     above = next(folder for folder in path.resolve().parents if folder.is_dir())
-    names = [str(file.parent.relative_to(above)) for file in _files_below(above) if file.parent.name != path.name]
+    names = [
+        str(file.parent.relative_to(above)) for file in _find_metrics_files(above) if file.parent.name != path.name
+    ]
     if not names:
         return f"Pass the output folder of a training run; {above} contains no run"
     return f"{did_you_mean(path.name, names)} Pass one of the runs in {above}"
 
 
-def _files_below(folder: Path) -> list[Path]:
-    """Return the metrics files in subfolders of ``folder``, at most two levels deep."""
+def _find_metrics_files(folder: Path) -> list[Path]:
+    """Return the metrics files in the subfolders of a folder, at most two levels deep."""
     return sorted([*folder.glob(f"*/{FILE}"), *folder.glob(f"*/*/{FILE}")])

@@ -1,4 +1,4 @@
-"""Charts of logged metrics, one panel per metric, and a summary table of runs."""
+"""Draws charts of logged metrics, with one panel per metric, and summarizes runs in a table."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#44
 _INK, _GRID = "#444444", "#E4E4E4"
 
 
-def panel_names(runs: Runs) -> list[str]:
-    """Return the metrics to draw, one panel each: metrics with a title first, then the others in order of appearance.
+def list_panels(runs: Runs) -> list[str]:
+    """Return the metric names to plot, one per panel: well-known metrics such as loss first, then all other metrics.
 
     A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
     """
@@ -50,66 +50,66 @@ def panel_names(runs: Runs) -> list[str]:
     return [name for name in _TITLES if name in found] + [name for name in found if name not in _TITLES]
 
 
-def series(records: Sequence[MetricsRecord], name: str) -> Series:
-    """Return the steps and values of one metric, sorted by step, including NaN and infinity."""
+def metric_series(records: Sequence[MetricsRecord], name: str) -> Series:
+    """Return the steps and the values of a metric, sorted by step. NaN and infinite values are included."""
     pairs = sorted(((r.step, r.values[name]) for r in records if name in r.values), key=lambda pair: pair[0])
     table = np.array(pairs, dtype=np.float64).reshape(-1, 2)
     return table[:, 0], table[:, 1]
 
 
-def drop_nonfinite(one: Series) -> Series:
-    """Remove NaN and infinite values from a series."""
-    keep = np.isfinite(one[1])
-    return one[0][keep], one[1][keep]
+def drop_nonfinite(series: Series) -> Series:
+    """Remove the points of a curve whose value is NaN or infinite."""
+    keep = np.isfinite(series[1])
+    return series[0][keep], series[1][keep]
 
 
-def smoothed(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Return the centered moving average, over fewer values at the ends."""
+def moving_average(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the centered moving average of a curve, with a shorter window at both ends."""
     window = np.ones(min(len(values) // 40, 250) * 2 + 1)
     # a running sum would lose the values that follow a loss of 1e18
     return np.convolve(values, window, "same") / np.convolve(np.ones_like(values), window, "same")
 
 
-def is_smoothed(name: str, one: Series) -> bool:
-    """Return whether the curve of a training metric is a moving average."""
-    return name not in _NEVER_SMOOTHED and int(np.isfinite(one[1]).sum()) > _MANY_POINTS
+def is_smoothed(name: str, series: Series) -> bool:
+    """Return whether a training metric has enough points to be plotted as a moving average."""
+    return name not in _NEVER_SMOOTHED and int(np.isfinite(series[1]).sum()) > _MANY_POINTS
 
 
-def plotted_curve(name: str, one: Series) -> Series:
-    """Return the series or its moving average, with NaN in place of values that are not finite."""
-    steps, values = one
+def curve_to_plot(name: str, series: Series) -> Series:
+    """Return the curve to plot for a metric: its values or their moving average, with NaN for infinite values."""
+    steps, values = series
     good = np.isfinite(values)
     shown = np.where(good, values, np.nan)
-    if is_smoothed(name, one):
-        shown[good] = smoothed(values[good])
+    if is_smoothed(name, series):
+        shown[good] = moving_average(values[good])
     return steps, shown
 
 
-def isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
-    """Return which finite values have no finite neighbor, so that no line reaches them."""
+def find_isolated_points(values: NDArray[np.float64]) -> NDArray[np.bool_]:
+    """Return a mask of the finite values without a finite neighbor, which a line plot would not show."""
     good = np.isfinite(values)
     padded = np.concatenate([[False], good, [False]])
     found: NDArray[np.bool_] = good & ~padded[:-2] & ~padded[2:]
     return found
 
 
-def is_log(name: str, values: NDArray[np.float64]) -> bool:
-    """Return whether the axis is logarithmic: for a loss or gradient norm over more than two decades."""
+def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
+    """Return whether to use a logarithmic axis: for a loss or gradient norm that spans more than two decades."""
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
 
 
 def _format_bytes(value: float) -> str:
-    """Format a number of bytes: 2.1e9 as 2.1 GB."""
+    """Format a number of bytes with a unit, as in 2.1 GB for 2.1e9."""
     for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
         if value >= scale:
             return f"{value / scale:,.1f} {unit}"
     return f"{value:,.0f} B"
 
 
-def title_of(name: str) -> str:
-    """Return the title of a metric's panel."""
+def panel_title(name: str) -> str:
+    """Return the title of the panel that shows a metric."""
     return _TITLES.get(name, name.replace("_", " "))
 
 
@@ -117,7 +117,7 @@ def title_of(name: str) -> str:
 
 
 def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
-    """Draw a chart with one panel per metric to an .svg or .png file.
+    """Plot the metrics of runs, with one panel per metric, and save the chart as an .svg or .png file.
 
     Each run has a color. Validation metrics are dashed. A curve of more than 100 points is drawn as a moving average
     over the recorded values. A cross on the lower edge marks a value that is not finite.
@@ -128,7 +128,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
         names: Metrics to draw. None draws all.
     """
     check_chart_file(path)
-    names = list(names) if names is not None else panel_names(runs)
+    names = list(names) if names is not None else list_panels(runs)
     if not names:
         where = ", ".join(runs) or "no run"
         raise ConfigError(f"There are no metrics to draw in {where}", remedy="Record a metric, such as loss")
@@ -156,11 +156,11 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
             figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
 
 
-def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
+def _draw_panel(axes: Axes, runs: Runs, name: str, has_axis_label: bool) -> None:
     from matplotlib.ticker import MaxNLocator
 
-    for color, records in zip(_colors(len(runs)), runs.values()):
-        trained, validated = series(records, name), series(records, VALIDATION + name)
+    for color, records in zip(_choose_colors(len(runs)), runs.values()):
+        trained, validated = metric_series(records, name), metric_series(records, VALIDATION + name)
         _draw_curve(axes, trained, color, name)
         steps, losses = drop_nonfinite(validated)
         marker = "o" if len(steps) <= 40 else ""
@@ -171,55 +171,57 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_label: bool) -> None:
                 edge: dict[str, Any] = {"transform": axes.get_xaxis_transform(), "clip_on": False, "zorder": 5}
                 axes.plot(bad, np.zeros_like(bad), "x", color=color, markersize=5, **edge)
     both = (name, VALIDATION + name)
-    values = np.concatenate([drop_nonfinite(series(records, n))[1] for records in runs.values() for n in both])
-    if is_log(name, values):
+    values = np.concatenate([drop_nonfinite(metric_series(records, n))[1] for records in runs.values() for n in both])
+    if uses_log_scale(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
     elif name in FROM_ZERO and len(values) and values.min() >= 0:
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
     only_validation = all(name not in record.values for records in runs.values() for record in records)
-    axes.set_title(f"{title_of(name)} (validation)" if only_validation else title_of(name), loc="left", fontsize=10)
+    axes.set_title(
+        f"{panel_title(name)} (validation)" if only_validation else panel_title(name), loc="left", fontsize=10
+    )
     axes.grid(color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     axes.spines["bottom"].set(visible=True, color="#BBBBBB")
     axes.tick_params(length=0, colors=_INK)
-    axes.yaxis.set_major_formatter(_formatter(name, values))
-    axes.xaxis.set_major_formatter(_plain)
+    axes.yaxis.set_major_formatter(_tick_formatter(name, values))
+    axes.xaxis.set_major_formatter(_format_number)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
     if len(values) == 0:
         axes.set_yticks([])
         axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
-    if has_label:
+    if has_axis_label:
         axes.set_xlabel("step", color=_INK)
 
 
-def _draw_curve(axes: Axes, one: Series, color: Any, name: str) -> None:
-    steps, curve = plotted_curve(name, one)
-    if is_smoothed(name, one):
-        recorded = np.where(np.isfinite(one[1]), one[1], np.nan)
+def _draw_curve(axes: Axes, series: Series, color: Any, name: str) -> None:
+    steps, curve = curve_to_plot(name, series)
+    if is_smoothed(name, series):
+        recorded = np.where(np.isfinite(series[1]), series[1], np.nan)
         axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
     axes.plot(steps, curve, color=color, linewidth=1.6)
-    axes.plot(steps[isolated_points(curve)], curve[isolated_points(curve)], "o", color=color, markersize=3.5)
+    axes.plot(steps[find_isolated_points(curve)], curve[find_isolated_points(curve)], "o", color=color, markersize=3.5)
 
 
-def _formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
+def _tick_formatter(name: str, values: NDArray[np.float64]) -> Callable[[float, float], str]:
     if name == "memory_bytes":
         top = values.max(initial=0.0)
         unit, scale = next(((u, s) for u, s in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)) if top >= s), ("B", 1.0))
         return lambda value, _: f"{value / scale:g} {unit}"
-    return _plain
+    return _format_number
 
 
-def _plain(value: float, _: float = 0) -> str:
-    """Format 51200 as 51.2k, because an axis offset would overlap the title."""
+def _format_number(value: float, _: float = 0) -> str:
+    """Format a tick label with a unit prefix, as in 51.2k for 51200, because an axis offset would overlap the title."""
     for unit, scale in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3)):
         if scale * 1e4 > abs(value) >= scale * (10 if unit == "k" else 1):
             return f"{value / scale:.10g}{unit}"
     return f"{value:.10g}"
 
 
-def _colors(count: int) -> list[Any]:
+def _choose_colors(count: int) -> list[Any]:
     if count <= len(COLORS):
         return list(COLORS[:count])
     import matplotlib
@@ -228,24 +230,24 @@ def _colors(count: int) -> list[Any]:
 
 
 def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
-    """Add a legend of runs and line styles. The name of a single run is the title."""
+    """Add a legend that explains the run colors and line styles. A single run is named in the title instead."""
     from matplotlib.lines import Line2D
 
     entries: list[tuple[str, Any]] = []
     if len(runs) == 1:
-        figure.suptitle(_short(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
+        figure.suptitle(_shorten_run_name(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
     else:
-        for color, run in zip(_colors(len(runs)), runs):
-            entries.append((_short(run, 60), Line2D([], [], color=color, linewidth=2)))
-    trained = [(name, series(records, name)) for records in runs.values() for name in names]
-    validated = [series(records, VALIDATION + name) for records in runs.values() for name in names]
+        for color, run in zip(_choose_colors(len(runs)), runs):
+            entries.append((_shorten_run_name(run, 60), Line2D([], [], color=color, linewidth=2)))
+    trained = [(name, metric_series(records, name)) for records in runs.values() for name in names]
+    validated = [metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
     if any(len(steps) for steps, _ in validated):
         line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
         entries.append(("validation", line))
-    if any(is_smoothed(name, one) for name, one in trained):
+    if any(is_smoothed(name, series) for name, series in trained):
         entries.append(("moving average", Line2D([], [], color=_INK, linewidth=1.6)))
         entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))
-    if not all(np.isfinite(values).all() for _, values in [*validated, *(one for _, one in trained)]):
+    if not all(np.isfinite(values).all() for _, values in [*validated, *(series for _, series in trained)]):
         entries.append(("not finite", Line2D([], [], color=_INK, linestyle="", marker="x", markersize=5)))
     if entries:
         labels, lines = zip(*entries)
@@ -253,24 +255,27 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         figure.legend(lines, labels, loc="outside lower left", ncols=columns, fontsize=9, frameon=False)
 
 
-def _short(name: str, most: int) -> str:
-    """Shorten a name from the left, because runs differ at the end."""
-    return name if len(name) <= most else f"...{name[3 - most :]}"
+def _shorten_run_name(name: str, max_length: int) -> str:
+    """Remove the beginning of a long run name, because run names usually differ at the end."""
+    return name if len(name) <= max_length else f"...{name[3 - max_length :]}"
 
 
 # --------------------------------------------------------------------------------------------------------- the summary
 
 
 def metrics_summary(runs: Runs) -> list[dict[str, str]]:
-    """Return a table row per run. Best and mean values ignore values that are not finite."""
-    return [{"run": run, **_summarize(records)} for run, records in runs.items()]
+    """Summarize each run in a table row, with its last and best loss, mean speed and peak memory.
+
+    The best and mean values ignore NaN and infinite values.
+    """
+    return [{"run": run, **_summarize_run(records)} for run, records in runs.items()]
 
 
-def _summarize(records: Sequence[MetricsRecord]) -> dict[str, str]:
-    losses = {name: series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
+def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
+    losses = {name: metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
     cells = {
         "step": str(max((record.step for record in records), default=0)),
-        "time": _time(records[-1].seconds if records else 0.0),
+        "time": _format_duration(records[-1].seconds if records else 0.0),
     }
     for name, values in losses.items():
         shown = name.replace("/", " ")
@@ -278,20 +283,20 @@ def _summarize(records: Sequence[MetricsRecord]) -> dict[str, str]:
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
     speed, memory = (
-        drop_nonfinite(series(records, "tokens_per_s"))[1],
-        drop_nonfinite(series(records, "memory_bytes"))[1],
+        drop_nonfinite(metric_series(records, "tokens_per_s"))[1],
+        drop_nonfinite(metric_series(records, "memory_bytes"))[1],
     )
-    cells["mean tokens/s"] = _plain(float(f"{speed.mean():.4g}")) if len(speed) else ""
+    cells["mean tokens/s"] = _format_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 
 def _format_loss(value: float) -> str:
-    """Format a loss with four decimals, or in scientific notation if it is very small or large."""
+    """Format a loss with four decimals, or in scientific notation if the loss is very small or very large."""
     return f"{value:.4f}" if value == 0 or 1e-2 <= abs(value) < 1e5 or not isfinite(value) else f"{value:.3e}"
 
 
-def _time(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     if not isfinite(seconds):
         return str(seconds)
     hours, rest = divmod(round(seconds), 3600)

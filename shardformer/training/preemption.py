@@ -1,4 +1,4 @@
-"""Signals, failures and hook requests, synchronized across ranks before each step."""
+"""Synchronizes signals, hook failures and hook requests across all ranks before each training step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEATS_S = 5.0
+REPEATED_SIGNAL_S = 5.0
 """A repeated signal within this time is ignored: a scheduler signals the launcher and this process."""
 _REPLACED: dict[int, Any] = {}
-"""Handlers that ``StepSynchronizer.signals`` has replaced, by signal."""
+"""Previous handlers that ``StepSynchronizer.handling_signals`` has replaced, by signal."""
 
 
 @dataclass(frozen=True)
 class StepRequests:
-    """Requests of hooks on any rank."""
+    """Actions that hooks requested before the next step: stop, validate, save, or handle a signal."""
 
     stop: bool = False
     validate: bool = False
@@ -41,26 +41,26 @@ class StepRequests:
 
 @dataclass(frozen=True)
 class HookFailure:
-    """Error of a hook on this rank, or of the operation ``where`` if ``hook`` is None."""
+    """Exception that a hook raised on this rank, or that ``operation`` raised if ``hook`` is None."""
 
     hook: Hook | None
-    where: str
+    operation: str
     error: Exception
 
-    def as_exception(self, rank: int) -> ShardFormerError:
+    def to_exception(self, rank: int) -> ShardFormerError:
         error, hook = self.error, self.hook
         if isinstance(error, ShardFormerError):
-            what = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
-            return type(error)(what, rule=error.rule, remedy=error.remedy)
-        where = self.where if hook is None else f"The hook {type(hook).__name__} ({self.where})"
+            text = error.what if hook is None else f"{error.what} (reported by the hook {type(hook).__name__})"
+            return type(error)(text, rule=error.rule, remedy=error.remedy)
+        source = self.operation if hook is None else f"The hook {type(hook).__name__} ({self.operation})"
         return InputError(
-            f"{where[:1].upper()}{where[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
+            f"{source[:1].upper()}{source[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
             remedy="Fix the cause and resume from the last checkpoint",
         )
 
 
 class StepSynchronizer:
-    """Collects requests and failures of this rank until all ranks synchronize.
+    """Collects hook requests and hook failures of this rank, and exchanges them with all ranks before each step.
 
     After a failure, a rank calls no more hooks and continues to the next synchronization. A hook of another rank
     synchronizes before it communicates, so both ranks reach the same collective.
@@ -77,15 +77,15 @@ class StepSynchronizer:
         self.signal: signal.Signals | None = None
         self._local = self._received = StepRequests()
 
-    def ask(self, **what: bool) -> None:
-        """Add a request for the next synchronization, as in ``ask(save=True)``."""
-        self._local = replace(self._local, **what)
+    def request(self, **requests: bool) -> None:
+        """Add a request to exchange at the next synchronization, as in ``request(save=True)``."""
+        self._local = replace(self._local, **requests)
 
-    def fail(self, hook: Hook | None, where: str, error: Exception) -> None:
-        self.failure = self.failure or HookFailure(hook, where, error)
+    def record_failure(self, hook: Hook | None, operation: str, error: Exception) -> None:
+        self.failure = self.failure or HookFailure(hook, operation, error)
 
-    def check(self, engine: Engine) -> None:
-        """Exchange requests and failures between all ranks. Communicates five integers.
+    def exchange_requests(self, engine: Engine) -> None:
+        """Exchange hook requests and failures between all ranks, and raise if a hook failed. Communicates 5 integers.
 
         Raises:
             ShardFormerError: The failure of one rank; raised on all ranks.
@@ -95,18 +95,18 @@ class StepSynchronizer:
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True
-            exception = None if self.failure is None else self.failure.as_exception(world.rank)
+            exception = None if self.failure is None else self.failure.to_exception(world.rank)
             first = next(exception for exception in all_gather_objects(exception, world) if exception is not None)
             raise first from (self.failure.error if self.failure is not None else None)
 
-    def synchronize(self) -> StepRequests:
-        """Return and reset the requests that ``check`` has received from all ranks."""
+    def take_requests(self) -> StepRequests:
+        """Return the hook requests that ``exchange_requests`` received from all ranks, and clear them."""
         received, self._received = self._received, StepRequests()
         return received
 
     @contextmanager
-    def signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
-        """Record SIGTERM and SIGINT within the context; a second signal calls the previous handler.
+    def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
+        """Record SIGTERM and SIGINT instead of ending the process; a second signal calls the previous handler.
 
         Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM.
 
@@ -116,19 +116,19 @@ class StepSynchronizer:
         if threading.current_thread() is not threading.main_thread():
             yield
             return
-        before = dict(_REPLACED)  # of an outer ``fit``
-        came_at = 0.0
+        outer_handlers = dict(_REPLACED)  # of an outer ``fit``
+        received_at = 0.0
 
         def handle(number: int, frame: FrameType | None) -> None:
-            nonlocal came_at
+            nonlocal received_at
             if self.signal is None:
-                self.signal, came_at = signal.Signals(number), time.monotonic()
-                self.ask(signal=True)
+                self.signal, received_at = signal.Signals(number), time.monotonic()
+                self.request(signal=True)
                 if not has_launcher():
-                    _restore_handlers()
+                    _restore_signal_handlers()
                 on_signal(self.signal)
-            elif time.monotonic() - came_at > REPEATS_S:
-                _restore_handlers()
+            elif time.monotonic() - received_at > REPEATED_SIGNAL_S:
+                _restore_signal_handlers()
                 signal.raise_signal(number)
 
         with finishes_on_signals():
@@ -139,29 +139,29 @@ class StepSynchronizer:
             try:
                 yield
             finally:
-                _restore_handlers()
-                _REPLACED.update(before)
+                _restore_signal_handlers()
+                _REPLACED.update(outer_handlers)
 
 
-def _restore_handlers() -> None:
-    """Restore the signal handlers that ``StepSynchronizer.signals`` replaced."""
+def _restore_signal_handlers() -> None:
+    """Restore the signal handlers that ``StepSynchronizer.handling_signals`` replaced."""
     for number, handler in _REPLACED.items():
         if handler is not None:  # None: the handler was not installed by Python
             signal.signal(number, handler)
     _REPLACED.clear()
 
 
-_MASK = threading.local()
+_SIGNAL_MASK = threading.local()
 
 
 def _block_signals() -> None:
-    _MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    _SIGNAL_MASK.before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
 
 
 def _unblock_signals() -> None:
-    signal.pthread_sigmask(signal.SIG_SETMASK, _MASK.before)
+    signal.pthread_sigmask(signal.SIG_SETMASK, _SIGNAL_MASK.before)
 
 
 # worker pools stop their processes with SIGTERM, which must not arrive before a child has restored its handlers
-os.register_at_fork(after_in_child=_restore_handlers)
+os.register_at_fork(after_in_child=_restore_signal_handlers)
 os.register_at_fork(before=_block_signals, after_in_parent=_unblock_signals, after_in_child=_unblock_signals)

@@ -1,4 +1,4 @@
-"""Changes of a sharded model since ``initialize``, which ``Engine.reshard`` applies to the model of the new layout.
+"""Finds changes that users made to a sharded model, so that ``Engine.reshard`` can repeat them on the resharded model.
 
 Resharding rebuilds the model from a copy of the original, unsharded model. Weights, persistent buffers and optimizer
 states are moved with their values. This module carries over all other changes: ``requires_grad``, training modes,
@@ -30,7 +30,7 @@ from shardformer.sharding.forward_checks import OF_LIBRARIES, is_of_library
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
 from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of
 
-Key = tuple[str, str, str]
+ItemKey = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
 FUNCTIONS = (FunctionType, BuiltinFunctionType, type)
 INTERNAL = {*vars(nn.Module()), COMPILED_CALL} - {"training"}
@@ -41,7 +41,7 @@ DEPTH = 2
 
 @dataclass(frozen=True, eq=False)
 class Snapshot:
-    """State of one item of a model, such as an attribute or a buffer.
+    """Recorded value of one module attribute, buffer, hook list or ``requires_grad`` flag of a model.
 
     Args:
         description: Description of the value, equal on all ranks.
@@ -60,35 +60,40 @@ class Snapshot:
     is_computed: bool = False
 
 
-def take_snapshot(model: nn.Module, plain: nn.Module) -> dict[Key, Snapshot]:
-    """Record all items of a sharded model whose changes ``Engine.reshard`` must carry over."""
-    modules = dict(plain.named_modules())
-    found: dict[Key, Snapshot] = {}
+def take_snapshot(model: nn.Module, unsharded: nn.Module) -> dict[ItemKey, Snapshot]:
+    """Record the attributes, buffers, hooks and flags of a sharded model, to detect later changes by the user."""
+    modules = dict(unsharded.named_modules())
+    found: dict[ItemKey, Snapshot] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         trains = param.requires_grad
         found["parameter", name, "requires_grad"] = Snapshot(str(trains), trains, is_sendable=True)
-        found["parameter", name, "hooks"] = _hooks(tensor_hooks_of(param))
+        found["parameter", name, "hooks"] = _snapshot_hooks(tensor_hooks_of(param))
     for path, module in model.named_modules():
         hooks = [hook for table in MODULE_HOOK_TABLES for hook in getattr(module, table).values()]
-        found["module", path, "hooks"] = _hooks(hooks)
-        found["module", path, ""] = _module(module)
+        found["module", path, "hooks"] = _snapshot_hooks(hooks)
+        found["module", path, ""] = _snapshot_module(module)
         found |= {("buffer", path, name): snapshot for name, snapshot in _buffers(module)}
-        known = vars(modules[path]) if path in modules and _is_ours(module) else None
-        found |= {("attribute", path, name): snapshot for name, snapshot in _attributes(module, known)}
+        known = vars(modules[path]) if path in modules and _is_package_module(module) else None
+        found |= {("attribute", path, name): snapshot for name, snapshot in _snapshot_attributes(module, known)}
     return found
 
 
-def collect_changes(before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.Module, world: Axis) -> dict[Key, Any]:
-    """Gather the items that have changed on any rank, with their new values. On failure all ranks raise."""
-    now, local = take_snapshot(model, plain), dict[Key, Snapshot]()
+def collect_changes(
+    before: Mapping[ItemKey, Snapshot], model: nn.Module, unsharded: nn.Module, world: Axis
+) -> dict[ItemKey, Any]:
+    """Gather the attributes, buffers and flags that users changed on any rank since a snapshot, with their new values.
 
-    def look() -> dict[Key, tuple[str, Any]]:
+    If a change cannot be carried over to another layout, all ranks raise ConfigError.
+    """
+    now, local = take_snapshot(model, unsharded), dict[ItemKey, Snapshot]()
+
+    def describe_local_changes() -> dict[ItemKey, tuple[str, Any]]:
         local.update(_changed_items(before, now))
         cpu = {key: x.value.cpu() if isinstance(x.value, Tensor) else x.value for key, x in local.items()}
         return {key: (x.description, (cpu[key],) if x.is_sendable else None) for key, x in local.items()}
 
-    by_rank = gather_from_all_ranks(look, world, "engine.reshard")
-    changes: dict[Key, Any] = {}
+    by_rank = gather_from_all_ranks(describe_local_changes, world, "engine.reshard")
+    changes: dict[ItemKey, Any] = {}
     for key, (description, value) in [pair for items in by_rank for pair in items.items()]:
         is_same = all(items[key][0] == description for items in by_rank if key in items)
         if not is_same or (value is None and key not in local):
@@ -97,57 +102,57 @@ def collect_changes(before: Mapping[Key, Snapshot], model: nn.Module, plain: nn.
     return changes
 
 
-def apply_changes(changes: Mapping[Key, Any], plain: nn.Module) -> None:
-    """Apply changes to an unsharded model."""
+def apply_changes(changes: Mapping[ItemKey, Any], unsharded: nn.Module) -> None:
+    """Set the attributes, buffers and flags from ``collect_changes`` in an unsharded model."""
     for kind, path, name in sorted(changes, key=lambda key: (key[0] != "module", key)):
         value = changes[kind, path, name]
         if kind == "parameter":
-            plain.get_parameter(path).requires_grad_(value)
+            unsharded.get_parameter(path).requires_grad_(value)
         elif kind == "module":
-            plain.set_submodule(path, copy.deepcopy(value))
+            unsharded.set_submodule(path, copy.deepcopy(value))
         elif kind == "buffer":
-            plain.get_submodule(path)._buffers[name] = value.clone()
+            unsharded.get_submodule(path)._buffers[name] = value.clone()
         else:
-            owner: Any = plain.get_submodule(path)
+            owner: Any = unsharded.get_submodule(path)
             *inner, last = name.split(".")
             for each in inner:
                 owner = getattr(owner, each)
             vars(owner)[last] = value.clone() if isinstance(value, Tensor) else copy.deepcopy(value)
 
 
-def _changed_items(before: Mapping[Key, Snapshot], now: Mapping[Key, Snapshot]) -> dict[Key, Snapshot]:
-    """Return new and changed items, or raise ConfigError for an item that is gone or cannot be carried over."""
+def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, Snapshot]) -> dict[ItemKey, Snapshot]:
+    """Return the snapshots that are new or changed, or raise ConfigError if a change cannot be carried over."""
 
     def summary(item: Snapshot | None) -> object:
         return item and (item.description, item.identity)
 
-    changed = sorted(key for key in before.keys() | now.keys() if summary(before.get(key)) != summary(now.get(key)))
+    changed = sorted(key for key in before.keys() | after.keys() if summary(before.get(key)) != summary(after.get(key)))
     replaced = tuple(f"{path}." for kind, path, name in changed if (kind, name) == ("module", "") and path)
     found = {}
     for key in changed:
         kind, path, _ = key
-        if key not in now and kind != "parameter" and f"{path}.".startswith(replaced):
+        if key not in after and kind != "parameter" and f"{path}.".startswith(replaced):
             continue  # its module was replaced
-        if key in now and now[key].is_computed:
+        if key in after and after[key].is_computed:
             continue
-        if key not in now or not now[key].is_copyable:
+        if key not in after or not after[key].is_copyable:
             raise _reshard_error(key)
-        found[key] = now[key]
+        found[key] = after[key]
     return found
 
 
 # ----------------------------------------------------------------------------------------------------------- snapshots
 
 
-def _hooks(hooks: list[Any]) -> Snapshot:
-    """Snapshot of the user's hooks, which refer to the module or parameter that they are registered on."""
+def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
+    """Record which hooks the user registered on a module or parameter. Hooks cannot be copied to another model."""
     own = [hook for hook in hooks if not is_of_library(hook)]
     return Snapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
 
-def _module(module: nn.Module) -> Snapshot:
-    """Snapshot of a module's identity. A module without parameters and buffers can be copied."""
-    inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_ours(m))]
+def _snapshot_module(module: nn.Module) -> Snapshot:
+    """Record the type of a module, to detect its replacement. A module without parameters and buffers can be copied."""
+    inside = [*module.parameters(), *module.buffers(), *(m for m in module.modules() if _is_package_module(m))]
     if inside:
         return Snapshot(type(module).__qualname__, is_copyable=False, identity=id(module))
     kinds = (f"{path} {type(m).__module__}.{type(m).__qualname__}" for path, m in module.named_modules())
@@ -155,55 +160,57 @@ def _module(module: nn.Module) -> Snapshot:
 
 
 def _buffers(module: nn.Module) -> Iterator[tuple[str, Snapshot]]:
-    """Snapshots of non-persistent buffers, which checkpoints do not contain."""
+    """Record the non-persistent buffers of a module, which checkpoints do not contain."""
     for name in module._non_persistent_buffers_set:
         if (buffer := module._buffers.get(name)) is not None and has_data(buffer):
-            yield name, _tensor(buffer)
+            yield name, _snapshot_tensor(buffer)
 
 
-def _attributes(module: nn.Module, known: Mapping[str, Any] | None) -> Iterator[tuple[str, Snapshot]]:
-    of_library = any(_library(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
+def _snapshot_attributes(module: nn.Module, initial: Mapping[str, Any] | None) -> Iterator[tuple[str, Snapshot]]:
+    of_library = any(_library_of(cls) in OF_LIBRARIES for cls in type(module).__mro__ if cls is not nn.Module)
     for name, value in vars(module).items():
-        if name in INTERNAL or name.startswith("_shardformer") or (known is not None and name not in known):
+        if name in INTERNAL or name.startswith("_shardformer") or (initial is not None and name not in initial):
             continue
         is_private = of_library and name.startswith("_")  # handles and caches of a library
-        found = _attribute(name, value, 0 if is_private else DEPTH)
+        found = _snapshot_attribute(name, value, 0 if is_private else DEPTH)
         yield from (pair for pair in found if pair[1].is_copyable or pair[1].is_computed or not is_private)
 
 
-def _attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Snapshot]]:
-    if _is_plain(value):
+def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str, Snapshot]]:
+    if _is_plain_value(value):
         yield name, Snapshot(f"{type(value).__name__} {_stable_repr(value)}", copy.deepcopy(value), is_sendable=True)
     elif isinstance(value, Tensor):
         if value.grad_fn is not None:
             yield name, Snapshot(type(value).__qualname__, is_copyable=False, is_computed=True)
         elif not isinstance(value, nn.Parameter) and has_data(value):
-            yield name, _tensor(value)
+            yield name, _snapshot_tensor(value)
     elif (function := _unwrap_function(value)) is not None:
         description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
         yield name, Snapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
         if not is_of_library(value.__func__):
             yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
-    elif not isinstance(value, nn.Module) and _library(type(value)) not in ("shardformer", "builtins"):
+    elif not isinstance(value, nn.Module) and _library_of(type(value)) not in ("shardformer", "builtins"):
         yield name, Snapshot(type(value).__qualname__, is_copyable=False)
         for inner, each in vars(value).items() if depth and hasattr(value, "__dict__") else ():
-            yield from ((f"{name}.{path}", snapshot) for path, snapshot in _attribute(inner, each, depth - 1))
+            yield from ((f"{name}.{path}", snapshot) for path, snapshot in _snapshot_attribute(inner, each, depth - 1))
 
 
-def _tensor(x: Tensor) -> Snapshot:
-    numbers = x.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
-    return Snapshot(f"{tuple(x.shape)} {x.dtype} {hashlib.sha256(numbers).hexdigest()}", x.detach(), is_sendable=True)
+def _snapshot_tensor(tensor: Tensor) -> Snapshot:
+    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    return Snapshot(
+        f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(numbers).hexdigest()}", tensor.detach(), is_sendable=True
+    )
 
 
 def _unwrap_function(value: Any) -> Any:
-    """Return the function in ``value``, which may be a partial, or None for any other object."""
+    """Return a function, or the function of a ``functools.partial``. For any other object, return None."""
     function = value.func if isinstance(value, partial) else value
     return function if isinstance(function, FUNCTIONS) else None
 
 
 def _refers_to_module(value: Any) -> bool:
-    """Return whether a function or partial refers to a module or tensor, which would belong to the old model."""
+    """Return whether a function or ``functools.partial`` refers to a module or tensor of the old model."""
     references = [*value.args, *value.keywords.values()] if isinstance(value, partial) else []
     for cell in getattr(_unwrap_function(value), "__closure__", None) or ():
         with suppress(ValueError):  # the cell is empty
@@ -212,33 +219,33 @@ def _refers_to_module(value: Any) -> bool:
 
 
 def _stable_repr(value: Any) -> str:
-    """Return a repr that is equal on all ranks, with sets in sorted order."""
+    """Return a repr that is equal on all ranks, because it sorts the elements of sets."""
     if isinstance(value, (set, frozenset)):
         return f"{{{', '.join(sorted(map(_stable_repr, value)))}}}"
     return repr(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     if type(value) is dict:
-        return all(_is_plain(each) for pair in value.items() for each in pair)
+        return all(_is_plain_value(each) for pair in value.items() for each in pair)
     if type(value) in (list, tuple, set, frozenset, torch.Size):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_value, value))
     return isinstance(value, PLAIN)
 
 
-def _is_ours(module: nn.Module) -> bool:
-    return _library(type(module)) == "shardformer"
+def _is_package_module(module: nn.Module) -> bool:
+    return _library_of(type(module)) == "shardformer"
 
 
-def _library(kind: type) -> str:
-    return kind.__module__.partition(".")[0]
+def _library_of(cls: type) -> str:
+    return cls.__module__.partition(".")[0]
 
 
-def _reshard_error(key: Key, problem: str = "cannot be carried over to another layout") -> ConfigError:
+def _reshard_error(key: ItemKey, problem: str = "cannot be carried over to another layout") -> ConfigError:
     kind, path, name = key
-    what = f"{kind} {path or 'of the model'}{f', {name}' if name else ''}"
+    what = f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
     return ConfigError(
-        f"A change since initialize {problem}: {what} was modified",
+        f"The {what} was modified after initialize, and this change {problem}",
         rule="engine.reshard carries over requires_grad, training modes, functions, modules without weights, and plain "
         "values in modules and configs",
         remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "

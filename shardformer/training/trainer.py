@@ -1,4 +1,4 @@
-"""``Trainer``: training loop around an engine that calls hooks at fixed events."""
+"""``Trainer``, a training loop around an engine that calls hooks before and after each step, epoch and validation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_ended
 from shardformer.pipeline.pipeline import modes_of, set_modes, start_training
-from shardformer.training.data_loader import ShardedDataLoader, batches_of, is_batch_list
+from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_batch_list
 from shardformer.training.engine import Engine, needs_metric
 from shardformer.training.hook import Hook
 from shardformer.training.hooks.progress import Progress
@@ -29,7 +29,7 @@ HOOKS, TRAINER_USER_KEY = "hooks", "user"
 
 
 class Trainer:
-    """Training loop around an engine, with hooks.
+    """Runs the training loop of an engine, and calls hooks for logging, checkpoints and validation.
 
     >>> trainer = shardformer.Trainer(engine)                                                     # doctest: +SKIP
     >>> trainer.fit(epochs=3, validation=held_out)                                                # doctest: +SKIP
@@ -76,33 +76,33 @@ class Trainer:
         self.was_interrupted = False
         self.extra: Any = None
         self._synchronizer = StepSynchronizer()
-        self._stop_reason, self._doing = "", ""
+        self._stop_reason, self._current_activity = "", ""
         self._validation: ShardedDataLoader | None = None
-        self._saves: list[Callable[..., Any]] = []
+        self._save_functions: list[Callable[..., Any]] = []
         self._position: Any = None
         self._validated_step = -1
-        self._modes: dict[str, bool] = {}
-        self._began = time.perf_counter()
+        self._training_modes: dict[str, bool] = {}
+        self._started_at = time.perf_counter()
 
     # --- interface for hooks
 
     @property
     def step(self) -> int:
-        """Number of training steps, including those before this run."""
+        """Number of training steps, including the steps before a resumed checkpoint."""
         return self.engine.steps
 
     @property
     def epoch(self) -> int:
-        """Number of finished epochs."""
-        return self._data.epoch
+        """Number of epochs that the training data has completed."""
+        return self._training_data.epoch
 
     @property
     def num_steps(self) -> int | None:
-        """Step at which ``fit`` ends, or None if it is unknown."""
+        """Total number of steps after which ``fit`` ends, or None if it is unknown."""
         if self.last_step is not None or self.last_epoch is None:
             return self.last_step
         try:
-            return self.last_epoch * len(self._data)
+            return self.last_epoch * len(self._training_data)
         except TypeError:
             return None
 
@@ -113,7 +113,7 @@ class Trainer:
     @property
     def seconds(self) -> float:
         """Seconds since ``fit`` was called."""
-        return time.perf_counter() - self._began
+        return time.perf_counter() - self._started_at
 
     @property
     def is_first(self) -> bool:
@@ -126,22 +126,22 @@ class Trainer:
         return self._validation is not None
 
     def stop(self, why: str = "a hook requested it") -> None:
-        """Request that the run stops on all ranks before the next step."""
-        self._synchronizer.ask(stop=True)
+        """Request that training stops on all ranks before the next step. ``why`` is reported as the reason."""
+        self._synchronizer.request(stop=True)
         self._stop_reason = why
 
     def validate(self) -> None:
-        """Request a validation on all ranks before the next step."""
-        self._synchronizer.ask(validate=True)
+        """Request that all ranks run a validation before the next step."""
+        self._synchronizer.request(validate=True)
 
     def save(self) -> None:
-        """Request a checkpoint on all ranks before the next step, if a hook such as ``Checkpoint`` saves."""
-        self._synchronizer.ask(save=True)
+        """Request that all ranks save a checkpoint before the next step, with a hook such as ``Checkpoint``."""
+        self._synchronizer.request(save=True)
 
     # --- the loop
 
     @property
-    def _data(self) -> ShardedDataLoader:
+    def _training_data(self) -> ShardedDataLoader:
         if self.engine.data is None:
             raise ConfigError(
                 "The engine has no training data",
@@ -159,7 +159,7 @@ class Trainer:
         validate_every: int | None = None,
         batch_size: int | None = None,
     ) -> dict[str, float]:
-        """Train up to a total number of steps or epochs.
+        """Train the model up to a total number of steps or epochs.
 
         A run that resumes from a checkpoint continues up to the same total.
 
@@ -180,23 +180,23 @@ class Trainer:
                 f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}",
                 remedy="Write fit(epochs=3) or fit(steps=1000)",
             )
-        self._set_data(train, validation, validate_every, batch_size)
+        self._set_data_loaders(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
         self.problem, self.stopped_by, self.was_interrupted = None, None, False
-        self._synchronizer, self._began = StepSynchronizer(), time.perf_counter()
-        self._modes = modes_of(start_training(self.engine.model))
+        self._synchronizer, self._started_at = StepSynchronizer(), time.perf_counter()
+        self._training_modes = modes_of(start_training(self.engine.model))
         self.engine.listener = self._call_hooks
         try:
-            with self._synchronizer.signals(self._report_signal):
+            with self._synchronizer.handling_signals(self._report_signal):
                 self._call_hooks_synchronized("setup")
                 self._call_hooks_synchronized("before_train")
-                self._position = self._data.state()
-                if self._saves:
+                self._position = self._training_data.state()
+                if self._save_functions:
                     self.engine.check_save(**self._checkpoint_arguments())
-                self._run(validate_every)
+                self._run_steps(validate_every)
                 self._call_hooks_synchronized("after_train")
-                if self._synchronizer.synchronize().save:
-                    self._save()
+                if self._synchronizer.take_requests().save:
+                    self._save_checkpoint()
                 self.engine.wait()
         except BaseException as error:
             self.problem = error
@@ -205,20 +205,20 @@ class Trainer:
             raise
         finally:
             self.engine.listener = None
-            self._saves.clear()
+            self._save_functions.clear()
         return self.values
 
-    def _run(self, validate_every: int | None) -> None:
-        data = self._data
-        while not self._is_over():
+    def _run_steps(self, validate_every: int | None) -> None:
+        data = self._training_data
+        while not self._is_finished():
             self._call_hooks_synchronized("before_epoch")
             batches = iter(data)
             while (batch := self._next_batch(batches)) is not None:
-                self._between_steps()
+                self._handle_requests()
                 if self.stopped_by is not None:
                     data.load_state(self._position)  # this batch was not used
                     return
-                self._train(batch)
+                self._train_step(batch)
                 self._position = data.state()
                 if validate_every is not None and self.step % validate_every == 0:
                     self.validate()
@@ -229,24 +229,29 @@ class Trainer:
                 self._call_hooks_synchronized("after_epoch")
                 if validate_every is None:
                     self.validate()
-            if self._is_over() and self._validated_step != self.step:
+            if self._is_finished() and self._validated_step != self.step:
                 self.validate()
-            self._between_steps()
+            self._handle_requests()
             if self.stopped_by is not None:
                 return
 
-    def _report_signal(self, number: Signals) -> None:
-        """Report the received signal immediately, because the current step may take minutes."""
+    def _report_signal(self, received: Signals) -> None:
+        """Print at once that a signal was received and will stop the run, because the current step may take minutes."""
         if not self.is_first or is_ended():
             return
-        name = "Ctrl-C" if number is SIGINT else number.name
-        doing = [f"finishing {self._doing}"] * bool(self._doing) + ["saving"] * bool(self._saves)
-        more = " (press again to stop at once)" if number is SIGINT else ""
+        name = "Ctrl-C" if received is SIGINT else received.name
+        activities = [f"finishing {self._current_activity}"] * bool(self._current_activity) + ["saving"] * bool(
+            self._save_functions
+        )
+        more = " (press again to stop at once)" if received is SIGINT else ""
         # print is not reentrant, and the signal may arrive while something is printed
-        os.write(2, f"\n{name}: {' and '.join(doing) or 'stopping'}{more}\n".encode())
+        os.write(2, f"\n{name}: {' and '.join(activities) or 'stopping'}{more}\n".encode())
 
     def _next_batch(self, batches: Iterator[Any]) -> Any:
-        """Return the next batch, or None at the end. All ranks learn of an error before the next step."""
+        """Return the next training batch, or None at the end of the epoch.
+
+        If reading the data fails, all ranks raise the error before the next step.
+        """
         try:
             self.batch = next(batches, None)
             if self.batch is not None:
@@ -255,16 +260,16 @@ class Trainer:
         except Exception as error:
             if self._synchronizer.is_broken:
                 raise
-            self._synchronizer.fail(None, "the training data", error)
+            self._synchronizer.record_failure(None, "the training data", error)
             return {}
 
-    def _train(self, batch: Any) -> None:
-        self._doing = f"step {self.step + 1}"
+    def _train_step(self, batch: Any) -> None:
+        self._current_activity = f"step {self.step + 1}"
         if not self.engine.model.training:  # a hook left the model in eval mode
             self.engine.train()
-            set_modes(self.engine.model, self._modes)
-        self.samples = self._data.batch_samples
-        self.tokens = round(self.samples * _tokens_of_sample(batch))
+            set_modes(self.engine.model, self._training_modes)
+        self.samples = self._training_data.batch_samples
+        self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
         for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
             self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
         self.loss = self.engine.train_step(batch)
@@ -273,28 +278,28 @@ class Trainer:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call_hooks("after_step")
 
-    def _between_steps(self) -> None:
-        """Execute what any rank requested since the last step."""
+    def _handle_requests(self) -> None:
+        """Validate, save or stop on all ranks, if a hook of any rank requested it since the last step."""
         self.agree()
-        requests = self._synchronize_requests()
+        requests = self._take_requests()
         if requests.validate and self._validation is not None:
-            self._validate(self._validation)
-        requests |= self._synchronize_requests()
+            self._run_validation(self._validation)
+        requests |= self._take_requests()
         if requests.save:
-            self._save()
+            self._save_checkpoint()
         if requests.stop and self.stopped_by is None:
             self.stopped_by = self._stop_reason or "a hook of another rank requested it"
 
-    def _synchronize_requests(self) -> StepRequests:
-        """Return the requests of all ranks, after handling a signal."""
-        requests = self._synchronizer.synchronize()
+    def _take_requests(self) -> StepRequests:
+        """Return the hook requests of all ranks. If a rank received a signal, call ``on_signal`` of all hooks first."""
+        requests = self._synchronizer.take_requests()
         if requests.signal and not self.was_interrupted:
             self._call_hooks_synchronized("on_signal")
             self.stopped_by, self.was_interrupted = "a signal", True
-            requests |= self._synchronizer.synchronize()
+            requests |= self._synchronizer.take_requests()
         return requests
 
-    def _validate(self, data: ShardedDataLoader) -> None:
+    def _run_validation(self, data: ShardedDataLoader) -> None:
         def batches() -> Iterator[Any]:
             for batch in data:
                 yield batch
@@ -303,7 +308,7 @@ class Trainer:
                 if self.hooks:
                     self.agree()
 
-        self._validated_step, self._doing = self.step, "the validation"
+        self._validated_step, self._current_activity = self.step, "the validation"
         self._call_hooks_synchronized("before_validation")
         data.rewind()
         self.values["validation/loss"] = float(self.engine.evaluate(batches()))
@@ -312,28 +317,28 @@ class Trainer:
                 scheduler.step(self.values["validation/loss"])
         self._call_hooks_synchronized("after_validation")
 
-    def _save(self) -> None:
-        if not self._saves:
+    def _save_checkpoint(self) -> None:
+        if not self._save_functions:
             return
         self._call_hooks_synchronized("before_save")
-        for save in self._saves:
+        for save in self._save_functions:
             save(**self._checkpoint_arguments())
         self._call_hooks_synchronized("after_save")
 
     def _checkpoint_arguments(self) -> dict[str, Any]:
-        """Return the additional arguments of ``engine.save``."""
+        """Return the hook states and the data position as arguments of ``engine.save``."""
         states = {name: hook.state() for name, hook in self._named_hooks().items()}
         return {"extra": {HOOKS: states, TRAINER_USER_KEY: self.extra}, "position": self._position}
 
     def on_save(self, save: Callable[..., Any]) -> None:
-        """Register ``save(extra=, position=)`` as a function that saves a checkpoint; for use in ``Hook.setup``.
+        """Register a function ``save(extra=, position=)`` that saves checkpoints. Call this method in ``Hook.setup``.
 
         The registration lasts until ``fit`` ends. ``fit`` checks before the first step that the run can be saved.
         """
-        self._saves.append(save)
+        self._save_functions.append(save)
 
     def load(self, folder: Any) -> LoadedCheckpoint:
-        """Load a checkpoint into the engine and the hooks.
+        """Load a checkpoint, and restore the engine and the states of all hooks from it.
 
         If an error is raised, the engine and the hooks keep their previous state.
         """
@@ -356,78 +361,82 @@ class Trainer:
         return loaded
 
     def _named_hooks(self) -> dict[str, Hook]:
-        """Return the hooks by class name; a second hook of one class is called ``Name 2``."""
+        """Return a dict from class name to hook. A second hook of the same class has the key ``Name 2``."""
         names = [type(hook).__name__ for hook in self.hooks]
         numbers = [names[:i].count(name) + 1 for i, name in enumerate(names)]
         return {f"{name} {n}" if n > 1 else name: hook for name, n, hook in zip(names, numbers, self.hooks)}
 
     def agree(self) -> None:
-        """Synchronize errors and requests of hooks on all ranks. Hooks call this method before they communicate.
+        """Synchronize hook errors and requests on all ranks. Hooks must call this method before they communicate.
 
         Do not call it between ``before_forward`` and ``after_optimizer_step``. Communicates five integers. Raises on
         all ranks the error of a hook that failed on any rank.
         """
-        self._synchronizer.check(self.engine)
+        self._synchronizer.exchange_requests(self.engine)
 
-    def _call_hooks_synchronized(self, moment: str) -> None:
-        """Call the hooks for an event outside of steps, and synchronize all ranks afterwards."""
-        self._call_hooks(moment)
+    def _call_hooks_synchronized(self, event: str) -> None:
+        """Call a method of all hooks between steps, and raise on all ranks if a hook failed on any rank."""
+        self._call_hooks(event)
         self.agree()
 
-    def _call_hooks(self, moment: str) -> None:
+    def _call_hooks(self, event: str) -> None:
         for hook in self.hooks:
-            self._call_hook(hook, moment)
+            self._call_hook(hook, event)
 
-    def _call_hook(self, hook: Hook, moment: str, *args: Any) -> None:
-        """Call a hook. After a failure, this rank calls no other hook until all ranks know of it."""
-        if self._synchronizer.failure is not None and moment != "on_exception":
+    def _call_hook(self, hook: Hook, event: str, *args: Any) -> None:
+        """Call the method ``event`` of a hook. After a hook failed, skip all hooks until the ranks synchronize."""
+        if self._synchronizer.failure is not None and event != "on_exception":
             return
         try:
-            getattr(hook, moment)(self, *args)
+            getattr(hook, event)(self, *args)
         except Exception as error:
-            if self._synchronizer.is_broken and moment != "on_exception":
+            if self._synchronizer.is_broken and event != "on_exception":
                 raise
-            self._synchronizer.fail(hook, moment, error)
+            self._synchronizer.record_failure(hook, event, error)
 
     # --- arguments of fit
 
-    def _set_data(self, train: Any, validation: Any, every: int | None, batch_size: int | None) -> None:
-        before = self.engine.data
+    def _set_data_loaders(
+        self, train: Any, validation: Any, validate_every: int | None, batch_size: int | None
+    ) -> None:
+        previous = self.engine.data
         if train is not None:
-            self.engine.set_data(self._make_loader(train, batch_size, before))
+            self.engine.set_data(self._make_data_loader(train, batch_size, previous))
         if validation is not None:
-            validation = self._make_loader(validation, batch_size, before, shuffle=False, merge_last=True)
+            validation = self._make_data_loader(validation, batch_size, previous, shuffle=False, merge_last=True)
         self._validation = validation
-        if every is not None and (validation is None or isinstance(every, bool) or every < 1):
+        if validate_every is not None and (
+            validation is None or isinstance(validate_every, bool) or validate_every < 1
+        ):
             problem = "requires validation data" if validation is None else "is not positive"
             raise ConfigError(
-                f"validate_every={every!r} {problem}",
+                f"validate_every={validate_every!r} {problem}",
                 remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every",
             )
 
-    def _make_loader(
-        self, data: Any, batch_size: int | None, before: ShardedDataLoader | None, **options: Any
+    def _make_data_loader(
+        self, data: Any, batch_size: int | None, previous: ShardedDataLoader | None, **options: Any
     ) -> ShardedDataLoader:
-        """Create the loader of data passed to ``fit``, with the defaults of the engine's data."""
+        """Create the data loader of data that was passed to ``fit``, with the options of the engine's data loader."""
         if isinstance(data, ShardedDataLoader):
             return data
         if isinstance(data, DataLoader):
             options = {"merge_last": True} if options else {}
-        elif before is not None:
-            batch_size = before.batch_size if batch_size is None else batch_size
-            options["collate_fn"] = before.collate_fn
-        return batches_of(data, self.engine.context, batch_size=batch_size, **options)
+        elif previous is not None:
+            batch_size = previous.batch_size if batch_size is None else batch_size
+            options["collate_fn"] = previous.collate_fn
+        return create_data_loader(data, self.engine.context, batch_size=batch_size, **options)
 
-    def _is_over(self) -> bool:
+    def _is_finished(self) -> bool:
         return self._is_last_step() or (self.last_epoch is not None and self.epoch >= self.last_epoch)
 
     def _is_last_step(self) -> bool:
         return self.last_step is not None and self.step >= self.last_step
 
 
-def _tokens_of_sample(batch: Any) -> float:
-    """Return the mean number of ``input_ids`` per sample, or 1 if there are none."""
-    parts = batch if is_batch_list(batch) else [batch]
-    columns = [part.get("input_ids") for part in parts if isinstance(part, Mapping)]
+def _mean_tokens_per_sample(batch: Any) -> float:
+    """Return the mean number of ``input_ids`` per sample of a batch, or 1 if the batch has none."""
+    batches = batch if is_batch_list(batch) else [batch]
+    columns = [each.get("input_ids") for each in batches if isinstance(each, Mapping)]
     ids = [x for x in columns if isinstance(x, Tensor) and x.dim() > 1 and len(x)]
     return sum(x.numel() for x in ids) / sum(len(x) for x in ids) if ids else 1.0

@@ -36,7 +36,7 @@ from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_model
 from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
-from shardformer.training.data_loader import on_device
+from shardformer.training.data_loader import move_to_device
 from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
@@ -424,7 +424,7 @@ def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> T
     for backward in job.training.backwards(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
-            part = on_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
+            part = move_to_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
             losses.append(_loss_of_step(job, model, part, backward, rank, seed).double())
     return torch.stack(losses).mean()
 
@@ -488,7 +488,7 @@ def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: St
     rank, last = metadata_of(model).context.data.rank, job.training.backwards(step)[-1]
     losses = []
     for backward in job.training.backwards(step):
-        part = on_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
+        part = move_to_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
             losses.append(step_of(part, backward, rank).detach())

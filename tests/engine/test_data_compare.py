@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, rand
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import NEAR, fingerprint, random_projection
+from shardformer.training.data_sources import TOLERANCE, fingerprint, random_projection
 from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]
@@ -158,7 +158,7 @@ def test_floating_point_samples_are_compared_up_to_rounding() -> None:
         {"x": x.numpy(), "y": 0.5},
     ]
     (sum_, norm), *others = map(random_projection, values)
-    assert [abs(other - sum_) < NEAR * norm for other, _ in others] == [True, False, True]
+    assert [abs(other - sum_) < TOLERANCE * norm for other, _ in others] == [True, False, True]
     assert random_projection({"label": 3, "text": "a"}) == (0.0, 0.0)
 
 

@@ -60,7 +60,7 @@ def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
     ("kind", "head", "words"),
     [
         ("gpt2", "GPT2LMHeadModel", r"GPT2LMHeadModel, which ignores later tokens"),
-        ("bert", "BertLMHeadModel", r"BertLMHeadModel, which compares a label with the output before it"),
+        ("bert", "BertLMHeadModel", r"BertLMHeadModel, which compares a label with the previous output"),
     ],
 )
 def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, tmp_path: Path) -> None:

@@ -13,13 +13,13 @@ import pytest
 from shardformer.errors import ConfigError
 from shardformer.training.metrics_log import MetricsRecord
 from shardformer.training.metrics_plot import (
+    curve_to_plot,
     draw_metrics,
-    is_log,
-    isolated_points,
+    find_isolated_points,
+    list_panels,
+    metric_series,
     metrics_summary,
-    panel_names,
-    plotted_curve,
-    series,
+    uses_log_scale,
 )
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
@@ -40,32 +40,36 @@ def words(file: Path) -> list[str]:
 
 def test_training_and_validation_losses_share_a_panel() -> None:
     records = [*run(3, kappa=0.5), MetricsRecord(3, 1, 3.0, {"validation/loss": 1.0, "validation/f1": 0.5})]
-    assert panel_names({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
+    assert list_panels({"a": records}) == ["loss", "memory_bytes", "kappa", "f1"]
 
 
 def test_a_series_is_sorted_by_step() -> None:
-    steps, values = series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
+    steps, values = metric_series([*of("loss", 1.0, 2.0)[::-1], MetricsRecord(9, 0, 0.0, {"other": 1.0})], "loss")
     assert steps.tolist() == [1, 2] and values.tolist() == [1, 2]
 
 
 def test_a_long_curve_is_smoothed_and_interrupted_at_nonfinite_values() -> None:
     values = [1.0, 3.0] * 100
     values[40] = math.inf
-    _, curve = plotted_curve("loss", series(of("loss", *values), "loss"))
+    _, curve = curve_to_plot("loss", metric_series(of("loss", *values), "loss"))
     assert np.flatnonzero(np.isnan(curve)).tolist() == [40]
     assert np.abs(curve[10:30] - 2.0).max() < 0.2  # of 11 values 5 or 6 are 1
-    assert plotted_curve("learning_rate", series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
+    assert curve_to_plot("learning_rate", metric_series(of("learning_rate", *values), "learning_rate"))[1][0] == 1.0
 
 
 def test_isolated_points_are_found() -> None:
     values = np.array([1.0, np.nan, 2.0, 3.0, np.inf, 4.0])
-    assert isolated_points(values).tolist() == [True, False, False, False, False, True]
+    assert find_isolated_points(values).tolist() == [True, False, False, False, False, True]
 
 
 def test_only_wide_losses_and_norms_have_a_logarithmic_axis() -> None:
     wide = np.array([0.01, 5.0])
-    assert is_log("loss", wide) and is_log("grad_norm", wide)
-    assert not is_log("tokens_per_s", wide) and not is_log("loss", wide - 0.01) and not is_log("loss", wide[:1])
+    assert uses_log_scale("loss", wide) and uses_log_scale("grad_norm", wide)
+    assert (
+        not uses_log_scale("tokens_per_s", wide)
+        and not uses_log_scale("loss", wide - 0.01)
+        and not uses_log_scale("loss", wide[:1])
+    )
 
 
 @needs_matplotlib

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.training.metrics_log import FILE, MetricsRecord, MetricsWriter, file_of, read_records
+from shardformer.training.metrics_log import FILE, MetricsRecord, MetricsWriter, find_metrics_file, read_records
 from tests.disk.locks import killed, lock_of, parent
 
 
@@ -133,7 +133,7 @@ def test_the_parent_folder_of_a_single_run_refers_to_that_run(tmp_path: Path) ->
     write(tmp_path / "first" / "log", range(1, 3))
     for path in (tmp_path, tmp_path / "first", tmp_path / "first" / "log", tmp_path / "first" / "log" / FILE):
         assert read_records(path) == [record(1), record(2)]
-    assert file_of(tmp_path) == tmp_path / "first" / "log" / FILE
+    assert find_metrics_file(tmp_path) == tmp_path / "first" / "log" / FILE
 
 
 def test_the_parent_folder_of_several_runs_raises_with_their_names(tmp_path: Path) -> None:

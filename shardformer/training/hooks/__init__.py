@@ -1,4 +1,4 @@
-"""Hooks of the trainer, as in ``from shardformer.training.hooks import Checkpoint, Progress``."""
+"""Built-in hooks of the trainer, imported as in ``from shardformer.training.hooks import Checkpoint, Progress``."""
 
 from __future__ import annotations
 

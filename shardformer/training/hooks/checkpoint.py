@@ -1,4 +1,4 @@
-"""``Checkpoint``: hook that saves checkpoints and resumes from the newest one."""
+"""``Checkpoint``, a hook that saves checkpoints and resumes from the newest checkpoint."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Checkpoint(Hook):
-    """Saves checkpoints by steps or minutes, after each epoch, on Ctrl-C or SIGTERM, and at the end of the run.
+    """Saves checkpoints at intervals of steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, keep=3)]                         # doctest: +SKIP
 
     A restarted run resumes from the newest complete checkpoint in the folder, also in the middle of an epoch, and
     restores the states of all hooks. The run locks the folder, so that no other job can save into it.
 
-    Communicates what saving communicates.
+    Saving communicates as ``Engine.save`` does.
 
     Args:
         folder: Folder of the checkpoints, which are called ``folder/step-00000123``.
@@ -77,7 +77,7 @@ class Checkpoint(Hook):
 
     @property
     def saved_step(self) -> int:
-        """Step of the newest checkpoint of this run, or -1."""
+        """Step of the newest checkpoint that this run saved or loaded, or -1."""
         return self._saved_step
 
     def before_train(self, trainer: TrainerProtocol) -> None:

@@ -1,4 +1,4 @@
-"""``EarlyStopping``: hook that ends a run whose validation metric no longer improves."""
+"""``EarlyStopping``, a hook that ends a run whose validation metric no longer improves."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ MODES = ("min", "max")
 
 
 class EarlyStopping(Hook):
-    """Ends the run on all ranks if a metric does not improve for several validations in a row.
+    """Ends the run on all ranks if a metric does not improve for several consecutive validations.
 
     >>> trainer = shardformer.Trainer(engine, hooks=[EarlyStopping(patience=2)])                  # doctest: +SKIP
     >>> trainer.fit(epochs=100, validation=held_out)                                              # doctest: +SKIP

@@ -1,4 +1,4 @@
-"""``GradientMonitor``: hook that records the gradient norm and detects anomalies."""
+"""``GradientMonitor``, a hook that records the gradient norm and detects spikes and nonfinite gradients."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from shardformer.zero.mixed_precision import MixedPrecision
 
 WINDOW = 100
 MIN_STEPS = 10
-"""Smallest number of steps for a median."""
+"""Minimum number of steps before a gradient norm is compared with the median."""
 
 
 class GradientMonitor(Hook):
-    """Records the global gradient norm, warns of spikes, and ends a run whose gradients are repeatedly not finite.
+    """Records the global gradient norm, warns of spikes, and ends the run after many steps with nonfinite gradients.
 
     Adds ``grad_norm`` (before clipping) to ``trainer.values``, and ``skipped_steps`` after a step was skipped.
     ``ParallelConfig(on_nonfinite=)`` determines what happens in a single step with gradients that are not finite.
@@ -55,7 +55,7 @@ class GradientMonitor(Hook):
                 raise InputError(
                     f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was not finite for "
                     f"{self._nonfinite_steps} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientMonitor ends a run after {self.patience} such steps",
+                    rule=f"GradientMonitor ends a run after {self.patience} consecutive steps with nonfinite gradients",
                     remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
                     "max_grad_norm",
                 )

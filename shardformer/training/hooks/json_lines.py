@@ -1,4 +1,4 @@
-"""``JsonLines``: hook that writes metrics to a JSON Lines file."""
+"""``JsonLines``, a hook that writes metrics to a JSON Lines file."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class MetricsHook(Hook):
     on_exception = after_train
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
-        """Write values with the writer that ``before_train`` opened on the first rank."""
+        """Write metric values. Subclasses use the writer that they open in ``before_train`` on the first rank."""
 
 
 class JsonLines(MetricsHook):

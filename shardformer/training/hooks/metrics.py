@@ -1,4 +1,4 @@
-"""``Metrics``: hook that computes accuracy, F1 and other metrics over all validation data."""
+"""``Metrics``, a hook that computes accuracy, F1 and other metrics over all validation data."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.pipeline.micro_batches import TARGET_KEY
-from shardformer.training.data_loader import named_batch
+from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
 IGNORED = -100
@@ -22,7 +22,7 @@ SHIFTS = "ForCausalLMLoss"
 
 
 class Metrics(Hook):
-    """Adds metrics of the validation data to ``trainer.values``, such as ``validation/accuracy``.
+    """Computes metrics of the validation data, such as accuracy, and adds them to ``trainer.values``.
 
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
@@ -47,8 +47,8 @@ class Metrics(Hook):
         self.shift = shift
         self._with_perplexity = PERPLEXITY in names
         self._functions: dict[str, Callable[[Any, Any], float]] = {
-            **{name: _sklearn_metric(name) for name in names if name != PERPLEXITY},
-            **{name: _as_metric(name, function) for name, function in functions.items()},
+            **{name: _find_sklearn_metric(name) for name in names if name != PERPLEXITY},
+            **{name: _to_metric_function(name, function) for name, function in functions.items()},
         }
         self._pairs: list[tuple[Tensor, Tensor]] = []
 
@@ -63,8 +63,8 @@ class Metrics(Hook):
             return
         trainer.agree()
         engine = trainer.engine
-        output = _logits(engine.predict(batch))
-        labels = _labels(batch, engine.model)
+        output = _get_logits(engine.predict(batch))
+        labels = _get_labels(batch, engine.model)
         if labels.dim() == output.dim():
             raise InputError(
                 f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}",
@@ -99,8 +99,8 @@ class Metrics(Hook):
             trainer.values[f"validation/{name}"] = float(function(labels, predictions))
 
 
-def _logits(output: Any) -> Tensor:
-    """Return the logits of a model output."""
+def _get_logits(output: Any) -> Tensor:
+    """Return the logits from the output of a model, which may be a tensor, tuple, dict or ``ModelOutput``."""
     if isinstance(output, Mapping):
         output = output["logits"] if "logits" in output else next(iter(output.values()))
     found = output[0] if isinstance(output, (list, tuple)) else getattr(output, "logits", output)
@@ -108,9 +108,9 @@ def _logits(output: Any) -> Tensor:
     return found.detach()
 
 
-def _labels(batch: Any, model: Any) -> Tensor:
-    """Return the labels of a batch: the item ``labels``, or the target after the inputs of a tuple."""
-    named = named_batch(batch, model, has_target=True)
+def _get_labels(batch: Any, model: Any) -> Tensor:
+    """Return the labels of a batch: its item ``labels``, or the last item if the batch is a tuple."""
+    named = to_forward_arguments(batch, model, has_target=True)
     found = named.get("labels", named.get(TARGET_KEY))
     if not isinstance(found, Tensor):
         raise InputError(
@@ -122,7 +122,7 @@ def _labels(batch: Any, model: Any) -> Tensor:
     return found.cpu()
 
 
-def _sklearn_metric(name: str) -> Callable[[Any, Any], float]:
+def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     try:
         from sklearn import metrics
     except ImportError as error:
@@ -145,17 +145,17 @@ def _sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     return found  # type: ignore[no-any-return]
 
 
-def _as_metric(name: str, given: Any) -> Callable[[Any, Any], float]:
+def _to_metric_function(name: str, metric: Any) -> Callable[[Any, Any], float]:
     def compute(labels: Any, predictions: Any) -> float:
-        given.reset()
-        given.update(torch.from_numpy(predictions), torch.from_numpy(labels))
-        return float(given.compute())
+        metric.reset()
+        metric.update(torch.from_numpy(predictions), torch.from_numpy(labels))
+        return float(metric.compute())
 
-    if all(hasattr(given, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
+    if all(hasattr(metric, name) for name in ("update", "compute", "reset")):  # a metric of torchmetrics
         return compute
-    if not callable(given):
+    if not callable(metric):
         raise ConfigError(
-            f"Metrics({name}={given!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric",
+            f"Metrics({name}={metric!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric",
             remedy=f"Write Metrics({name}=lambda labels, predictions: ...)",
         )
-    return given  # type: ignore[no-any-return]
+    return metric  # type: ignore[no-any-return]

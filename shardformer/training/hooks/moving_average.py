@@ -1,4 +1,4 @@
-"""``MovingAverage``: hook that keeps an exponential moving average (EMA) of the weights."""
+"""``MovingAverage``, a hook that computes an exponential moving average (EMA) of the weights."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ KEY = "moving_average"
 
 
 class MovingAverage(Hook):
-    """Keeps ``average = decay * average + (1 - decay) * weight`` in fp32 for each trained weight.
+    """Keeps an exponential moving average of each trained weight: ``average = decay * average + (1 - decay) * weight``.
 
     >>> average = MovingAverage(0.999)                                                            # doctest: +SKIP
     >>> shardformer.Trainer(engine, [average, Checkpoint("run")]).fit(epochs=3, validation=data)  # doctest: +SKIP
     >>> with average.applied(engine):                                                             # doctest: +SKIP
     ...     engine.export("averaged")
 
-    Each rank averages the weights that its optimizer updates: the master weights, if there are any. The result is the
-    same under every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers,
+    Averages are stored in fp32 or a wider dtype. Each rank averages the weights that its optimizer updates: the master
+    weights, if there are any. The result is the same under every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers,
     such as the statistics of batch norms, are not averaged. While the average is applied, a rank keeps its weights
     twice.
 
@@ -86,13 +86,13 @@ class MovingAverage(Hook):
         decay = min(self.decay, (1 + self.updates) / (10 + self.updates)) if self.warmup else self.decay
         self.updates += 1
         for _, param in _trained_tensors(engine):
-            average = self._average_of(param)
+            average = self._get_average(param)
             average.lerp_(param.detach().to(average.dtype), 1 - decay)
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
         if self.validate:
             trainer.agree()
-            self._apply(trainer.engine)
+            self._apply_averages(trainer.engine)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
         self._restore_weights(trainer.engine)
@@ -117,8 +117,8 @@ class MovingAverage(Hook):
 
     @contextmanager
     def applied(self, engine: Any) -> Iterator[None]:
-        """Use the averaged weights within the context. All ranks call it between steps."""
-        self._apply(engine)
+        """Replace the weights by their averages within the context. All ranks must call this method between steps."""
+        self._apply_averages(engine)
         try:
             yield
         finally:
@@ -134,7 +134,7 @@ class MovingAverage(Hook):
     # --- averages in the optimizer states
 
     def _store_in_optimizer(self, engine: Any) -> None:
-        """Store the averages in the optimizer states before a checkpoint.
+        """Store the averaged weights in the optimizer states, so that a checkpoint contains them.
 
         Parameters that had no gradient yet are skipped if their optimizer creates its state with the first gradient.
         Their average equals their value.
@@ -142,7 +142,7 @@ class MovingAverage(Hook):
         for optimizer, group, param in _grouped_tensors(engine):
             small = torch.zeros([min(n, 2) for n in param.shape])
             if optimizer.state.get(param) or not state_after_step(optimizer, group, small):
-                optimizer.state[param][KEY] = self._average_of(param)
+                optimizer.state[param][KEY] = self._get_average(param)
 
     def _remove_from_optimizer(self, engine: Any) -> dict[Tensor, Tensor]:
         found = {}
@@ -154,7 +154,7 @@ class MovingAverage(Hook):
                     del optimizer.state[param]
         return found
 
-    def _average_of(self, param: Tensor, state: Any = None) -> Tensor:
+    def _get_average(self, param: Tensor, state: Any = None) -> Tensor:
         found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
@@ -168,28 +168,28 @@ class MovingAverage(Hook):
     # --- averages in place of the weights
 
     @torch.no_grad()
-    def _apply(self, engine: Any) -> None:
+    def _apply_averages(self, engine: Any) -> None:
         if self._weights is not None:
             raise InputError(
                 "The averaged weights are already applied",
                 remedy="Leave the outer with block first, or pass validate=False if a validation applies them",
             )
-        averages = [(p, self._average_of(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
+        averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
         self._weights = [(x, x.detach().clone()) for x in _overwritten_tensors(engine)]
-        zero = _zero_of(engine)
+        zero = _find_zero_optimizer(engine)
         with zero.writable_state() if zero is not None else nullcontext():
             for param, average in averages:
                 param.copy_(average)
 
     @torch.no_grad()
     def _restore_weights(self, engine: Any) -> None:
-        """Restore the trained weights, without communication because only this rank may have failed."""
+        """Restore the trained weights that the averages replaced. One rank can call this method alone."""
         weights, self._weights = self._weights, None
         if weights is None:
             return
         for x, before in weights:
             x.detach().copy_(before)
-        if (zero := _zero_of(engine)) is not None:
+        if (zero := _find_zero_optimizer(engine)) is not None:
             if (gathered := find_metadata(engine.model).parameter_owner) is not None:
                 gathered.release()
             for shard in zero.shards:
@@ -210,12 +210,12 @@ def _check_supported(engine: Any) -> None:
         )
 
 
-def _zero_of(engine: Any) -> ZeroOptimizer | None:
+def _find_zero_optimizer(engine: Any) -> ZeroOptimizer | None:
     return next((each for each in engine.optimizers if isinstance(each, ZeroOptimizer)), None)
 
 
 def _grouped_tensors(engine: Any) -> Iterator[tuple[Optimizer, dict[str, Any], Tensor]]:
-    """Yield (optimizer, group, tensor) of all trained tensors; under ZeRO the local slices."""
+    """Yield the optimizer and parameter group of each trained tensor. Under ZeRO, the tensors are local slices."""
     for each in engine.optimizers:
         for optimizer in each.inner if isinstance(each, ZeroOptimizer) else [each]:
             for group in optimizer.param_groups:
@@ -227,8 +227,8 @@ def _trained_tensors(engine: Any) -> Iterator[tuple[Optimizer, Tensor]]:
 
 
 def _overwritten_tensors(engine: Any) -> Iterator[Tensor]:
-    """Yield the local tensors that the averaged weights overwrite."""
-    zero = _zero_of(engine)
+    """Yield the local parameters and master weights that are overwritten while the averages are applied."""
+    zero = _find_zero_optimizer(engine)
     if zero is None:
         yield from (param for _, param in _trained_tensors(engine))
         return

@@ -1,4 +1,4 @@
-"""``Profiler``: hook that traces the time and memory of some steps."""
+"""``Profiler``, a hook that traces the time and memory of some steps with torch's profiler."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROWS = 25
 
 
 class Profiler(Hook):
-    """Runs torch's profiler on each rank for some steps.
+    """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
     In ``folder/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
     ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
@@ -42,7 +42,7 @@ class Profiler(Hook):
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
         self._rank_folder = self.folder
-        self._step = self._made = 0
+        self._step = self._steps_profiled = 0
         self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
         self.written: list[Path] = []
 
@@ -64,13 +64,13 @@ class Profiler(Hook):
             profile_memory=self.memory,
             acc_events=True,
         )
-        self._made, self._is_ending = 0, False
+        self._steps_profiled, self._is_ending = 0, False
         self._profile.__enter__()
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         self._step = trainer.step
         if self._profile is not None:
-            self._made += 1
+            self._steps_profiled += 1
             self._profile.step()
 
     def after_train(self, trainer: TrainerProtocol) -> None:
@@ -84,7 +84,7 @@ class Profiler(Hook):
             profiler.__exit__(None, None, None)
 
     def _write(self, profiler: Any) -> None:
-        if self._is_ending and self._made % self._cycle <= self._cycle - self._active:
+        if self._is_ending and self._steps_profiled % self._cycle <= self._cycle - self._active:
             return  # the run ended before the end of the warm-up
         trace = self._rank_folder / f"step-{self._step}.json"
         with replacing(trace) as hidden:
@@ -94,11 +94,11 @@ class Profiler(Hook):
         replace_text(trace.with_suffix(".txt"), text)
         self.written.append(trace)
         if self.memory:
-            draw_memory(trace, trace.with_name(f"{trace.stem}-memory.png"))
+            plot_memory(trace, trace.with_name(f"{trace.stem}-memory.png"))
 
 
-def draw_memory(trace: Path, picture: Path) -> None:
-    """Plot the memory allocated since the profiler started; without matplotlib, warn and return."""
+def plot_memory(trace: Path, image: Path) -> None:
+    """Plot the memory that a trace records over time. If matplotlib is not installed, warn and return."""
     try:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
@@ -119,12 +119,12 @@ def draw_memory(trace: Path, picture: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
-    with replacing(picture) as hidden:
+    with replacing(image) as hidden:
         figure.savefig(hidden, dpi=130)
 
 
 def read_memory_trace(trace: Path) -> tuple[list[float], list[float]]:
-    """Return the time (ms) and total memory (MB) of each allocation in a trace, on the GPU if the trace has one."""
+    """Read the times (ms) and total allocated memory (MB) from a trace: of the GPU if there is one, or of the CPU."""
     events = json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     seen = [e for e in events if e.get("name") == "[memory]"]
     kinds = {e["args"].get("Device Type", 0) for e in seen}

@@ -1,4 +1,4 @@
-"""``TensorBoard``: hook that writes metrics for TensorBoard."""
+"""``TensorBoard``, a hook that writes metrics to TensorBoard event files."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from shardformer.training.hooks.json_lines import MetricsHook
 
 
 class TensorBoard(MetricsHook):
-    """Writes ``trainer.values`` for ``tensorboard --logdir folder``.
+    """Writes the metrics in ``trainer.values`` to event files, which ``tensorboard --logdir folder`` shows.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
     metrics must come before this hook. Communicates nothing.
@@ -23,12 +23,12 @@ class TensorBoard(MetricsHook):
 
     def __init__(self, folder: str | Path, every: int = 1) -> None:
         super().__init__(folder, every)
-        _summary_writer()
+        _import_summary_writer()
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             purge = trainer.step + 1 if trainer.step else None
-            self._writer = _summary_writer()(str(self.folder), purge_step=purge)
+            self._writer = _import_summary_writer()(str(self.folder), purge_step=purge)
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         if self._writer is not None:
@@ -41,7 +41,7 @@ class TensorBoard(MetricsHook):
             self._writer.flush()
 
 
-def _summary_writer() -> Any:
+def _import_summary_writer() -> Any:
     try:
         from torch.utils.tensorboard.writer import SummaryWriter
     except ImportError as error:

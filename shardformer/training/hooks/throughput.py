@@ -1,4 +1,4 @@
-"""``Throughput``: hook that measures tokens per second, FLOP/s and memory."""
+"""``Throughput``, a hook that measures tokens per second, FLOP/s and memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 
 class Throughput(Hook):
-    """Measures the speed and the peak memory of a run.
+    """Measures the training speed and the peak memory of a run.
 
     Adds to ``trainer.values``:
 
@@ -38,18 +38,18 @@ class Throughput(Hook):
     def __init__(self, window: int = 20, flops: bool = True) -> None:
         check_int("Throughput.window", window, unit="steps", example=20)
         self.window, self.flops = window, flops
-        self._steps: deque[tuple[float, int, int]] = deque(maxlen=window)
+        self._recent_steps: deque[tuple[float, int, int]] = deque(maxlen=window)
         self._counter: _FlopCounter | None = None
-        self._flops_of_token: float | None = None
-        self._since = self._excluded = self._excluded_since = 0.0
-        self._seen = 0
+        self._flops_per_token: float | None = None
+        self._step_start = self._excluded = self._excluded_start = 0.0
+        self._num_steps = 0
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        self._steps.clear()
-        self._since, self._excluded, self._seen = time.perf_counter(), 0.0, 0
+        self._recent_steps.clear()
+        self._step_start, self._excluded, self._num_steps = time.perf_counter(), 0.0, 0
 
     def before_forward(self, trainer: TrainerProtocol) -> None:
-        if self.flops and self._flops_of_token is None:
+        if self.flops and self._flops_per_token is None:
             self._counter = _FlopCounter()
             self._counter.__enter__()
 
@@ -61,34 +61,34 @@ class Throughput(Hook):
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         now = time.perf_counter()
-        seconds, self._since, self._excluded = now - self._since - self._excluded, now, 0.0
-        self._seen += 1
-        if self._seen == 2:  # the first step is slower than all others
-            self._steps.clear()
-        self._steps.append((max(seconds, 1e-9), trainer.samples, trainer.tokens))
+        seconds, self._step_start, self._excluded = now - self._step_start - self._excluded, now, 0.0
+        self._num_steps += 1
+        if self._num_steps == 2:  # the first step is slower than all others
+            self._recent_steps.clear()
+        self._recent_steps.append((max(seconds, 1e-9), trainer.samples, trainer.tokens))
         if self._counter is not None:
-            self._flops_of_token = _reduce_over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
+            self._flops_per_token = _reduce_over_ranks(trainer, self._counter.flops, "sum") / max(trainer.tokens, 1)
             self._counter = None
-        if self._seen == 1 or self._seen % self.window == 0:
-            peak = _peak_memory(trainer.engine.context.device)
+        if self._num_steps == 1 or self._num_steps % self.window == 0:
+            peak = _measure_peak_memory(trainer.engine.context.device)
             trainer.values["memory_bytes"] = _reduce_over_ranks(trainer, peak, "max")
-        total = sum(seconds for seconds, _, _ in self._steps)
-        trainer.values["samples_per_s"] = sum(samples for _, samples, _ in self._steps) / total
-        trainer.values["tokens_per_s"] = sum(tokens for _, _, tokens in self._steps) / total
-        if self._flops_of_token is not None:
-            trainer.values["flops_per_s"] = self._flops_of_token * trainer.values["tokens_per_s"]
+        total = sum(seconds for seconds, _, _ in self._recent_steps)
+        trainer.values["samples_per_s"] = sum(samples for _, samples, _ in self._recent_steps) / total
+        trainer.values["tokens_per_s"] = sum(tokens for _, _, tokens in self._recent_steps) / total
+        if self._flops_per_token is not None:
+            trainer.values["flops_per_s"] = self._flops_per_token * trainer.values["tokens_per_s"]
 
     def before_validation(self, trainer: TrainerProtocol) -> None:
-        self._excluded_since = time.perf_counter()
+        self._excluded_start = time.perf_counter()
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        self._excluded += time.perf_counter() - self._excluded_since
+        self._excluded += time.perf_counter() - self._excluded_start
 
     before_save, after_save = before_validation, after_validation
 
 
 class _FlopCounter(TorchDispatchMode):
-    """Counts operations with torch's FLOP formulas, without the module hooks of torch's own counter."""
+    """Counts floating-point operations as ``torch.utils.flop_counter`` does, but without module hooks."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -110,8 +110,8 @@ class _FlopCounter(TorchDispatchMode):
         return out
 
 
-def _peak_memory(device: torch.device) -> float:
-    """Return the peak memory in bytes."""
+def _measure_peak_memory(device: torch.device) -> float:
+    """Return the peak memory of this process in bytes: of the GPU if there is one, or of the CPU."""
     if device.type == "cuda":
         return float(torch.cuda.max_memory_allocated(device))
     return 1024.0 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

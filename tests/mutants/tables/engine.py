@@ -10,8 +10,8 @@ MUTANTS = [
     mutant(
         "augmentation-depends-on-the-ranks",
         "shardformer/training/data_sources.py",
-        "for i, n in enumerate(batch[local], local.start)]",
-        "for i, n in enumerate(batch[local])]",
+        "for i, n in enumerate(batch[local_slice], local_slice.start)]",
+        "for i, n in enumerate(batch[local_slice])]",
         "Random augmentation of a sample changes with the number of data ranks.",
         first=("tests/engine/test_data.py::test_random_augmentation_is_independent_of_layout_workers_and_restarts",),
     ),
@@ -142,8 +142,8 @@ MUTANTS = [
     mutant(
         "validation-numbers-its-own-classes",
         "shardformer/train_command/datasets.py",
-        "classes = classes or label_classes(labels, names if set(own) <= set(names) else own)",
-        "classes = label_classes(labels, names if set(own) <= set(names) else own)",
+        "classes = classes or list_classes(",
+        "classes = list_classes(",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_without_some_class_uses_the_training_indices",
