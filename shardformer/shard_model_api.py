@@ -294,7 +294,7 @@ def resolve_policy(
         return derived, "a derived and validated policy"
     except PolicyError as error:
         if tensor == 1:
-            return derive_layer_stacks(model, copies=copies), "the order of its layers"
+            return derive_layer_stacks(model, allow_copy=copies), "the order of its layers"
         problem = error
     raise make_no_policy_error(model, problem, tensor)
 

@@ -157,11 +157,11 @@ def _fits_shapes(
     )
 
 
-def classify_attributes(numbers: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
+def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
     """Return which integer attributes of an attention count heads, KV heads, head groups or features of all heads."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
-    for name, value in numbers.items():
+    for name, value in attributes.items():
         is_about_kv = "kv" in name or "key_value" in name
         if re.search(r"(?<!all_)head_(size|dim)$", name):
             continue  # features of one head, which equal the width of all heads if there is only one head
@@ -390,13 +390,15 @@ def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count:
     }
     numbers = {name: getattr(module, name) for like in places for name in trace.numbers.get(like, {})}
 
-    def by_layer(name: str) -> list[int]:
+    def values_in_layers(name: str) -> list[int]:
         return [attrgetter(name)(m) for m in places.values()]
 
     return {
         name: value
         for name, value in numbers.items()
-        if value != count.heads or not head_field.startswith(".") or by_layer(name) == by_layer(head_field[1:])
+        if value != count.heads
+        or not head_field.startswith(".")
+        or values_in_layers(name) == values_in_layers(head_field[1:])
     }
 
 
@@ -466,8 +468,8 @@ def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGro
     return list(names) if any(names.values()) else []
 
 
-def _remove_duplicates(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [way for i, way in enumerate(ways) if way not in ways[:i]]
+def _remove_duplicates(dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for i, one in enumerate(dicts) if one not in dicts[:i]]
 
 
 def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
@@ -485,11 +487,11 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
     return list(found.values())
 
 
-def _iter_expert_candidates(module: nn.Module, at: str, stacked: Sequence[str]) -> Iterator[Experts]:
+def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
     """Yield an ``Experts`` role for each order of the stacked weights and each dim that may be the expert features."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
-    for down, (fused, interleaved) in product(reversed(stacked), ((2, False), (1, False), (2, True))):
+    for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
         for dims in find_expert_dims(shapes, down, fused):
             ups = [name for name in dims if name != down]
             summands = [*(name for name in shapes if name not in dims), *identities]
@@ -561,11 +563,11 @@ def _matches_plan(plan: Mapping[str, str], layer: str, role: Role) -> bool:
     else:
         columns, down = [role.up] if isinstance(role.up, str) else [*role.up], role.down
 
-    def style(name: str) -> str:
+    def find_style(name: str) -> str:
         return plan.get(join_path(layer, resolve_path(role.at, name.rstrip("?"))), "")
 
     if isinstance(role, Experts):
-        ups = [style(name) for name in columns if not name.endswith("bias")]
+        ups = [find_style(name) for name in columns if not name.endswith("bias")]
         fused = {"packed": 2}.get(ups[0].partition("_")[0], 1) if ups else 0
-        return fused == role.fused and all(up in EXPERT_STYLES.get(style(down), ()) for up in ups)
-    return style(down).startswith("rowwise") and all(style(name).startswith("colwise") for name in columns)
+        return fused == role.fused and all(up in EXPERT_STYLES.get(find_style(down), ()) for up in ups)
+    return find_style(down).startswith("rowwise") and all(find_style(name).startswith("colwise") for name in columns)

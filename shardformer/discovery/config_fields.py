@@ -241,15 +241,15 @@ def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list
     return found
 
 
-def iter_integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
+def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
     """Yield (path, value) of each integer above 1 in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from iter_integer_fields(value, (*at, name))
+            yield from iter_integer_fields(value, (*prefix, name))
         elif type(value) is int and value > 1:
-            yield (*at, name), value
+            yield (*prefix, name), value
 
 
 def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
@@ -260,15 +260,15 @@ def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
             yield path, values[0]
 
 
-def iter_list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """Yield (path, list) of each list in a config and its nested configs whose entries have type ``of``."""
+def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
+    """Yield (path, list) of each list in a config and its nested configs whose entries have type ``item_type``."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from iter_list_fields(value, (*at, name), of)
-        elif isinstance(value, list | tuple) and value and all(type(n) is of for n in value):
-            yield (*at, name), value
+            yield from iter_list_fields(value, (*prefix, name), item_type)
+        elif isinstance(value, list | tuple) and value and all(type(n) is item_type for n in value):
+            yield (*prefix, name), value
 
 
 def replace_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:

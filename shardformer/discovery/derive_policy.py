@@ -177,19 +177,19 @@ def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = N
         return derive_policy_on(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
 
 
-def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
+def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
     """Derive a policy that only describes the layer stacks for pipeline stages, without tensor parallelism.
 
     The policy has no stack if no reduced model can be built and run.
 
     Args:
-        copies: whether a copy of the model may be used if no reduced model can be built.
+        allow_copy: whether a copy of the model may be used if no reduced model can be built.
     """
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            reduced = reduced_model.reduce_or_copy_model(model) if copies else reduce_model(model)
+            reduced = reduced_model.reduce_or_copy_model(model) if allow_copy else reduce_model(model)
         except PolicyError as error:
-            note = f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
+            note = f"No stack of layers was searched: {error if allow_copy else f'{error.what}.'}"
             empty: type[DerivedPolicy] = type(
                 "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
             )
@@ -275,9 +275,9 @@ def derive_policy_on(
 
 
 def _make_derivation_error(
-    model: nn.Module, cache: _ValidationCache, problem: str, kind: type[PolicyError]
+    model: nn.Module, cache: _ValidationCache, problem: str, error_class: type[PolicyError]
 ) -> PolicyError:
-    error = kind(
+    error = error_class(
         f"No policy for {type(model).__name__} could be derived: {problem}",
         rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
         remedy="Write a policy for this model (docs/policies.md)",

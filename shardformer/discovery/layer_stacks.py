@@ -208,8 +208,8 @@ def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layer
     last = list(model.get_submodule(previous_layers).children())[-1]
     enclosing_paths = [".".join(layers.split(".")[:i]) for i in range(1, layers.count(".") + 1)]
 
-    def note(path: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def make_hook(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             names = inspect.signature(module.forward).parameters
             for name, value in [*list(zip(names, args, strict=False))[1:], *kwargs.items()]:
                 if not made or not isinstance(value, Tensor) or not value.requires_grad:
@@ -217,17 +217,17 @@ def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layer
                 if torch.autograd.grad(value.sum(), made[0], retain_graph=True, allow_unused=True)[0] is not None:
                     found.append((path, name))
 
-        return look
+        return hook
 
     with ExitStack() as stack:
-        hook = last.register_forward_hook(
+        handle = last.register_forward_hook(
             lambda _, __, out: made.append(next(x for x in tree_leaves(out) if isinstance(x, Tensor)))
         )
-        stack.callback(hook.remove)
+        stack.callback(handle.remove)
         for path in enclosing_paths:
             if not f"{previous_layers}.".startswith(f"{path}."):
                 module = model.get_submodule(path)
-                stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(make_hook(path), with_kwargs=True).remove)
         reference.run(model)
     return found[0] if found else None
 

@@ -410,10 +410,10 @@ def _iter_model_makers(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
         yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
 
 
-def _build_reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
-    small = shrinker.make_small_config(**how)
+def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
+    small = shrinker.make_small_config(**options)
     # matching the widths of submodels may reduce the model further
-    if (numel := shrinker.numel(small)) <= MAX_UNMATCHED_NUMEL:
+    if (numel := shrinker.count_model_parameters(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
         model = _match_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)

@@ -69,7 +69,7 @@ def _find_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
 def reduce_layers(
     config: Any, model: nn.Module, build_model: Callable[[Any], nn.Module], num_first: int, num_per_kind: int
 ) -> Any:
-    """Reduce a config to its first ``num_first`` layers and ``num_per_kind`` further layers of each kind.
+    """Reduce a config to its first ``num_first`` layers and the first ``num_per_kind`` layers of each kind.
 
     A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
     layers share weights, one more layer of each kind is kept.
@@ -91,7 +91,7 @@ def reduce_layers(
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
 
-    kinds = [(path, len(names)) for path, names in iter_list_fields(config, of=str)]
+    kinds = [(path, len(names)) for path, names in iter_list_fields(config, item_type=str)]
     for path, count in [*iter_integer_fields(config), *kinds]:
         if count not in lengths.values():
             continue
@@ -237,7 +237,7 @@ class ConfigShrinker:
             )
         return self._few[num_first, num_per_kind]
 
-    def numel(self, config: Any) -> int:
+    def count_model_parameters(self, config: Any) -> int:
         try:
             return sum(p.numel() for p in self.make(copy.deepcopy(config)).parameters())
         except Exception:  # building the model reports the error
@@ -257,7 +257,7 @@ class ConfigShrinker:
         named = {path: n for path, n in named.items() if path in every}
         few = self._get_config_with_layers(layers, 0 if layers else 1)
         small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, sizes) | named)
-        if self.numel(small) > SMALL_NUMEL:
+        if self.count_model_parameters(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
             small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, fewer) | named)
         assigned: dict[str, int] = {}
@@ -287,14 +287,14 @@ def _find_unset_media_tokens(config: Any) -> list[Path]:
     return [(name,) for name, value in fields if value is None]
 
 
-def shrink_config(config: Any, **how: Any) -> Any:
+def shrink_config(config: Any, **options: Any) -> Any:
     """Reduce a transformers config, keeping one layer of each kind.
 
     Args:
-        how: options of ``ConfigShrinker.make_small_config``.
+        options: options of ``ConfigShrinker.make_small_config``.
     """
     model = build_meta_model(config)
-    return ConfigShrinker(model).make_small_config(**{"layers": count_min_layers(model), **how})
+    return ConfigShrinker(model).make_small_config(**{"layers": count_min_layers(model), **options})
 
 
 def build_meta_model(config: Any) -> nn.Module:
@@ -337,13 +337,13 @@ def model_class(name: str) -> type[nn.Module] | None:
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small: Any, kept: Collection[str]) -> Any:
-    """Rebuild a config from its fields so that its class recomputes all derived sizes except the fields in ``kept``."""
+def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
+    """Rebuild a config so that its class recomputes all derived sizes except the fields in ``kept_fields``."""
     default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)
         derived = field.default is None and default.get(name) is not None and type(now[name]) is int
-        if name in now and not (derived and name not in kept):
+        if name in now and not (derived and name not in kept_fields):
             assigned[field.name] = now[name]
     return type(small)(**assigned)
 

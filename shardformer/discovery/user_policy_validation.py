@@ -351,7 +351,7 @@ class _PolicyTrial:
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"Sharded by {by}, {model} {fault.what}",
+            f"The policy does not match the model: sharded by {by}, {model} {fault.what}",
             rule=RULE,
             remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
             + ". If the difference is intended, set validate = False in the policy",

@@ -114,7 +114,7 @@ def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[full] = _mark_tensor(value, full)
 
 
-class _PickleError:
+class _PicklingRefusal:
     """Callable that replaces ``__reduce_ex__`` of a sharded parameter and raises ConfigError."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
@@ -126,4 +126,4 @@ class _PickleError:
 
 def refuse_pickling(name: str, param: Tensor) -> None:
     """Make pickling of a sharded parameter raise ConfigError. Unlike a subclass, this has no overhead."""
-    param.__dict__["__reduce_ex__"] = _PickleError(name, tuple(param.shape))
+    param.__dict__["__reduce_ex__"] = _PicklingRefusal(name, tuple(param.shape))

@@ -94,7 +94,7 @@ def drop_recipe(tensor: Tensor) -> None:
 
 
 def get_view(tensor: Tensor) -> TensorView:
-    """Return the view of its deferred storage that a meta tensor is."""
+    """Return the shape, strides and offset of a meta tensor as a view of its deferred storage."""
     deferred = deferred_storage_of(tensor)
     assert deferred is not None
     return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
