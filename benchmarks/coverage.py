@@ -288,7 +288,7 @@ def batch_of(model_type: str, name: str) -> Mapping[str, Tensor]:
 
 
 def loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    return probe_loss(forward_call(model, batch)(model), alike=True)
+    return probe_loss(forward_call(model, batch)(model), equal_sample_weights=True)
 
 
 def verified(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:

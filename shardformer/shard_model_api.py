@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import check_same_files
-from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, no_policy_error
+from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, make_no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
@@ -94,26 +94,26 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
         resolved.notes = [why_not] if why_not else []
     if sharder.grid is not None:
         found = validate_tensor_grid(model, policy, sharder.grid)
-        if found.against is not None:
+        if found.failure is not None:
             raise ConfigError(
-                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: {found.against}",
+                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: {found.failure}",
                 rule="A reduced model must give the same results on the grid as in one process",
                 remedy="Use tensor_parallel_mode='1d' or another mode for this model",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
     if config.uses_context_parallel:
         way = config.context_parallel
-        sizes, may_be_whole = choose_ring_sizes(model, context, way), not is_explicit(context, way)
+        sizes, allow_full_attention = choose_ring_sizes(model, context, way), not is_explicit(context, way)
         with without_fake_tensors():
-            learned = validate_context_parallel(model, policy, sizes, may_be_whole=may_be_whole)
-        if learned.against is not None:
+            learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
+        if learned.failure is not None:
             raise ConfigError(
-                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.against}",
+                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.failure}",
                 rule="A reduced model must give the same results with a sharded sequence as in one process",
                 remedy="Remove the sequence axis. enable_sequence_parallelism=True shards the sequence between the "
                 "blocks of tensor parallelism instead",
             )
-        resolved.context = learned.learned
+        resolved.context = learned.findings
 
 
 class ModelSharder:
@@ -294,9 +294,9 @@ def resolve_policy(
         return derived, "a derived and validated policy"
     except PolicyError as error:
         if tensor == 1:
-            return derive_layer_stacks(model, copies=copies), "the order of its layers"
+            return derive_layer_stacks(model, allow_copy=copies), "the order of its layers"
         problem = error
-    raise no_policy_error(model, problem, tensor)
+    raise make_no_policy_error(model, problem, tensor)
 
 
 def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:

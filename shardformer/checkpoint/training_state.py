@@ -23,7 +23,7 @@ from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, fro
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.sharding_metadata import find_metadata
-from shardformer.layout.slice_tensor import without_mark
+from shardformer.layout.slice_tensor import to_plain_tensor
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
@@ -261,7 +261,7 @@ class OptimizerStates:
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
                 region = slot.region if has_param_shape else self._full_region(key, tuple(value.shape), slot)
-                x = without_mark(value.detach())  # a script may insert a tensor of model.state_dict()
+                x = to_plain_tensor(value.detach())  # a script may insert a tensor of model.state_dict()
                 x = x.to_dense() if x.is_sparse else x  # such as the momentum of sparse gradients
                 x = x.reshape(-1) if region.flat_range is not None else x
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)

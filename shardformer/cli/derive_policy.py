@@ -24,7 +24,7 @@ def derive_policy(
 ) -> None:
     """Derive a policy for MODEL, validate it on a reduced model, and print it as a table of roles."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
-    from shardformer.discovery.derive_policy import policy_as_python
+    from shardformer.discovery.derive_policy import format_policy
     from shardformer.verify.model_source import call_user_function, find_model
 
     if not name.isidentifier() or iskeyword(name):
@@ -36,4 +36,4 @@ def derive_policy(
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    print(policy_as_python(policy, name), end="")
+    print(format_policy(policy, name), end="")

@@ -15,9 +15,9 @@ from shardformer.comm.collective_call import all_gather_from_grid
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.meta_init.init_recipe import deferred_storage_of, random_steps, recipe_as_text
-from shardformer.meta_init.materialization import is_lazy, named_tensors
-from shardformer.meta_init.safetensors_source import FileFingerprint, weight_files
+from shardformer.meta_init.init_recipe import deferred_storage_of, describe_recipe, iter_random_steps
+from shardformer.meta_init.materialization import is_lazy, list_named_tensors
+from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
 from shardformer.module_paths import find_configs
 from shardformer.random_state import random_states, set_random_states, state_digest
 
@@ -30,8 +30,8 @@ def model_fingerprint(model: nn.Module) -> list[str]:
         + [f"config.{name}={value}" for config in find_configs(model) for name, value in _fields_of(config)]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
-            f"{n}: {recipe_as_text(place)}"
-            for n, t in (named_tensors(model) if is_lazy(model) else ())
+            f"{n}: {describe_recipe(place)}"
+            for n, t in (list_named_tensors(model) if is_lazy(model) else ())
             if (place := deferred_storage_of(t)) is not None
         ]
     )
@@ -60,11 +60,11 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     Parameters that are not yet materialized get the random states of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
-    named = named_tensors(model)
+    named = list_named_tensors(model)
     tensors = [t for _, t in named if t.numel() and not t.is_meta]
     waiting = named if is_lazy(model) else ()
     places = [place for _, t in waiting if (place := deferred_storage_of(t)) is not None]
-    steps = [step for place in places for step in random_steps(place)]
+    steps = [step for place in places for step in iter_random_steps(place)]
     notes = []
     for axis in axes:
         states = b"".join(step.state.numpy().tobytes() for step in steps if step.state is not None)
@@ -126,7 +126,7 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     checksums.
     """
     every: dict[int, FileFingerprints] = dict(
-        all_gather_from_grid([(f.path, f.contents) for f in weight_files(model)], context)
+        all_gather_from_grid([(f.path, f.contents) for f in find_weight_files(model)], context)
     )
     if not all(every.values()):
         return  # a rank without weight files is reported by another check
@@ -136,11 +136,11 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     if not others:
         return
     rank, first = others[0], next(rank for rank in contents_of if contents_of[rank] == usual)
-    is_full = {bool(contents.whole) for contents in (contents_of[rank][0], usual[0])}
+    is_full = {bool(contents.full_hash) for contents in (contents_of[rank][0], usual[0])}
     if len(is_full) > 1:
         raise ConfigError(
-            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].whole)}, rank {first} with "
-            f"all_bytes={bool(usual[0].whole)}",
+            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, rank {first} with "
+            f"all_bytes={bool(usual[0].full_hash)}",
             remedy="Pass the same value on all ranks",
         )
     raise ConfigError(
@@ -156,4 +156,5 @@ def _difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> st
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])
     if len(files) != len(usual):
         return f"rank {rank} reads {len(files)} files, such as {path!r}, rank {first} {len(usual)}, such as {other!r}"
-    return f"rank {rank} reads {path!r}, rank {first} {other!r}, and they differ in their {contents.difference(right)}"
+    what = contents.describe_difference(right)
+    return f"rank {rank} reads {path!r}, rank {first} {other!r}, and they differ in their {what}"

@@ -1,4 +1,4 @@
-"""Candidate roles for groups of linears, from one traced forward: heads, projections, and attributes to divide.
+"""Proposes roles for groups of linear layers from one traced forward: projections, head counts and local attributes.
 
 The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linears that are sharded by
 columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward reads, and many
@@ -27,15 +27,15 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Query and KV head counts, and the ``Attention`` fields for counts that differ from the usual config fields."""
+    """Query and KV head counts of an attention, and the ``Attention`` fields that specify unusual counts."""
 
     heads: int
     kv_heads: int
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
-def candidate_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Return candidate assignments of linears to projections, by the first letters of names or by call order."""
+def propose_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """Propose which linear layer is which projection (q, k, v), by the first letters of names or by call order."""
     called = list(names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
     by_letter = {letter: name for key, name in letters.items() if (letter := key[:1]) in "qkv" and key != "kv"}
@@ -58,22 +58,22 @@ def candidate_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
 
 def find_head_counts(
     model: nn.Module,
-    at: str,
+    module_path: str,
     projections: Mapping[str, Any],
     features: Mapping[str, int],
     width: int,
-    reads_inner: bool,
+    reads_inner_inputs: bool,
     head_dim: int = 0,
 ) -> Iterator[HeadCount]:
-    """Yield the head counts that fit the shapes, starting with the usual config fields.
+    """Yield the head counts that fit the shapes of the projections; counts in the usual config fields come first.
 
     Args:
         head_dim: observed features of a head. For a model without a config, the matching count is first.
     """
     config: Any = getattr(model, "config", None)
-    usual = [_field(config, name) for name in HEAD_COUNT_FIELDS]
+    usual = [_get_config_field(config, name) for name in HEAD_COUNT_FIELDS]
     heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
-    heads_of |= _possible_head_counts(config, model.get_submodule(at))
+    heads_of |= _collect_possible_head_counts(config, model.get_submodule(module_path))
     usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
     if config is None and head_dim and width % head_dim == 0:
         seen = width // head_dim
@@ -83,47 +83,61 @@ def find_head_counts(
         kv = kv_heads or heads
         if heads < 1 or width % heads or heads % kv or (heads, kv) in found:
             continue
-        if not _fit_shapes(projections, features, heads, kv, width // heads, reads_inner):
+        if not _fits_shapes(projections, features, heads, kv, width // heads, reads_inner_inputs):
             continue
         found.add((heads, kv))
         is_usual = (heads, kv) == (usual[0], usual_kv)
-        names = {} if is_usual else {"num_heads": _number_or(name), "num_kv_heads": _number_or(kv_name or name)}
+        names = (
+            {}
+            if is_usual
+            else {"num_heads": _as_number_or_name(name), "num_kv_heads": _as_number_or_name(kv_name or name)}
+        )
         yield HeadCount(heads, kv, names)
 
 
-def _number_or(name: str) -> int | str:
+def _as_number_or_name(name: str) -> int | str:
     return int(name) if name.isdigit() else name
 
 
-def _possible_head_counts(config: Any, module: nn.Module) -> dict[str, int]:
-    """Return integers of the configs and the module that have "head" in their names, or all if there are none."""
+def _collect_possible_head_counts(config: Any, module: nn.Module) -> dict[str, int]:
+    """Collect the integers of a module and its configs that may be head counts.
+
+    These are the integers with "head" in their names, or all integers if there are none.
+    """
     places = {"": config, ".config.": getattr(module, "config", None), ".": module}
-    inner = {f"{n}.": c for n, c in _fields(config).items() if hasattr(c, "model_type")}
+    inner = {f"{n}.": c for n, c in _get_public_attributes(config).items() if hasattr(c, "model_type")}
     every = {
         f"{prefix}{name}": value
         for prefix, place in {**places, **inner}.items()
-        for name, value in _fields(place).items()
+        for name, value in _get_public_attributes(place).items()
         if type(value) is int
     }
     called = {n: v for n, v in every.items() if "head" in n.split(".")[-1] and not n.endswith(("dim", "size"))}
     return called or every
 
 
-def _field(config: Any, name: str) -> Any:
+def _get_config_field(config: Any, name: str) -> Any:
     try:
         return getattr(config, name, None)
     except Exception:  # some configs raise if layers have different values
         return None
 
 
-def _fields(thing: Any) -> dict[str, Any]:
-    return {n: v for n, v in vars(thing).items() if not n.startswith("_")} if thing is not None else {}
+def _get_public_attributes(owner: Any) -> dict[str, Any]:
+    return {n: v for n, v in vars(owner).items() if not n.startswith("_")} if owner is not None else {}
 
 
-def _fit_shapes(
-    projections: Mapping[str, Any], features: Mapping[str, int], heads: int, kv: int, head_dim: int, reads_inner: bool
+def _fits_shapes(
+    projections: Mapping[str, Any],
+    features: Mapping[str, int],
+    heads: int,
+    kv_heads: int,
+    head_dim: int,
+    reads_inner_inputs: bool,
 ) -> bool:
-    def has(part: str, *sizes: int) -> bool:
+    """Return whether the output features of all projections match these head counts."""
+
+    def has_size(part: str, *sizes: int) -> bool:
         return part not in projections or features[projections[part]] in sizes
 
     q = projections.get("q")
@@ -131,26 +145,29 @@ def _fit_shapes(
         return False
     unit = features[q] // heads if q is not None else head_dim
     return (
-        (q is None or reads_inner or unit == head_dim)
-        and has("k", kv * unit)
-        and has("v", kv * head_dim)
-        and has("qkv", (heads + 2 * kv) * head_dim)
-        and (has("kv", 2 * kv * head_dim) or (reads_inner and features[projections["kv"]] % kv == 0))
+        (q is None or reads_inner_inputs or unit == head_dim)
+        and has_size("k", kv_heads * unit)
+        and has_size("v", kv_heads * head_dim)
+        and has_size("qkv", (heads + 2 * kv_heads) * head_dim)
+        and (
+            has_size("kv", 2 * kv_heads * head_dim)
+            or (reads_inner_inputs and features[projections["kv"]] % kv_heads == 0)
+        )
         and all(features[gate] % heads == 0 for gate in projections.get("gates", ()))
     )
 
 
-def classify_attributes(numbers: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
-    """Classify the attributes that an attention module reads, if they count heads or features of heads."""
+def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
+    """Return which integer attributes of an attention count heads, KV heads, head groups or features of all heads."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
-    for name, value in numbers.items():
-        about_kv = "kv" in name or "key_value" in name
+    for name, value in attributes.items():
+        is_about_kv = "kv" in name or "key_value" in name
         if re.search(r"(?<!all_)head_(size|dim)$", name):
             continue  # features of one head, which equal the width of all heads if there is only one head
         if "group" in name and value == heads // kv_heads:
             kinds[name] = "groups"
-        elif value == kv_heads and (about_kv or kv_heads not in (heads, 1)):
+        elif value == kv_heads and (is_about_kv or kv_heads not in (heads, 1)):
             kinds[name] = "kv_heads"
         elif value == heads:
             kinds[name] = "heads"
@@ -170,70 +187,76 @@ PARTITIONS = 4
 
 @dataclass(frozen=True)
 class BlockCandidates:
-    """A group of linears in a stack of layers, with candidate roles in order of likelihood."""
+    """A group of linear layers in a stack, with candidate roles sorted by likelihood."""
 
     layers: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
     columns: Sequence[str]  # paths, in every layer, of the linears to replicate if no candidate passes validation
-    why: str = ""  # reason for replication, if known without validation
+    reason: str = ""  # reason for replication, if known without validation
     final_norm: str | None = None  # path of the norm after the last layer
     context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
 
 
-def find_candidate_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
-    """Return all blocks in forward order; the first layer with a block represents all layers."""
+def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
+    """Return the candidate roles of all blocks in forward order; one layer represents all layers of a stack."""
     blocks, seen = [], set()
     for group in trace.groups:
-        place, at = _layer_of(model, group.row, [group.entry, *group.columns]), _layer_of(model, group.row, [])
-        key = at and (at[0], _block_path(model, group.row[len(at[1]) + 1 :], at[1], group.attends))
+        place, at = (
+            _find_layer_of(model, group.row, [group.entry, *group.columns]),
+            _find_layer_of(model, group.row, []),
+        )
+        key = at and (at[0], _replace_expert_index(model, group.row[len(at[1]) + 1 :], at[1], group.attends))
         if place is not None and key not in seen:
             seen.add(key)
-            blocks.append(_block(model, trace, group, *place))
+            blocks.append(_make_block_candidates(model, trace, group, *place))
         elif place is None and not (group.attends and key in seen):  # a known attention role shards both groups
-            columns = [path for c in group.columns for path in _in_all_layers(model, c)]
+            columns = [path for c in group.columns for path in _find_in_all_layers(model, c)]
             blocks.append(BlockCandidates("", [], columns, LEAF_MODULES))
-    return blocks + _experts(model, trace)
+    return blocks + _find_expert_blocks(model, trace)
 
 
-def _block(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str, layer: str) -> BlockCandidates:
-    row = _block_path(model, group.row[len(layer) + 1 :], layer, group.attends)
+def _make_block_candidates(
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str, layer: str
+) -> BlockCandidates:
+    row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = _is_optional(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
     low_rank = any(group.row in merged for merged in inside)  # across layers, linears meet in the residual stream
-    find = _attentions if group.attends else _mlps
+    find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
-    misfits = [] if low_rank or group.attends else _misfits(model, group)
+    misfits = [] if low_rank or group.attends else _find_misfit_columns(model, group)
     attention = next((role for role in roles[:1] if isinstance(role, Attention)), None)
     gates = [join_path(layer, resolve_path(attention.at, g)) for g in attention.projections.gates] if attention else []
-    columns = [path for c in misfits or gates or group.columns for path in _in_all_layers(model, c)]
+    columns = [path for c in misfits or gates or group.columns for path in _find_in_all_layers(model, c)]
     context = None
     if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
-        context = _context(model, trace, group, layers)
-    why = LOW_RANK if low_rank else UNKNOWN if not roles else ""
-    return BlockCandidates(layers, roles, columns, why, _final_norm(model, trace, layers), context)
+        context = _find_cross_attention_source(model, trace, group, layers)
+    reason = LOW_RANK if low_rank else UNKNOWN if not roles else ""
+    return BlockCandidates(layers, roles, columns, reason, _find_final_norm(model, trace, layers), context)
 
 
-def _misfits(model: nn.Module, group: LinearGroup) -> list[str]:
-    """Return columns whose features do not match the row, if other columns match."""
-    width = _features(model, group.row, out=False)
-    out = [c for c in group.columns if _features(model, c, out=True) % width]
+def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
+    """Return the column-parallel candidates whose output features do not fit the input of the row-parallel one."""
+    width = _count_features(model, group.row, out=False)
+    out = [c for c in group.columns if _count_features(model, c, out=True) % width]
     return out if len(out) < len(group.columns) else []
 
 
-def _in_all_layers(model: nn.Module, path: str) -> list[str]:
-    place = _layer_of(model, path, [path])
+def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
+    """Return the paths of a module's counterparts in all layers of its stack, including itself."""
+    place = _find_layer_of(model, path, [path])
     if place is None:
         return [path]
     layers, layer = place
-    inside = _block_path(model, path[len(layer) + 1 :], layer, attends=False)
+    inside = _replace_expert_index(model, path[len(layer) + 1 :], layer, is_attention=False)
     return match_paths(join_path(f"{layers}.*", inside), [name for name, _ in model.named_modules()])
 
 
-def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Return (path of the list of layers, path of the layer) that contain all members; in stages, the inner list."""
+def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
+    """Return (path of the module list, path of the layer) that contain all ``members``; None if no layer does."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
-    lists = [i for i in indices if _is_list(model, ".".join(parts[:i]))]
+    lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
     if not lists:
         return None
     at = lists[0]
@@ -246,7 +269,7 @@ def _layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str
 
 
 def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
-    """Return whether ``outer`` is one of several similar modules that consist mostly of the list at ``inner``."""
+    """Return whether ``outer`` is one of several similar stages that consist mostly of the module list ``inner``."""
     stages = list(model.get_submodule(outer.rpartition(".")[0]).children())
     blocks, stage = model.get_submodule(inner), model.get_submodule(outer)
     if len(stages) == 1 or len({type(m) for m in stages}) > 1 or not _have_same_class(blocks) or "expert" in inner:
@@ -254,7 +277,8 @@ def _is_stage(model: nn.Module, outer: str, inner: str) -> bool:
     return 2 * count_parameters(blocks) > count_parameters(stage)
 
 
-def _is_list(model: nn.Module, path: str) -> bool:
+def _is_layer_list(model: nn.Module, path: str) -> bool:
+    """Return whether the module at ``path`` is a list of layers."""
     module = model.get_submodule(path)
     return isinstance(module, nn.ModuleList) or (isinstance(module, nn.Sequential) and _have_same_class(module))
 
@@ -263,11 +287,11 @@ def _have_same_class(modules: nn.Module) -> bool:
     return len({type(module) for module in modules.children()}) == 1
 
 
-def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str:
-    """Return the path of a block's row in its layer, with ``*`` for the index of an expert."""
-    parts = inside.split(".")
-    if attends:
-        return inside
+def _replace_expert_index(model: nn.Module, row_path: str, layer: str, is_attention: bool) -> str:
+    """Replace the expert index in a path inside a layer by ``*``."""
+    parts = row_path.split(".")
+    if is_attention:
+        return row_path
     return ".".join(
         "*"
         if part.isdigit()
@@ -278,62 +302,73 @@ def _block_path(model: nn.Module, inside: str, layer: str, attends: bool) -> str
     )
 
 
-def _is_optional(model: nn.Module, layers: str, inside: str) -> bool:
-    """Return whether some layer has no module at the path ``inside``."""
+def _is_optional(model: nn.Module, layers: str, path: str) -> bool:
+    """Return whether some layer of a stack has no module at ``path``."""
     names = [name for name, _ in model.named_modules()]
-    return any(not match_paths(f"{layer}.{inside}", names) for layer in find_layer_paths(model, layers))
+    return any(not match_paths(f"{layer}.{path}", names) for layer in find_layer_paths(model, layers))
 
 
-def _mlps(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
-    width = _features(model, group.row, out=False)
-    features = {_features(model, c, out=True) for c in group.columns}
+def _iter_mlp_candidates(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[MLP]:
+    """Yield the MLP roles that fit a group of linear layers."""
+    width = _count_features(model, group.row, out=False)
+    features = {_count_features(model, c, out=True) for c in group.columns}
     if group.other_columns or len(features) != 1 or (out := features.pop()) % width:
         return
     late = group.columns if len(group.columns) == 1 else []  # the entry may follow the start of a residual
     for entry in dict.fromkeys([group.entry, *late]):
         group = replace(group, entry=entry)
-        at = _block_path(model, entry[len(layer) + 1 :], layer, attends=False)
+        at = _replace_expert_index(model, entry[len(layer) + 1 :], layer, is_attention=False)
         ups = [_relative_path(group, c, layer) for c in group.columns]
-        norm = next((_relative_path(group, n, layer) for n in _norms(model, trace, group, layer, {width})), None)
+        norm = next(
+            (_relative_path(group, n, layer) for n in _find_norms_after_columns(model, trace, group, layer, {width})),
+            None,
+        )
         yield MLP(at, ups if len(ups) > 1 else ups[0], _relative_path(group, group.row, layer), out // width, norm)
         if "*" in at:
             return
 
 
-def _attentions(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str) -> Iterator[Attention]:
-    at, width = group.entry[len(layer) + 1 :], _features(model, group.row, out=False)
+def _iter_attention_candidates(
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str
+) -> Iterator[Attention]:
+    """Yield the attention roles that fit a group of linear layers, the most likely first."""
+    at, width = group.entry[len(layer) + 1 :], _count_features(model, group.row, out=False)
     names = {c: _relative_path(group, c, layer) for c in group.columns}
-    features = {names[c]: _features(model, c, out=True) for c in group.columns}
+    features = {names[c]: _count_features(model, c, out=True) for c in group.columns}
     module = model.get_submodule(group.entry)
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     other_columns = [names[c] for c in group.other_columns]
-    reads_context = bool(other_columns) and _context(model, trace, group, layer) is not None
-    arguments = [] if reads_context else _inputs(model, trace, group)
+    reads_context = bool(other_columns) and _find_cross_attention_source(model, trace, group, layer) is not None
+    arguments = [] if reads_context else _find_further_inputs(model, trace, group)
     inside = [] if reads_context or arguments else other_columns
-    layers = len(_in_all_layers(model, group.row))
-    lacking = {name for c, name in names.items() if len(_in_all_layers(model, c)) < layers}
-    for projections in candidate_projections(names):
+    layers = len(_find_in_all_layers(model, group.row))
+    lacking = {name for c, name in names.items() if len(_find_in_all_layers(model, c)) < layers}
+    for projections in propose_projections(names):
         fields: dict[str, Any] = {
             part: f"{name}?" if part in "kv" and name in lacking else name for part, name in projections.items()
         }
         for count in find_head_counts(model, group.entry, projections, features, width, bool(inside), group.head_dim):
-            numbers = classify_attributes(_numbers(model, trace, group.entry, count), count, width)
+            numbers = classify_attributes(_find_read_integers(model, trace, group.entry, count), count, width)
             ways = [numbers, {n: kind for n, kind in numbers.items() if kind != "width"}, {}]
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
-                in_config = {f"config.{n}": kind for n, kind, size in counts if _field(module.config, n) == size}
+                in_config = {
+                    f"config.{n}": kind for n, kind, size in counts if _get_config_field(module.config, n) == size
+                }
                 ways.append(numbers | in_config)
             fused = any(part in projections for part in ("qkv", "kv"))
-            has_parameters = any(model.get_submodule(like)._parameters for like in _in_all_layers(model, group.entry))
+            has_parameters = any(
+                model.get_submodule(like)._parameters for like in _find_in_all_layers(model, group.entry)
+            )
             late = has_parameters or len(group.columns) > len(group.other_columns) + 1
             first = [name for name in names.values() if name not in other_columns][:1]
             entries = [None] * (group.enters or bool(inside)) + first * late
-            norms = _attention_norms(model, trace, group, layer, count, width)
+            norms = _classify_attention_norms(model, trace, group, layer, count, width)
             in_partitions = fused and count.kv_heads % PARTITIONS == 0
             orders = [(False, 1), *[(True, 1)] * fused, *[(False, PARTITIONS)] * in_partitions]
-            others = {**norms, **dict.fromkeys(tables, "heads"), **_arguments(trace, group, count)}
+            others = {**norms, **dict.fromkeys(tables, "heads"), **_find_per_head_arguments(trace, group, count)}
             for give_width, entry, (interleaved, partitions), attributes, parameters in product(
-                (False, True), entries, orders, _unique_dicts(ways), _parameter_kinds(module, count, width)
+                (False, True), entries, orders, _remove_duplicates(ways), _guess_parameter_kinds(module, count, width)
             ):
                 out = _relative_path(group, group.row, layer)
                 linears = AttentionProjections(out=out, **fields, interleaved=interleaved, partitions=partitions)
@@ -347,53 +382,61 @@ def _attentions(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer
                 yield Attention(at, linears, {**attributes, **parameters, **others}, inputs, **count.fields)
 
 
-def _numbers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return integer attributes that a module reads in any layer, except those that match heads by coincidence."""
+def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
+    """Return the integer attributes that an attention reads, without those that equal the head count by chance."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
-    places = {like: m for like in _in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)}
+    places = {
+        like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
+    }
     numbers = {name: getattr(module, name) for like in places for name in trace.numbers.get(like, {})}
 
-    def by_layer(name: str) -> list[int]:
+    def values_in_layers(name: str) -> list[int]:
         return [attrgetter(name)(m) for m in places.values()]
 
     return {
         name: value
         for name, value in numbers.items()
-        if value != count.heads or not head_field.startswith(".") or by_layer(name) == by_layer(head_field[1:])
+        if value != count.heads
+        or not head_field.startswith(".")
+        or values_in_layers(name) == values_in_layers(head_field[1:])
     }
 
 
 def _relative_path(group: LinearGroup, path: str, layer: str) -> str:
-    """Return a path relative to the block's module, or to the layer with a leading dot."""
+    """Return a path relative to the module of a block, or with a leading dot relative to the layer."""
     if f"{path}.".startswith(f"{group.entry}."):
         return path[len(group.entry) :].lstrip(".")
     return path[len(layer) :]
 
 
-def _norms(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, sizes: set[int]) -> list[str]:
+def _find_norms_after_columns(
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, sizes: set[int]
+) -> list[str]:
     norms = [n for n, marks in trace.normed.items() if marks & set(group.columns) and n.startswith(f"{layer}.")]
-    return [norm for norm in norms if _norm_size(model.get_submodule(norm)) in sizes]
+    return [norm for norm in norms if _get_norm_size(model.get_submodule(norm)) in sizes]
 
 
-def _norm_size(norm: nn.Module) -> int:
+def _get_norm_size(norm: nn.Module) -> int:
     weight = getattr(norm, "weight", None)
     shape = weight.shape if isinstance(weight, nn.Parameter) else getattr(norm, "normalized_shape", (0,))
     return int(shape[-1]) if len(shape) == 1 else 0
 
 
-def _attention_norms(
+def _classify_attention_norms(
     model: nn.Module, trace: ForwardTrace, group: LinearGroup, layer: str, count: HeadCount, width: int
 ) -> dict[str, str]:
-    norms = _norms(model, trace, group, layer, {width, width // count.heads * count.kv_heads} - {width // count.heads})
+    norms = _find_norms_after_columns(
+        model, trace, group, layer, {width, width // count.heads * count.kv_heads} - {width // count.heads}
+    )
     kinds = {}
     for path in norms:
         is_key = "k" in path.rpartition(".")[2].partition("_")[0]
-        kind = "heads" if _norm_size(model.get_submodule(path)) == width and not is_key else "kv_heads"
+        kind = "heads" if _get_norm_size(model.get_submodule(path)) == width and not is_key else "kv_heads"
         kinds[_relative_path(group, path, layer)] = kind
     return kinds
 
 
-def _parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
+def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[dict[str, Any]]:
     own = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False)}
     if not own:
         return [{}]
@@ -401,11 +444,11 @@ def _parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> list[di
         name: "heads" if shape.count(count.heads) == 1 else "width" if shape.count(width) == 1 else "inside"
         for name, shape in own.items()
     }
-    return _unique_dicts([guess, dict.fromkeys(own, "inside")])
+    return _remove_duplicates([guess, dict.fromkeys(own, "inside")])
 
 
-def _arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
-    """Return arguments of the attention, except the first, with a dim that counts heads or samples times heads."""
+def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
+    """Return the arguments of an attention, except the first, that have a dim for heads or samples times heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
@@ -413,10 +456,10 @@ def _arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dic
     return {name: ("heads", of[0]) for name, of in dims.items() if of}
 
 
-def _inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return further arguments that the columns of the attention read, if one ever differs from the first argument."""
+def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
+    """Return the arguments after the first one that an attention's projections read, such as encoder states."""
     names: dict[str, bool] = {}
-    for like in _in_all_layers(model, group.entry):
+    for like in _find_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
         read = [x for c in group.columns for x in trace.read.get(like + c.removeprefix(group.entry), [])]
         for name, x in arguments[1:]:
@@ -425,38 +468,40 @@ def _inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[s
     return list(names) if any(names.values()) else []
 
 
-def _unique_dicts(ways: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [way for i, way in enumerate(ways) if way not in ways[:i]]
+def _remove_duplicates(dicts: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [one for i, one in enumerate(dicts) if one not in dicts[:i]]
 
 
-def _experts(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
+def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCandidates]:
     found: dict[tuple[str, str], BlockCandidates] = {}
     for path, module in model.named_modules():
         stacked = [name for name, p in module.named_parameters(recurse=False) if p.dim() == 3 and p.shape[0] > 1]
-        place = _layer_of(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
+        place = _find_layer_of(model, path, [path]) if len(stacked) > 1 and path in trace.inputs else None
         if place is None:
             continue
         layers, layer = place
         at = path[len(layer) + 1 :]
         optional = _is_optional(model, layers, at)
-        roles = [replace(role, optional=optional) for role in _expert_candidates(module, at, stacked)]
-        found.setdefault((layers, at), BlockCandidates(layers, roles, _in_all_layers(model, path)))
+        roles = [replace(role, optional=optional) for role in _iter_expert_candidates(module, at, stacked)]
+        found.setdefault((layers, at), BlockCandidates(layers, roles, _find_in_all_layers(model, path)))
     return list(found.values())
 
 
-def _expert_candidates(module: nn.Module, at: str, stacked: Sequence[str]) -> Iterator[Experts]:
-    """Yield roles for every order of the weights and every dim that may be the features of an expert."""
+def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
+    """Yield an ``Experts`` role for each order of the stacked weights and each dim that may be the expert features."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
-    for down, (fused, interleaved) in product(reversed(stacked), ((2, False), (1, False), (2, True))):
+    for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
         for dims in find_expert_dims(shapes, down, fused):
             ups = [name for name in dims if name != down]
             summands = [*(name for name in shapes if name not in dims), *identities]
             yield Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
-def _context(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
-    """Return (path, argument) of the module around the layers through which the input of other columns enters."""
+def _find_cross_attention_source(
+    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str
+) -> tuple[str, str] | None:
+    """Return (module path, argument) through which the states of another stack enter; None without such an argument."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):
         for name, x in list(trace.inputs[path].items())[1:]:  # the first argument is the hidden states
@@ -465,7 +510,8 @@ def _context(model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: 
     return None
 
 
-def _final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | None:
+def _find_final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | None:
+    """Return the path of the norm that reads the output of the last layer, or None."""
     if "*" in layers:
         return None
     last = f"{layers}.{len(list(model.get_submodule(layers).children())) - 1}"
@@ -479,7 +525,7 @@ def _final_norm(model: nn.Module, trace: ForwardTrace, layers: str) -> str | Non
     return None
 
 
-def _features(model: nn.Module, path: str, *, out: bool) -> int:
+def _count_features(model: nn.Module, path: str, *, out: bool) -> int:
     return num_features(model.get_submodule(path), out=out)
 
 
@@ -487,8 +533,8 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 """Style of the last weight of stacked experts -> styles of their other weights, which may be transposed."""
 
 
-def transformers_plan_of(model: nn.Module) -> dict[str, str]:
-    """Collect the tensor parallel plans of all configs in a model, as path with ``*`` -> style."""
+def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
+    """Return the tensor parallel plans of all configs in a model as path with ``*`` -> style."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)
@@ -497,16 +543,17 @@ def transformers_plan_of(model: nn.Module) -> dict[str, str]:
     return plan
 
 
-def role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first of ``roles`` that shards its weights as the plan does; None if there is none.
+def find_role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
+    """Return the first role that shards its weights as a transformers plan does, or None if no role does.
 
     Args:
         layers: path of the stack.
     """
-    return next((role for role in roles if _agrees(plan, f"{layers}.*", role)), None)
+    return next((role for role in roles if _matches_plan(plan, f"{layers}.*", role)), None)
 
 
-def _agrees(plan: Mapping[str, str], layer: str, role: Role) -> bool:
+def _matches_plan(plan: Mapping[str, str], layer: str, role: Role) -> bool:
+    """Return whether a role shards its weights as a transformers plan does."""
     if isinstance(role, Attention):
         linears = role.projections
         if linears.interleaved or linears.qkv is not None:  # the plan omits the order of heads in a fused matrix
@@ -516,11 +563,11 @@ def _agrees(plan: Mapping[str, str], layer: str, role: Role) -> bool:
     else:
         columns, down = [role.up] if isinstance(role.up, str) else [*role.up], role.down
 
-    def style(name: str) -> str:
+    def find_style(name: str) -> str:
         return plan.get(join_path(layer, resolve_path(role.at, name.rstrip("?"))), "")
 
     if isinstance(role, Experts):
-        ups = [style(name) for name in columns if not name.endswith("bias")]
+        ups = [find_style(name) for name in columns if not name.endswith("bias")]
         fused = {"packed": 2}.get(ups[0].partition("_")[0], 1) if ups else 0
-        return fused == role.fused and all(up in EXPERT_STYLES.get(style(down), ()) for up in ups)
-    return style(down).startswith("rowwise") and all(style(name).startswith("colwise") for name in columns)
+        return fused == role.fused and all(up in EXPERT_STYLES.get(find_style(down), ()) for up in ups)
+    return find_style(down).startswith("rowwise") and all(find_style(name).startswith("colwise") for name in columns)

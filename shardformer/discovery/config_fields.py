@@ -1,4 +1,4 @@
-"""Determines the meaning of each integer of a config by changing it and building the model on the meta device."""
+"""Determines the meaning of each integer in a config by changing it and rebuilding the model on the meta device."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Path = tuple[str, ...]  # Names of nested config fields, from the outermost conf
 
 
 class SizeRole(Enum):
-    """Kind of place in a model where a number occurs."""
+    """Role of a number in a model, such as a dim of a matrix or the length of a module list."""
 
     LAYERS = auto()  # length of a list of modules
     ROWS = auto()  # rows of an embedding
@@ -33,7 +33,7 @@ class SizeRole(Enum):
 
 @dataclass(frozen=True)
 class SizeOccurrence:
-    """A place in a model where a number occurs."""
+    """Place in a model where a number occurs, such as a dim of a parameter."""
 
     name: str  # path of the parameter, buffer, list or attribute
     dim: int  # dim of the tensor
@@ -43,59 +43,59 @@ class SizeOccurrence:
 
 @dataclass(frozen=True)
 class ConfigField:
-    """An integer of a config, or a list with the same integer for each layer, and the sizes that change with it."""
+    """An integer config field, and the sizes in the model that changed when the field was changed."""
 
     path: Path
     value: int
-    other: int
-    moved: Mapping[SizeOccurrence, tuple[float, float]]  # place -> its size with ``value``, and with ``other``
-    builds: bool  # whether the model with ``other`` has different occurrences
+    changed_value: int
+    changed_sizes: Mapping[SizeOccurrence, tuple[float, float]]  # size with ``value``, with ``changed_value``
+    changes_occurrences: bool  # whether the model with ``changed_value`` has other occurrences
 
     @cached_property
-    def times(self) -> dict[SizeOccurrence, Fraction]:
-        """Occurrence -> ratio of its size to ``value``, for sizes that are proportional to it."""
+    def ratios(self) -> dict[SizeOccurrence, Fraction]:
+        """Ratio of each size that is proportional to this field to the value of the field."""
         return {
             place: Fraction(old) / self.value
-            for place, (old, new) in self.moved.items()
-            if isinstance(old, int) and new * self.value == old * self.other
+            for place, (old, new) in self.changed_sizes.items()
+            if isinstance(old, int) and new * self.value == old * self.changed_value
         }
 
-    def adds(self) -> list[Fraction]:
-        """Return the growth of matrix dims inside layers per unit of the value."""
-        inside = (pair for place, pair in self.moved.items() if place.depth and place.role is SizeRole.MATRIX)
-        return [Fraction(int(new - old), self.other - self.value) for old, new in inside]
+    def growth_per_unit(self) -> list[Fraction]:
+        """Return by how much each matrix dim inside a layer grows if the field is increased by one."""
+        inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
+        return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
-    def matrices(self) -> set[str]:
-        """Return the matrices inside layers whose size depends on the value."""
-        return {place.name for place in self.moved if place.role is SizeRole.MATRIX and place.depth}
+    def changed_matrices(self) -> set[str]:
+        """Return the names of parameter matrices inside layers whose shape changes with this config field."""
+        return {place.name for place in self.changed_sizes if place.role is SizeRole.MATRIX and place.depth}
 
-    def shrinks(self) -> bool:
-        """Return whether a tensor shrinks as the value grows, because the value divides another number."""
-        tensors = [sizes for place, sizes in self.moved.items() if place.role is not SizeRole.ATTRIBUTE]
-        return any((new - old) * (self.other - self.value) < 0 for old, new in tensors)
+    def shrinks_a_tensor(self) -> bool:
+        """Return whether a tensor dim shrinks if the field grows, because the field divides another number."""
+        tensors = [sizes for place, sizes in self.changed_sizes.items() if place.role is not SizeRole.ATTRIBUTE]
+        return any((new - old) * (self.changed_value - self.value) < 0 for old, new in tensors)
 
-    def sizes(self) -> list[SizeOccurrence]:
-        """Return the tensor dims and list lengths that equal the value."""
-        return [place for place, times in self.times.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
+    def sizes_equal_to_value(self) -> list[SizeOccurrence]:
+        """Return the tensor dims and module list lengths that equal the value of this config field."""
+        return [place for place, times in self.ratios.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
-    def shows_indirectly(self) -> bool:
-        """Return whether only attributes that are computed from the value depend on it."""
-        computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.moved.items())
-        return bool(self.moved) and not self.builds and all(computed)
+    def changes_only_derived_attributes(self) -> bool:
+        """Return whether only module attributes that are computed from this config field change with it."""
+        computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items())
+        return bool(self.changed_sizes) and not self.changes_occurrences and all(computed)
 
-    def divides(self) -> bool:
-        """Return whether a size in a layer is inversely proportional to the value, like the features of a head."""
-        ratio = Fraction(self.value, self.other)
-        if any(new == old * ratio**2 != old for old, new in self.moved.values() if isinstance(old, int)):
+    def divides_a_size(self) -> bool:
+        """Return whether a size in a layer is inversely proportional to this field, such as the features per head."""
+        ratio = Fraction(self.value, self.changed_value)
+        if any(new == old * ratio**2 != old for old, new in self.changed_sizes.values() if isinstance(old, int)):
             return False  # image patches
-        inside = (pair for place, pair in self.moved.items() if place.depth)
+        inside = (pair for place, pair in self.changed_sizes.items() if place.depth)
         return any(isinstance(old, int) and old > 1 and new == old * ratio for old, new in inside)
 
     @cached_property
-    def scaled(self) -> set[SizeOccurrence]:
-        """Scale factors of attention scores that depend on the value."""
-        factors = ((s, old, new) for s, (old, new) in self.moved.items() if s.depth and isinstance(old, float))
-        return {s for s, old, new in factors if (new - old) * (old - 1) * (self.other - self.value) > 0}
+    def score_factors(self) -> set[SizeOccurrence]:
+        """Scale factors of attention scores that depend on this config field."""
+        factors = ((s, old, new) for s, (old, new) in self.changed_sizes.items() if s.depth and isinstance(old, float))
+        return {s for s, old, new in factors if (new - old) * (old - 1) * (self.changed_value - self.value) > 0}
 
 
 HALF = Fraction(1, 2)  # ratio for a width that counts gate and up together
@@ -105,7 +105,7 @@ MAX_FUSED = 4  # Largest number of widths that are concatenated in one matrix
 
 
 class FieldMeaning(Enum):
-    """Meaning of a config field."""
+    """Meaning of an integer config field, such as a hidden size or a number of heads."""
 
     HIDDEN = auto()  # features of the hidden states
     HEADS = auto()
@@ -118,49 +118,55 @@ class FieldMeaning(Enum):
     LAYERS = auto()  # length of a list inside a layer
 
 
-def field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
-    """Return the meanings of config fields, where they could be determined."""
-    meanings = {number.path: meaning for number in found if (meaning := _measured_meaning(number)) is not None}
-    by_heads = {place for number in found if meanings.get(number.path) is FieldMeaning.HEADS for place in number.moved}
-    for number in found:
-        if meanings.get(number.path) is FieldMeaning.HEAD_DIM and (
-            number.scaled & by_heads or _sizes_every_matrix(number, found)
+def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMeaning]:
+    """Determine the meanings of config fields; fields whose meaning is unclear are omitted."""
+    meanings = {field.path: meaning for field in found if (meaning := _classify_measurement(field)) is not None}
+    by_heads = {
+        place for field in found if meanings.get(field.path) is FieldMeaning.HEADS for place in field.changed_sizes
+    }
+    for field in found:
+        if meanings.get(field.path) is FieldMeaning.HEAD_DIM and (
+            field.score_factors & by_heads or _changes_every_matrix(field, found)
         ):
-            meanings[number.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
+            meanings[field.path] = FieldMeaning.HIDDEN  # a width that is divided into heads
     hidden = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN]
-    for number, other in combinations(found, 2):
-        known = {meanings.get(number.path), meanings.get(other.path)}
-        shared_tensors = {place.name for place in number.sizes()} & {place.name for place in other.sizes()}
-        pair = (number.value * other.value in hidden and shared_tensors) or _form_a_product(number, other)
+    for field, other in combinations(found, 2):
+        known = {meanings.get(field.path), meanings.get(other.path)}
+        shared_tensors = {place.name for place in field.sizes_equal_to_value()} & {
+            place.name for place in other.sizes_equal_to_value()
+        }
+        pair = (field.value * other.value in hidden and shared_tensors) or _share_a_size_as_product(field, other)
         if pair and not known & {FieldMeaning.HIDDEN, FieldMeaning.EXPERTS, FieldMeaning.ROWS, FieldMeaning.CHANNELS}:
-            heads, dim = sorted((number, other), key=lambda n: n.value)
+            heads, dim = sorted((field, other), key=lambda n: n.value)
             if meanings.get(heads.path) is FieldMeaning.HEAD_DIM or meanings.get(dim.path) is FieldMeaning.HEADS:
                 heads, dim = dim, heads
             for one, meaning in ((heads, FieldMeaning.HEADS), (dim, FieldMeaning.HEAD_DIM)):
                 if meanings.get(one.path) not in (FieldMeaning.HEADS, FieldMeaning.HEAD_DIM):
                     meanings[one.path] = meaning
-    for number in (number for number in found if number.path not in meanings and not number.shrinks()):
-        if (meaning := _head_meaning(number, found, meanings)) is not None:
-            meanings[number.path] = meaning
+    for field in (field for field in found if field.path not in meanings and not field.shrinks_a_tensor()):
+        if (meaning := _guess_head_meaning(field, found, meanings)) is not None:
+            meanings[field.path] = meaning
     parts = [n.value for n in found if meanings.get(n.path) is FieldMeaning.HEAD_DIM]
     least = min((n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS), default=max(hidden, default=1))
     largest = max([*parts, *(width // least for width in hidden)], default=0)
-    for number in found:
-        if number.path not in meanings and {o.role for o in number.moved} - {SizeRole.ATTRIBUTE} == {SizeRole.BUFFER}:
-            is_part = number.value <= largest or get_rotary_features(number) & {*parts}
-            meanings[number.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
+    for field in found:
+        if field.path not in meanings and {o.role for o in field.changed_sizes} - {SizeRole.ATTRIBUTE} == {
+            SizeRole.BUFFER
+        }:
+            is_part = field.value <= largest or get_rotary_features(field) & {*parts}
+            meanings[field.path] = FieldMeaning.HEAD_DIM if is_part else FieldMeaning.POSITIONS
     return meanings
 
 
-def _head_meaning(
-    number: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
+def _guess_head_meaning(
+    field: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
-    """Decide whether a field of unknown meaning counts heads or features of a head."""
-    if any(place.role is SizeRole.CHANNEL for place in number.moved):
+    """Decide whether a field of unknown meaning counts heads or the features of a head; None if neither."""
+    if any(place.role is SizeRole.CHANNEL for place in field.changed_sizes):
         return None
-    inside = {s: k for s, k in number.times.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
+    inside = {s: k for s, k in field.ratios.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
     hidden = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HIDDEN}
-    heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == number.path[:-1]}
+    heads = {n.value for n in found if meanings.get(n.path) is FieldMeaning.HEADS and n.path[:-1] == field.path[:-1]}
     alone = any(times == 1 and place.dim == 0 for place, times in inside.items())
     shared = any(
         times > MAX_FUSED and times not in hidden and not any(h % times == 0 for h in heads)
@@ -168,62 +174,65 @@ def _head_meaning(
     )
     if len({*inside.values()}) <= 2 and (alone or shared):
         return FieldMeaning.HEADS
-    if not inside and number.adds() and (number.value not in heads or 1 in number.adds()):
+    if not inside and field.growth_per_unit() and (field.value not in heads or 1 in field.growth_per_unit()):
         return FieldMeaning.HEAD_DIM
     return None
 
 
-def get_rotary_features(number: ConfigField) -> set[int]:
-    """Return the numbers of rotary features of a head, which are twice the sizes of the buffers."""
-    return {2 * int(old) for place, (old, _) in number.moved.items() if place.role is SizeRole.BUFFER}
+def get_rotary_features(field: ConfigField) -> set[int]:
+    """Return the possible numbers of rotary features of a head: twice each buffer size that the field controls."""
+    return {2 * int(old) for place, (old, _) in field.changed_sizes.items() if place.role is SizeRole.BUFFER}
 
 
-def _sizes_every_matrix(number: ConfigField, found: Sequence[ConfigField]) -> bool:
-    neighbors = [n for n in found if n.path[:-1] == number.path[:-1]]
-    return len(neighbors) > 1 and number.matrices() >= {name for other in neighbors for name in other.matrices()}
+def _changes_every_matrix(field: ConfigField, found: Sequence[ConfigField]) -> bool:
+    """Return whether a field changes every matrix that the other fields of its config change."""
+    neighbors = [n for n in found if n.path[:-1] == field.path[:-1]]
+    return len(neighbors) > 1 and field.changed_matrices() >= {
+        name for other in neighbors for name in other.changed_matrices()
+    }
 
 
-def _form_a_product(number: ConfigField, other: ConfigField) -> bool:
-    """Return whether a size is a multiple of the product of both fields."""
-    times, other_times = number.times, other.times
+def _share_a_size_as_product(field: ConfigField, other: ConfigField) -> bool:
+    """Return whether a size inside a layer is a multiple of the product of two config fields."""
+    times, other_times = field.ratios, other.ratios
     shared = (place for place in times.keys() & other_times.keys() if place.depth)
-    return any(times[s] % other.value == 0 and other_times[s] % number.value == 0 for s in shared)
+    return any(times[s] % other.value == 0 and other_times[s] % field.value == 0 for s in shared)
 
 
-def _measured_meaning(number: ConfigField) -> FieldMeaning | None:
-    units = number.sizes()
+def _classify_measurement(field: ConfigField) -> FieldMeaning | None:
+    units = field.sizes_equal_to_value()
     inside = any(place.role is SizeRole.MATRIX and place.depth for place in units)
     outside = any(place.role in SIZES and not place.depth for place in units)
     if any(place.role is SizeRole.LAYERS and place.depth for place in units):
         return FieldMeaning.EXPERTS if inside else FieldMeaning.LAYERS
-    if any(place.role is SizeRole.ROWS for place in number.moved):
+    if any(place.role is SizeRole.ROWS for place in field.changed_sizes):
         return FieldMeaning.ROWS
-    if {2, 4, 8} <= {*number.times.values()}:
+    if {2, 4, 8} <= {*field.ratios.values()}:
         return FieldMeaning.CHANNELS
     if inside and outside:
         return FieldMeaning.HIDDEN
-    if number.divides():
+    if field.divides_a_size():
         return FieldMeaning.HEADS
     if any(place.role is SizeRole.EMBEDDED and not place.depth for place in units):
         return FieldMeaning.HIDDEN
     if any(place.role is SizeRole.STACK and place.depth for place in units):
         return FieldMeaning.EXPERTS
-    if number.scaled:
+    if field.score_factors:
         return FieldMeaning.HEAD_DIM
-    matrices = (times for place, times in number.times.items() if place.role is SizeRole.MATRIX and place.depth)
+    matrices = (times for place, times in field.ratios.items() if place.role is SizeRole.MATRIX and place.depth)
     most = max(matrices, default=Fraction(0))
-    is_width = (inside or most == HALF) and most <= MAX_FUSED and number.value >= MIN_WIDTH
+    is_width = (inside or most == HALF) and most <= MAX_FUSED and field.value >= MIN_WIDTH
     return FieldMeaning.WIDTH if is_width else None
 
 
-def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
-    """Measure how each integer above 1 of a config affects the model that ``make`` builds."""
-    before = find_size_occurrences(make(config))
+def measure_fields(build_model: Callable[[Any], nn.Module], config: Any) -> list[ConfigField]:
+    """Measure which sizes of the built model change with each integer above 1 in a config."""
+    before = find_size_occurrences(build_model(config))
     found = []
     for path, value in iter_integers(config):
         for other in (2 * value, value + 1, value // 2):
             try:
-                after = find_size_occurrences(make(replace_fields(config, {path: other})))
+                after = find_size_occurrences(build_model(replace_fields(config, {path: other})))
             except Exception:  # the model cannot be built with this number
                 continue
             moved = {s: (n, after[s]) for s, n in before.items() if s in after and after[s] != n}
@@ -232,38 +241,38 @@ def measure_fields(make: Callable[[Any], nn.Module], config: Any) -> list[Config
     return found
 
 
-def iter_integer_fields(config: Any, at: Path = ()) -> Iterator[tuple[Path, int]]:
-    """Yield the integers above 1 of a config and its nested configs."""
+def iter_integer_fields(config: Any, prefix: Path = ()) -> Iterator[tuple[Path, int]]:
+    """Yield (path, value) of each integer above 1 in a config and its nested configs."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from iter_integer_fields(value, (*at, name))
+            yield from iter_integer_fields(value, (*prefix, name))
         elif type(value) is int and value > 1:
-            yield (*at, name), value
+            yield (*prefix, name), value
 
 
 def iter_integers(config: Any) -> Iterator[tuple[Path, int]]:
-    """Yield the integers above 1, including lists that repeat one integer."""
+    """Yield (path, value) of each integer above 1 in a config, including lists that repeat one integer."""
     yield from iter_integer_fields(config)
     for path, values in iter_list_fields(config):
         if values[0] > 1 and len(set(values)) == 1:
             yield path, values[0]
 
 
-def iter_list_fields(config: Any, at: Path = (), of: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
-    """Yield the lists of integers, or of another type, of a config and its nested configs."""
+def iter_list_fields(config: Any, prefix: Path = (), item_type: type = int) -> Iterator[tuple[Path, Sequence[Any]]]:
+    """Yield (path, list) of each list in a config and its nested configs whose entries have type ``item_type``."""
     for name, value in vars(config).items():
         if name.startswith("_"):
             continue
         if is_config(value):
-            yield from iter_list_fields(value, (*at, name), of)
-        elif isinstance(value, list | tuple) and value and all(type(n) is of for n in value):
-            yield (*at, name), value
+            yield from iter_list_fields(value, (*prefix, name), item_type)
+        elif isinstance(value, list | tuple) and value and all(type(n) is item_type for n in value):
+            yield (*prefix, name), value
 
 
 def replace_fields(config: Any, numbers: Mapping[Path, Any]) -> Any:
-    """Return a copy of a config with other numbers; a number fills a list."""
+    """Return a copy of a config with new values for some fields; a number replaces each entry of a list."""
     config = copy.deepcopy(config)
     for path, number in numbers.items():
         owner = get_sub_config(config, path[:-1])
@@ -280,7 +289,7 @@ def get_sub_config(config: Any, path: Path) -> Any:
 
 
 def iter_configs(config: Any) -> Iterator[Any]:
-    """Yield a config and its nested configs."""
+    """Yield a config and, recursively, its nested configs."""
     yield config
     for value in vars(config).values():
         if is_config(value):
@@ -292,7 +301,7 @@ def is_config(value: Any) -> bool:
 
 
 def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
-    """Return all numbers in a model: tensor sizes, list lengths and attributes of modules."""
+    """Return the value of each number in a model: tensor sizes, module list lengths and module attributes."""
     lists = [path for path, module in model.named_modules() if isinstance(module, nn.ModuleList)]
     found: dict[SizeOccurrence, float] = {}
     for path, module in model.named_modules():
@@ -301,7 +310,7 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
             found[SizeOccurrence(path, 0, SizeRole.LAYERS, depth)] = len(module)
         for name, tensor in (*module._parameters.items(), *module._buffers.items()):
             for dim, size in enumerate(tensor.shape if tensor is not None else ()):
-                if (role := _size_role(module, name, tensor, dim)) is not None:
+                if (role := _get_size_role(module, name, tensor, dim)) is not None:
                     found[SizeOccurrence(f"{path}.{name}", dim, role, depth)] = size
         for name, value in vars(module).items():
             if type(value) in (int, float):
@@ -309,8 +318,8 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
     return found
 
 
-def _size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
-    """Return the role of a tensor dim; None for the size of a convolution kernel."""
+def _get_size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
+    """Return the role of a dim of a parameter or buffer; None for the size of a convolution kernel."""
     if name in module._buffers:
         return SizeRole.BUFFER
     if tensor.dim() == 1:
@@ -324,11 +333,11 @@ def _size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole 
     return SizeRole.STACK if dim == 0 else SizeRole.MATRIX
 
 
-def build_on_meta(meaning: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
-    """Return a function that builds a model of class ``kind`` on the meta device."""
+def make_meta_builder(model_class: Callable[[Any], nn.Module]) -> Callable[[Any], nn.Module]:
+    """Return a function that builds a model of a class from a config on the meta device."""
 
     def make(config: Any) -> nn.Module:
         with torch.device("meta"):
-            return meaning(config)
+            return model_class(config)
 
     return make

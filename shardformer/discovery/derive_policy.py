@@ -1,6 +1,7 @@
-"""Derives a policy for a model without one: candidates from a traced forward, validated on a reduced model.
+"""Derives a policy for a model without one: proposes roles from a traced forward and validates them.
 
-Also formats a policy as Python source, and builds the error for a model without a policy.
+Validation runs on a reduced model. This module also formats policies as Python source, and builds the error for a
+model without a policy.
 """
 
 from __future__ import annotations
@@ -19,16 +20,16 @@ from torch import Tensor, nn
 from shardformer.discovery import reduced_model
 from shardformer.discovery.candidate_roles import (
     BlockCandidates,
-    find_candidate_blocks,
-    role_in_plan,
-    transformers_plan_of,
+    collect_transformers_plan,
+    find_block_candidates,
+    find_role_in_plan,
 )
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, get_required_arguments
 from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
-from shardformer.discovery.shrink_config import BuildModel, build_meta_model, layer_kind
-from shardformer.discovery.validation import get_stacks, validate_policy
+from shardformer.discovery.shrink_config import LayerKind, build_meta_model, get_layer_kind
+from shardformer.discovery.validation import get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear
 from shardformer.policies.registry import FAMILIES, family_of
@@ -38,22 +39,26 @@ from shardformer.sharding.checks import check_not_sharded
 from shardformer.sharding.plan import make_plan
 
 
-def policy_as_python(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return Python source that defines ``policy`` as the class ``name``, preceded by its notes as comments."""
-    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + policy_module_source(policy, name)
+def format_policy(policy: RolePolicy, name: str = "MyPolicy") -> str:
+    """Return Python source that defines a policy as the class ``name``, with its notes as leading comments."""
+    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + format_policy_module(policy, name)
 
 
-def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
-    """Return the source of a module that defines ``policy`` as the class ``name``."""
-    stacks = get_stacks(policy)
-    used: set[str] = {"RolePolicy"}
+def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
+    """Return the Python source of a module that defines a policy as the class ``name``."""
+    stacks = get_layer_stacks(policy)
+    used_classes: set[str] = {"RolePolicy"}
     lines = [f"class {name}(RolePolicy):"]
     if "base" in vars(type(policy)):
         lines.append('    base = ""  # paths are relative to the full model')
     if len(stacks) == 1:
-        lines += [f"    stack = {_stack_source(stacks[0], '    ', used)}"]
+        lines += [f"    stack = {_format_stack(stacks[0], '    ', used_classes)}"]
     else:
-        lines += ["    stack = (", *(f"        {_stack_source(stack, '        ', used)}," for stack in stacks), "    )"]
+        lines += [
+            "    stack = (",
+            *(f"        {_format_stack(stack, '        ', used_classes)}," for stack in stacks),
+            "    )",
+        ]
     lines += [
         f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "keep_replicated") if getattr(policy, n)
     ]
@@ -61,39 +66,46 @@ def policy_module_source(policy: RolePolicy, name: str = "MyPolicy") -> str:
     for reason in ("no_sequence_parallel", "no_pipeline"):
         if getattr(policy, reason):
             lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
-    return "\n".join([f"from shardformer.policies import {', '.join(sorted(used))}", "", "", *lines]) + "\n"
+    return "\n".join([f"from shardformer.policies import {', '.join(sorted(used_classes))}", "", "", *lines]) + "\n"
 
 
-def role_source(role: Role) -> str:
-    """Return a role as one line of Python source."""
-    return _as_source(role, set()).replace("'", '"')
+def format_role(role: Role) -> str:
+    """Return the Python expression that constructs a role, on one line."""
+    return _format_value(role, set()).replace("'", '"')
 
 
-def _stack_source(stack: LayerStack, indent: str, used: set[str]) -> str:
-    """Return the source of a stack with one line per block; add the names of its classes to ``used``."""
-    used.add("LayerStack")
+def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str:
+    """Return the Python source of a stack, one block per line; add the classes that it uses to ``used_classes``."""
+    used_classes.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
-    lines += [f"{inner}    {_as_source(block, used)}," for block in stack.blocks]
+    lines += [f"{inner}    {_format_value(block, used_classes)}," for block in stack.blocks]
     lines.append(f"{inner}],")
-    lines += [f"{inner}{n}={text}," for n, text in _non_default_fields(stack, used) if n not in ("layers", "blocks")]
+    lines += [
+        f"{inner}{n}={text},"
+        for n, text in _format_non_default_fields(stack, used_classes)
+        if n not in ("layers", "blocks")
+    ]
     return "\n".join([*lines, f"{indent})"])
 
 
-def _as_source(value: Any, used: set[str]) -> str:
+def _format_value(value: Any, used_classes: set[str]) -> str:
     if not is_dataclass(value):
         return repr(value)
-    used.add(type(value).__name__)
-    arguments = [text if n in ("at", "projections") else f"{n}={text}" for n, text in _non_default_fields(value, used)]
+    used_classes.add(type(value).__name__)
+    arguments = [
+        text if n in ("at", "projections") else f"{n}={text}"
+        for n, text in _format_non_default_fields(value, used_classes)
+    ]
     return f"{type(value).__name__}({', '.join(arguments)})"
 
 
-def _non_default_fields(value: Any, used: set[str]) -> list[tuple[str, str]]:
+def _format_non_default_fields(value: Any, used_classes: set[str]) -> list[tuple[str, str]]:
     out = []
     for f in fields(value):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
         if getattr(value, f.name) not in (usual, (), [], {}):
-            out.append((f.name, _as_source(getattr(value, f.name), used)))
+            out.append((f.name, _format_value(getattr(value, f.name), used_classes)))
     return out
 
 
@@ -105,31 +117,35 @@ OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
 class NothingShardedError(PolicyError):
-    """Raised if no block of a model can be sharded. ``nearest`` is the policy with the closest candidate, if any."""
+    """Raised if tensor parallelism cannot shard any block of a model.
+
+    Attributes:
+        nearest: source of the policy with the closest candidate role; empty without one.
+    """
 
     nearest: str = ""
 
 
 class DerivedPolicy(RolePolicy):
-    """A policy that was derived and validated on a reduced model. ``str()`` returns editable Python source.
+    """A policy that was derived and validated on a reduced model. ``str()`` returns it as Python source.
 
     Attributes:
         layers: path of each stack -> the kinds of layers that were validated.
     """
 
-    layers: Mapping[str, frozenset[BuildModel]] = MappingProxyType({})
+    layers: Mapping[str, frozenset[LayerKind]] = MappingProxyType({})
 
     def __str__(self) -> str:
-        return policy_as_python(self)
+        return format_policy(self)
 
     def replicated(self) -> None:
-        """Accept parameters without a role: no valid role was found for them, so they are replicated."""
+        """Accept parameters without a role, which are replicated because no valid role was found."""
 
     def config_sanity_check(self) -> None:
         super().config_sanity_check()
         for layers, made in self.layers.items():
             for path in find_layer_paths(self.model, layers):
-                if layer_kind(self.model.get_submodule(path)) not in made:
+                if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
                         f"The layer {path} contains other modules than the layers on which the policy was validated",
                         rule="A derived policy shards only kinds of layers on which it was validated",
@@ -138,7 +154,7 @@ class DerivedPolicy(RolePolicy):
 
 
 def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
-    """Derive a policy for a model and validate it on a reduced model, in a few seconds.
+    """Derive a policy for a model and validate it on a reduced model, which takes a few seconds.
 
     Args:
         model: a model, or a transformers config, of which the first architecture is used.
@@ -158,40 +174,40 @@ def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = N
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
         reduced = reduce_model(full, batch)
-        return derive_policy_on(reduced.model, reduced.run, reduced, transformers_plan_of(full))()
+        return derive_policy_on(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
 
 
-def derive_layer_stacks(model: nn.Module, *, copies: bool = False) -> RolePolicy:
-    """Derive a policy without tensor parallelism, whose stacks of layers are validated for pipeline stages.
+def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePolicy:
+    """Derive a policy that only describes the layer stacks for pipeline stages, without tensor parallelism.
 
     The policy has no stack if no reduced model can be built and run.
 
     Args:
-        copies: whether a copy of the model may be used if no reduced model can be built.
+        allow_copy: whether a copy of the model may be used if no reduced model can be built.
     """
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         try:
-            reduced = reduced_model.reduce_or_copy_model(model) if copies else reduce_model(model)
+            reduced = reduced_model.reduce_or_copy_model(model) if allow_copy else reduce_model(model)
         except PolicyError as error:
-            note = f"No stack of layers was searched: {error if copies else f'{error.what}.'}"
+            note = f"No stack of layers was searched: {error if allow_copy else f'{error.what}.'}"
             empty: type[DerivedPolicy] = type(
                 "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
             )
             return empty()
-        reference = reduced.reference()
+        reference = reduced.compute_reference()
         found = find_layer_stacks(reference)
-        first = _stacks_only_policy(found, reference, reduced)
+        first = _make_stacks_only_policy(found, reference, reduced)
         sizes = {s.layers: reduced_model.count_parameters(reduced.model.get_submodule(s.layers)) for s in found}
         alone = found if len(found) > 1 and first.no_pipeline else []
         largest_first = sorted(alone, key=lambda stack: -sizes[stack.layers])
-        others = (_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
+        others = (_make_stacks_only_policy([stack], reference, reduced) for stack in largest_first)
         return next((policy for policy in others if policy.no_pipeline is None), first)()
 
 
-def _stacks_only_policy(
+def _make_stacks_only_policy(
     stacks: Sequence[LayerStack], reference: ReferenceGradients, reduced: ReducedModel
 ) -> type[DerivedPolicy]:
-    kinds = {stack.layers: _kinds_of_layers(reference.model, stack.layers) for stack in stacks}
+    kinds = {stack.layers: _find_kinds_in_stack(reference.model, stack.layers) for stack in stacks}
     note = "The layers are replicated over tensor ranks, because no role that fits them was found."
     fields = {"base": "", "stack": stacks, "layers": kinds, "notes": [note]}
     policy: type[DerivedPolicy] = type("GeneratedPolicy", (DerivedPolicy,), fields)
@@ -203,7 +219,7 @@ def _stacks_only_policy(
 def derive_policy_on(
     model: nn.Module, run: Forward, reduced: ReducedModel | None = None, plan: Mapping[str, str] = MappingProxyType({})
 ) -> type[DerivedPolicy]:
-    """Derive and validate a policy for a reduced model that ``run`` calls with a batch.
+    """Derive a policy for a reduced model and validate it by training with the batch of ``run``.
 
     Args:
         reduced: the model with calls with further inputs. If validation fails for these, the policy records them in
@@ -219,83 +235,88 @@ def derive_policy_on(
     tries: list[tuple[Sequence[int], Mapping[str, str]]] = [(VALIDATION_RANKS[:1], {}), (VALIDATION_RANKS, {})]
     for ranks, draft in [(VALIDATION_RANKS[:1], plan), *tries] if plan else tries:
         blocks, replicated = _find_blocks(cache, ranks, draft)
-        vocabulary = _vocabulary_paths(model)
-        if blocks and cache.failure_of(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
-            if (failure := cache.failure_of(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
+        vocabulary = _find_vocabulary_paths(model)
+        if blocks and cache.find_failure(_build_policy(model, blocks, vocabulary), VALIDATION_RANKS) is not None:
+            if (failure := cache.find_failure(_build_policy(model, [], vocabulary), VALIDATION_RANKS)) is not None:
                 replicated |= {path: failure for paths in vocabulary.values() for path in paths}
                 vocabulary = {}
         policy = _build_policy(model, blocks, vocabulary)
         no_blocks = "; ".join(sorted(set(replicated.values()))) or "no linear layer feeds another"
-        problem = cache.failure_of(policy, VALIDATION_RANKS) if blocks else no_blocks
+        problem = cache.find_failure(policy, VALIDATION_RANKS) if blocks else no_blocks
         if problem is None:
             break
         if not (blocks or draft):
-            raise _underived_error(model, cache, problem, NothingShardedError)
+            raise _make_derivation_error(model, cache, problem, NothingShardedError)
     if problem is not None:
-        raise _underived_error(model, cache, problem, PolicyError)
+        raise _make_derivation_error(model, cache, problem, PolicyError)
     outputs = count_layer_outputs(model, run, policy.layers)
     policy.stack = validated = [
         replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
-        for stack, layers in zip(get_stacks(policy), policy.layers, strict=True)
+        for stack, layers in zip(get_layer_stacks(policy), policy.layers, strict=True)
     ]
-    references = replace(cache.reference, further_batches=reduced.further_references())
+    references = replace(cache.reference, further_batches=reduced.compute_further_references())
     failure = validate_policy(references, policy, VALIDATION_RANKS[0]) if references.further_batches else None
-    policy.unproven = {"tensor": reduced.unproven(failure)} if failure is not None else {}
+    policy.unproven = {"tensor": reduced.explain_unvalidated(failure)} if failure is not None else {}
     policy.stack, policy.no_pipeline = _find_hints("pipe", reduced, references, policy, find_pipeline_hints)
-    if (problem := cache.failure_of(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
+    if (problem := cache.find_failure(policy, VALIDATION_RANKS)) is not None:  # return only a validated policy
         policy.stack, policy.no_pipeline = validated, problem
     find = partial(find_sequence_hints, layers=tuple(policy.layers), ranks=VALIDATION_RANKS[0])
-    stacks, why = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
-    policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), why
+    stacks, reason = _find_hints("enable_sequence_parallelism", reduced, references, policy, find)
+    policy.stack, policy.no_sequence_parallel = stacks[0] if len(stacks) == 1 else tuple(stacks), reason
     unvalidated = [
-        f"With {what}, a batch with {name} raises an error: {why}."
+        f"With {what}, a batch with {name} raises an error: {reason}."
         for what, inputs in policy.unproven.items()
-        for name, why in inputs.items()
+        for name, reason in inputs.items()
     ]
-    closest = [f"The closest role for {b.layers}: {role_source(b.roles[0])}." for b in cache.nearest]
-    policy.notes = [*_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
-    policy.keep_replicated = _unsharded_matrices(model, policy())
+    closest = [f"The closest role for {b.layers}: {format_role(b.roles[0])}." for b in cache.nearest]
+    policy.notes = [*_make_notes(replicated, policy.no_pipeline), *unvalidated, *closest]
+    policy.keep_replicated = _find_unsharded_matrices(model, policy())
     return policy
 
 
-def _underived_error(model: nn.Module, cache: _ValidationCache, problem: str, kind: type[PolicyError]) -> PolicyError:
-    error = kind(
+def _make_derivation_error(
+    model: nn.Module, cache: _ValidationCache, problem: str, error_class: type[PolicyError]
+) -> PolicyError:
+    error = error_class(
         f"No policy for {type(model).__name__} could be derived: {problem}",
         rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
         remedy="Write a policy for this model (docs/policies.md)",
     )
     if isinstance(error, NothingShardedError) and cache.nearest:
-        closest = _build_policy(model, cache.nearest, _vocabulary_paths(model))
-        closest.keep_replicated = _unsharded_matrices(model, closest())
+        closest = _build_policy(model, cache.nearest, _find_vocabulary_paths(model))
+        closest.keep_replicated = _find_unsharded_matrices(model, closest())
         error.nearest = str(closest()).lstrip()
     return error
 
 
 def _find_hints(
-    what: str,
+    feature: str,
     reduced: ReducedModel,
     references: ReferenceGradients,
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints for all batches, or only for the first, and record the other inputs as unvalidated."""
+    """Find hints that work for all example batches, or else only for the first one.
+
+    In the second case, the inputs of the other batches are recorded as unvalidated.
+    """
     stacks, failure = find(references, policy)
     first_only = None
     if failure is not None and references.further_batches:
-        stacks_of_first, why = find(replace(references, further_batches=()), policy)
-        if why is None:
+        stacks_of_first, reason = find(replace(references, further_batches=()), policy)
+        if reason is None:
             stacks, failure, first_only = stacks_of_first, None, failure
-    unproven = reduced.unproven(first_only)
-    if what == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
-        unproven = {name: why for name, why in unproven.items() if name not in reduced.untried}
-    policy.unproven = {**policy.unproven, what: unproven}
+    unproven = reduced.explain_unvalidated(first_only)
+    if feature == "pipe":  # a stage stores NaN for missing parameters, so the first step detects an error
+        unproven = {name: reason for name, reason in unproven.items() if name not in reduced.untried}
+    policy.unproven = {**policy.unproven, feature: unproven}
     return stacks, failure
 
 
 def _find_blocks(
     cache: _ValidationCache, ranks: Sequence[int], plan: Mapping[str, str]
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks that pass validation or match ``plan``, and path -> reason of replicated linears."""
+    """Return the blocks that pass validation or match ``plan``, and the reason for each replicated linear layer."""
     model, run = cache.reference.model, cache.reference.run
     replicated = {
         path: OUTSIDE_LAYERS_REASON
@@ -305,7 +326,7 @@ def _find_blocks(
     while True:
         blocks, again = _validate_blocks(
             cache,
-            find_candidate_blocks(model, trace_forward(model, run, replicated)),
+            find_block_candidates(model, trace_forward(model, run, replicated)),
             replicated,
             ranks,
             plan,
@@ -316,7 +337,7 @@ def _find_blocks(
 
 
 class _ValidationCache:
-    """Cached results of validation, because repeated searches produce most candidates again."""
+    """Cache of validation results; repeated searches produce most candidate policies again."""
 
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
@@ -324,9 +345,9 @@ class _ValidationCache:
         """First candidates of attentions for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
-    def failure_of(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """Return why ``policy`` fails on the first failing size of ``ranks``; None if it passes on all."""
-        key = str([get_stacks(policy), policy.embeddings, policy.head])
+    def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
+        """Return why a policy fails with the first failing number of ranks, or None if it passes with all of them."""
+        key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
                 self._tried[key, size] = validate_policy(self.reference, policy, size)
@@ -335,34 +356,34 @@ class _ValidationCache:
         return None
 
 
-def _unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
-    """Return the policy paths of matrices without a role; paths outside the base model have a leading dot."""
+def _find_unsharded_matrices(model: nn.Module, policy: DerivedPolicy) -> tuple[str, ...]:
+    """Return the paths of parameter matrices without a role; paths outside the base model have a leading dot."""
     policy.set_model(model)
     cut, base = make_plan(model, policy).sharded_parameter_ids(), f"{policy.base}." if policy.base else ""
     names = [name.removesuffix(".weight") for name, p in model.named_parameters() if p.dim() > 1 and id(p) not in cut]
     paths = [name.removeprefix(base) if name.startswith(base) else f".{name}" for name in names]
-    return tuple(dict.fromkeys(map(_with_wildcards, paths)))
+    return tuple(dict.fromkeys(map(_replace_indices_by_wildcards, paths)))
 
 
-def _with_wildcards(path: str) -> str:
+def _replace_indices_by_wildcards(path: str) -> str:
     return ".".join("*" if part.isdigit() else part for part in path.split("."))
 
 
-def _kinds_of_layers(model: nn.Module, layers: str) -> frozenset[BuildModel]:
-    return frozenset(layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layers))
+def _find_kinds_in_stack(model: nn.Module, layers: str) -> frozenset[LayerKind]:
+    return frozenset(get_layer_kind(model.get_submodule(path)) for path in find_layer_paths(model, layers))
 
 
-def _notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
+def _make_notes(replicated: Mapping[str, str], no_pipeline: str | None) -> list[str]:
     over = f"over {' and '.join(map(str, VALIDATION_RANKS))} tensor ranks"
     stages = " and over two pipeline stages" if no_pipeline is None else ""
     validated = f"The policy was derived, and validated on a reduced model {over}{stages}."
     reasons: dict[str, list[str]] = {}
-    for path, why in replicated.items():
-        if why != OUTSIDE_LAYERS_REASON:
-            reasons.setdefault(why, []).append(_with_wildcards(path))
+    for path, reason in replicated.items():
+        if reason != OUTSIDE_LAYERS_REASON:
+            reasons.setdefault(reason, []).append(_replace_indices_by_wildcards(path))
     return [
         validated,
-        *(f"Replicated, because {why}: {', '.join(dict.fromkeys(paths))}." for why, paths in reasons.items()),
+        *(f"Replicated, because {reason}: {', '.join(dict.fromkeys(paths))}." for reason, paths in reasons.items()),
     ]
 
 
@@ -372,8 +393,11 @@ def _is_in_layers(model: nn.Module, path: str) -> bool:
     return any(isinstance(model.get_submodule(p), nn.ModuleList) for p in around)
 
 
-def _ranks_for(role: Role, ranks: Sequence[int]) -> Sequence[int]:
-    """Add an uneven size for interleaved heads, which 2 and 4 ranks cannot tell from partitions (CodeGen)."""
+def _choose_validation_ranks(role: Role, ranks: Sequence[int]) -> Sequence[int]:
+    """Return the tensor parallel sizes with which a role is validated.
+
+    Interleaved heads need an uneven size, because 2 and 4 ranks cannot distinguish them from partitions (CodeGen).
+    """
     return [*ranks, UNEVEN] if isinstance(role, Attention) and role.projections.interleaved else ranks
 
 
@@ -384,34 +408,38 @@ def _validate_blocks(
     ranks: Sequence[int],
     plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return the blocks with their validated roles, or path -> reason for the columns of the first invalid block.
+    """Return each block with its validated role, or the reason for replicating the first block without one.
+
+    The search stops at that block, because replicated linear layers change the trace of later blocks.
 
     The search stops there: replicated linears propagate marks, so the trace must be repeated for later blocks.
     """
     validated: list[BlockCandidates] = []
     for block in blocks:
-        why = block.why
-        if (planned := role_in_plan(plan, block.layers, block.roles)) is not None:  # validated with all others
+        reason = block.reason
+        if (planned := find_role_in_plan(plan, block.layers, block.roles)) is not None:  # validated with all others
             validated.append(replace(block, roles=[planned]))
             continue
         for role in block.roles[:MAX_CANDIDATES]:
             alone = replace(block, roles=[role])
             if (
-                problem := cache.failure_of(_build_policy(cache.reference.model, [alone], {}), _ranks_for(role, ranks))
+                problem := cache.find_failure(
+                    _build_policy(cache.reference.model, [alone], {}), _choose_validation_ranks(role, ranks)
+                )
             ) is None:
                 validated.append(alone)
                 break
-            why = why or f"no candidate for sharding it passed validation: {problem}"
+            reason = reason or f"no candidate for sharding it passed validation: {problem}"
         else:
-            again = {column: why for column in block.columns if column not in replicated}
+            again = {column: reason for column in block.columns if column not in replicated}
             if again:
-                _keep_nearest(cache, block)
+                _store_nearest_candidate(cache, block)
                 return [], again
     return validated, {}
 
 
-def _keep_nearest(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Keep the closest candidate of a block, for models whose forward the user can change."""
+def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
+    """Store the closest candidate role of a failed block, as advice for users who can change the forward."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -423,7 +451,7 @@ def _keep_nearest(cache: _ValidationCache, block: BlockCandidates) -> None:
 def _build_policy(
     model: nn.Module, blocks: Sequence[BlockCandidates], vocabulary: Mapping[str, tuple[str, ...]]
 ) -> type[DerivedPolicy]:
-    """Build a policy class from blocks. Paths are relative to the base model if it contains all of them."""
+    """Build a policy class from blocks; paths are relative to the base model if it contains all of them."""
     prefix = getattr(model, "base_model_prefix", "")
     stacks = {block.layers: [b for b in blocks if b.layers == block.layers] for block in blocks}
     paths = [*stacks, *vocabulary.get("embeddings", ())]
@@ -443,14 +471,15 @@ def _build_policy(
         "stack": tuple(table),
         "embeddings": tuple(relative(path) for path in vocabulary.get("embeddings", ())),
         "head": vocabulary.get("head", ()),
-        "layers": {layers: _kinds_of_layers(model, layers) for layers in stacks},
+        "layers": {layers: _find_kinds_in_stack(model, layers) for layers in stacks},
     }
     if not inside:
         fields["base"] = ""
     return type("GeneratedPolicy", (DerivedPolicy,), fields)
 
 
-def _vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+def _find_vocabulary_paths(model: nn.Module) -> dict[str, tuple[str, ...]]:
+    """Return the paths of the token embeddings and of the heads that compute logits."""
     try:
         tokens = getattr(model, "get_input_embeddings", lambda: None)()
     except RuntimeError:  # how transformers reports that there are none
@@ -486,7 +515,7 @@ IN_ITS_FORWARD = (
 )
 
 
-def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
+def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
     """Build the error for a model without a passed, registered or derived policy.
 
     Args:
@@ -496,9 +525,9 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
     family, name = family_of(model), type(model).__name__
     reason = error.what.partition(" could be derived: ")[2] or error.what
     if isinstance(error, UnknownInputsError) and family is None:
-        return _unknown_inputs_error(model, reason)
+        return _make_unknown_inputs_error(model, reason)
     if isinstance(error, NothingShardedError):
-        return _nothing_sharded_error(model, reason, tensor, error.nearest)
+        return _make_nothing_sharded_error(model, reason, tensor, error.nearest)
     tried = f"model type {family!r}" if family else "it has no config with a model type"
     return PolicyError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}",
@@ -508,7 +537,7 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
     )
 
 
-def _unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
+def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return PolicyError(
         f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
@@ -520,7 +549,7 @@ def _unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
     )
 
 
-def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
+def _make_nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
     name = type(model).__name__
     requested = f" over tensor={tensor}" if tensor else ""
     stacks = derive_layer_stacks(model)
@@ -533,8 +562,8 @@ def _nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, n
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return PolicyError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
-        rule="Tensor parallelism shards blocks of linears of which one feeds the other: an attention by heads, an MLP "
-        "by features. A scan or convolution between them needs all features",
+        rule="Tensor parallelism shards an attention by heads, and an MLP by the features between its linear layers. "
+        "A scan or convolution between them needs all features",
         remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
         "them in a policy (docs/policies.md)",

@@ -1,4 +1,4 @@
-"""Traces one forward of a reduced model: which linears feed which, and how modules process tokens.
+"""Traces one forward of a reduced model: which linear layers feed which, and how modules process tokens.
 
 The output of each linear is marked with the linear's path, and every result computed from a marked tensor inherits the
 marks. A linear with an unmarked input is a column-parallel candidate. A linear with a marked input is the row-parallel
@@ -30,7 +30,7 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 @dataclass
 class LinearGroup:
-    """Linears whose outputs feed one other linear."""
+    """A row-parallel candidate with the linear layers whose outputs it reads, its column-parallel candidates."""
 
     row: str  # path of the linear that is fed
     columns: list[str]  # paths of the linears that feed it, in call order
@@ -43,7 +43,7 @@ class LinearGroup:
 
 @dataclass
 class ForwardTrace:
-    """Trace of one forward. All keys are module paths."""
+    """Record of one forward: inputs, outputs and connections of modules. All keys are module paths."""
 
     groups: list[LinearGroup] = field(default_factory=list)  # groups of linears, in call order of their rows
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
@@ -58,28 +58,32 @@ TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
-    """Trace one forward without gradients. Linears in ``replicated`` are replicated and only propagate marks."""
+    """Run one forward without gradients and record which linear layers feed which.
+
+    Args:
+        replicated: paths of linear layers that are not sharded; their outputs inherit the marks of their inputs.
+    """
     observer = _ForwardTracer(model, frozenset(replicated))
     with ExitStack() as stack:
         for path, module in model.named_modules():
             for hook in (
-                module.register_forward_pre_hook(observer.make_pre_hook(path, module), with_kwargs=True),
-                module.register_forward_hook(observer.make_hook(path)),
+                module.register_forward_pre_hook(observer.make_input_hook(path, module), with_kwargs=True),
+                module.register_forward_hook(observer.make_output_hook(path)),
             ):
                 stack.callback(hook.remove)
-            stack.callback(_watch_numbers(module, observer.trace.numbers.setdefault(path, {})))
+            stack.callback(_record_integer_reads(module, observer.trace.numbers.setdefault(path, {})))
         with TRACE_LOCK, torch.no_grad(), observer.marks, observer.last:
             run(model)
     return observer.build_trace()
 
 
 def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
-    """Return the paths of the layers in the list at ``layers``, which may contain ``*``."""
+    """Return the paths of the layers in the module list at ``layers``, a path that may contain ``*``."""
     return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
 
 
 def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stacks: Iterable[str]) -> dict[str, int]:
-    """Return the number of outputs of the layers of each stack; 0 if layers return only a tensor."""
+    """Return the length of the tuple that the layers of each stack return; 0 if they return only a tensor."""
     counts: dict[str, int] = {}
     with ExitStack() as stack, torch.no_grad():
         for layers in stacks:
@@ -94,8 +98,8 @@ def count_layer_outputs(model: nn.Module, run: Callable[[nn.Module], Any], stack
     return counts
 
 
-class _TensorOrigins(TorchDispatchMode):
-    """Tracks the linears from whose outputs each tensor was computed."""
+class _TensorOriginTracker(TorchDispatchMode):
+    """Dispatch mode that tracks from which linear layers' outputs each tensor was computed."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
@@ -129,8 +133,10 @@ class _TensorOrigins(TorchDispatchMode):
 
 
 class _ForwardTracer:
+    """Hooks that record a ``ForwardTrace`` while a model runs."""
+
     def __init__(self, model: nn.Module, replicated: frozenset[str]) -> None:
-        self.trace, self.marks, self.last = ForwardTrace(), _TensorOrigins(), _TensorOrigins()
+        self.trace, self.marks, self.last = ForwardTrace(), _TensorOriginTracker(), _TensorOriginTracker()
         self._replicated = replicated
         self._linears = {path for path, module in model.named_modules() if is_linear(module)}
         self._feeding: dict[str, frozenset[str]] = {}
@@ -138,7 +144,7 @@ class _ForwardTracer:
         self._order: list[str] = []
         self._parents = {path: path.rpartition(".")[0] for path, _ in model.named_modules()}
 
-    def make_pre_hook(self, path: str, native: nn.Module) -> Callable[..., None]:
+    def make_input_hook(self, path: str, native: nn.Module) -> Callable[..., None]:
         names = list(inspect.signature(native.forward).parameters)
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -154,7 +160,7 @@ class _ForwardTracer:
 
         return hook
 
-    def make_hook(self, path: str) -> Callable[..., None]:
+    def make_output_hook(self, path: str) -> Callable[..., None]:
         def hook(module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
             first = next((x for x in tree_leaves(out) if isinstance(x, Tensor)), None)
             if first is None:
@@ -191,38 +197,36 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
-        """Determine the module through which the input of the columns enters."""
+        """Find the module through which the input of a group's column-parallel candidates enters."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         per_token_args = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
         path = find_common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
         module_input = self._first_input(path)
-        group.enters = source is module_input or (group.attends and _is_of(source, module_input))
+        group.enters = source is module_input or (group.attends and _shares_memory(source, module_input))
         group.entry = path if group.enters or len(per_token_args) > 1 else per_token_args[0]
         group.enters = group.enters or len(per_token_args) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             inner, outer = find_common_parent(group.columns), find_common_parent([*group.columns, group.row])
             module_input = self._first_input(outer)
-            other_columns = [c for c, x in first.items() if not _is_of(x, module_input)]
+            other_columns = [c for c, x in first.items() if not _shares_memory(x, module_input)]
             if group.entry in group.columns or len(other_columns) < len(group.columns):
                 group.entry = inner if self._first_input(inner) is module_input else outer
                 group.other_columns, group.enters = other_columns, True
 
     def _first_input(self, path: str) -> Tensor | None:
-        """Return the first tensor argument of a module."""
+        """Return the first tensor argument that a module received, or None if it received none."""
         return next(iter(self.trace.inputs.get(path, {}).values()), None)
 
 
-def _is_of(read: Tensor, module_input: Tensor | None) -> bool:
-    """Return whether ``read`` is ``module_input`` or a view of it with the same memory."""
-    return (
-        module_input is not None and read.data_ptr() == module_input.data_ptr() and read.numel() == module_input.numel()
-    )
+def _shares_memory(x: Tensor, module_input: Tensor | None) -> bool:
+    """Return whether ``x`` is the tensor ``module_input`` or a view of all its elements."""
+    return module_input is not None and x.data_ptr() == module_input.data_ptr() and x.numel() == module_input.numel()
 
 
 def find_common_parent(paths: Sequence[str]) -> str:
-    """Return the path of the innermost module that contains all of ``paths``."""
+    """Return the path of the innermost module that contains all modules in ``paths``."""
     split = [path.split(".")[:-1] for path in paths]
     shared = []
     for parts in zip(*split, strict=False):
@@ -232,8 +236,8 @@ def find_common_parent(paths: Sequence[str]) -> str:
     return ".".join(shared)
 
 
-def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None]:
-    """Record reads of integer attributes of a module in ``seen``. Return a function that stops recording."""
+def _record_integer_reads(module: nn.Module, read_values: dict[str, int]) -> Callable[[], None]:
+    """Record in ``read_values`` which integer attributes of a module are read; return a function that stops this."""
     native: Any = type(module)
     numbers: Mapping[str, int] = {
         name: value for name, value in vars(module).items() if type(value) is int and not name.startswith("_")
@@ -241,15 +245,15 @@ def _watch_numbers(module: nn.Module, seen: dict[str, int]) -> Callable[[], None
 
     def read(self: nn.Module, name: str) -> Any:
         if name in numbers:
-            seen[name] = numbers[name]
+            read_values[name] = numbers[name]
         return native.__getattribute__(self, name)
 
     module.__class__ = type(native.__name__, (native,), {"__getattribute__": read, "__module__": native.__module__})
 
-    def end() -> None:
+    def stop() -> None:
         module.__class__ = native
 
-    return end
+    return stop
 
 
 TOKEN_ROUNDING = 1e-5
@@ -266,18 +270,19 @@ class ModuleCall:
 
     @property
     def hidden_states(self) -> Tensor | None:
-        """The hidden states passed to the module."""
+        """Hidden states among the arguments of the call; None if no argument is a tensor."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
         return first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
     def first_output(self) -> Tensor | None:
+        """First tensor that the call returned; None if its first result is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple | list) else self.output
         return first if isinstance(first, Tensor) else None
 
 
-class TokenUse:
-    """Observed processing of tokens by the layers of one stack in one forward.
+class StackCallRecord:
+    """Record of how the modules in a stack of layers used their input tokens during one forward.
 
     Args:
         layers: path of the list of layers.
@@ -303,53 +308,55 @@ class TokenUse:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def has_token_dim(self, x: Tensor | None) -> bool:
-        """Return whether ``x`` has an entry for each token: (B, S, ...) or (B*S, ...)."""
+        """Return whether a tensor has an entry for each token: shape (B, S, ...) or (B*S, ...)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
         )
 
     def receives_tokens(self, path: str) -> bool:
-        """Return whether a module receives tokens; True for a module that this forward did not call."""
+        """Return whether a module received hidden states of all tokens; True for a module that was not called."""
         return path not in self._calls or self.has_token_dim(self._calls[path].hidden_states)
 
-    def receives_numbers(self, path: str) -> bool:
-        """Return whether a module receives one number per token, (B, S), in addition to its hidden states."""
-        return any(isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._named(path).values())
+    def receives_one_number_per_token(self, path: str) -> bool:
+        """Return whether a module received a (B, S) tensor in addition to its hidden states."""
+        return any(
+            isinstance(x, Tensor) and tuple(x.shape) == self.shape for x in self._get_named_arguments(path).values()
+        )
 
-    def enclosing_modules(self, path: str) -> dict[str, str]:
-        """Return the modules of a layer that contain ``path``, and itself, outermost first: name -> path."""
+    def find_enclosing_modules(self, path: str) -> dict[str, str]:
+        """Map name in the layer -> full path for the module ``path`` and the modules around it, outermost first."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
         return {name: f"{outer}.{name}" for name in names}
 
-    def maps_tokens(self, path: str) -> bool:
-        """Return whether a module maps the tokens of the stack (B, S, ...) to as many outputs."""
+    def maps_tokens_to_tokens(self, path: str) -> bool:
+        """Return whether a module received (B, S, ...) hidden states and returned an entry for each token."""
         if (call := self._calls.get(path)) is None or (x := call.hidden_states) is None:
             return False
         return x.dim() > 2 and tuple(x.shape[:2]) == self.shape and self.has_token_dim(call.first_output)
 
-    def callable_children(self) -> Iterator[tuple[str, str]]:
-        """Yield the modules that a layer may call: (path of the layer, name in the layer)."""
+    def iter_callable_children(self) -> Iterator[tuple[str, str]]:
+        """Yield (path of the layer, name in the layer) of each module that a layer may call."""
         for outer in self.paths:
-            for name, _ in _called(self._model.get_submodule(outer)):
+            for name, _ in _iter_called_children(self._model.get_submodule(outer)):
                 yield outer, name
 
-    def mixing(self) -> Iterator[tuple[str, str]]:
-        """Yield the children of layers that may mix tokens: (path of the layer, name in the layer)."""
+    def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
+        """Yield (path of the layer, name in the layer) of each child of a layer that may mix tokens."""
         for outer in self.paths:
-            for name, child in _called(self._model.get_submodule(outer)):
+            for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 other_columns = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
                 if (
                     not other_columns
                     and next(child.parameters(), None) is not None
-                    and self._mixes(f"{outer}.{name}", child)
+                    and self._mixes_tokens(f"{outer}.{name}", child)
                 ):
                     yield outer, name
 
-    def _mixes(self, path: str, module: nn.Module) -> bool:
-        """Return whether an output token depends on other input tokens, by changing the first and the last token."""
+    def _mixes_tokens(self, path: str, module: nn.Module) -> bool:
+        """Return whether changing the first or last input token of a module changes its other output tokens."""
         call = self._calls.get(path)
         if call is None:
             return True
@@ -372,16 +379,16 @@ class TokenUse:
                 return True
         return False
 
-    def per_token_args(self) -> Iterator[str]:
-        """Yield the arguments per token of layers and their modules, except the hidden states."""
+    def find_per_token_args(self) -> Iterator[str]:
+        """Yield the arguments of layers and their modules, except hidden states, that have an entry for each token."""
         for outer in self.paths:
             for path, _ in self._model.get_submodule(outer).named_modules(prefix=outer):
-                for name, x in self._named(path).items():
+                for name, x in self._get_named_arguments(path).items():
                     if isinstance(x, Tensor) and x.is_floating_point() and x.dim() > 2 and self.has_token_dim(x):
                         yield f"{path}.{name}".removeprefix(f"{outer}.")
 
-    def _named(self, path: str) -> dict[str, Any]:
-        """Return the arguments of a module by name, except the hidden states."""
+    def _get_named_arguments(self, path: str) -> dict[str, Any]:
+        """Return the arguments of a module's first call by name, except the hidden states."""
         if (call := self._calls.get(path)) is None:
             return {}
         names = inspect.signature(self._model.get_submodule(path).forward).parameters
@@ -389,10 +396,10 @@ class TokenUse:
         return {name: x for name, x in named.items() if x is not call.hidden_states}
 
 
-def _called(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the children of a module, and the members of its lists, which are not called themselves."""
+def _iter_called_children(module: nn.Module, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of each child of a module; a module list is replaced by its members."""
     for name, child in module.named_children():
         if isinstance(child, nn.ModuleList | nn.ModuleDict):
-            yield from _called(child, f"{prefix}{name}.")
+            yield from _iter_called_children(child, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", child

@@ -1,4 +1,4 @@
-"""Finds the stacks of layers of a model, and the hints that pipeline stages and sequence parallelism need.
+"""Finds the layer stacks of a model, and the hints that pipeline stages and sequence parallelism need.
 
 Traced forwards yield candidate hints. The first candidate that passes validation is used.
 """
@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.forward_trace import TokenUse, count_layer_outputs
+from shardformer.discovery.forward_trace import StackCallRecord, count_layer_outputs
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.validation import (
     ONE_LAYER,
-    bind_policy,
     build_layer_sequence,
-    get_stacks,
+    get_layer_stacks,
+    instantiate_policy,
     validate_policy,
     validate_stages,
 )
@@ -38,7 +38,7 @@ LayerStacks = Sequence[LayerStack]
 
 
 def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
-    """Return the outermost lists of layers that a forward calls in order, sorted by call."""
+    """Return the outermost lists of layers that a forward calls in list order, sorted by their first call."""
     model = reference.model
     layers = {
         path: [f"{path}.{name}" for name, _ in m.named_children()]
@@ -46,7 +46,7 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
         if isinstance(m, nn.ModuleList | nn.Sequential) and len(m) > 1 and all(_is_layer(c) for c in m.children())
     }
     outer = [path for path in layers if not any(path.startswith(f"{other}.") for other in layers)]
-    calls = list(dict.fromkeys(_calls_in_order(reference, [layer for path in outer for layer in layers[path]])))
+    calls = list(dict.fromkeys(_record_call_order(reference, [layer for path in outer for layer in layers[path]])))
     in_order = [path for path in outer if [call for call in calls if call in layers[path]] == layers[path]]
     counts = count_layer_outputs(model, reference.run, in_order)
     in_order.sort(key=lambda path: calls.index(layers[path][0]))
@@ -54,129 +54,131 @@ def find_layer_stacks(reference: ReferenceGradients) -> list[LayerStack]:
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Return whether a module has submodules and parameters; a list of linears and activations is no stack."""
+    """Return whether a module has children and parameters, unlike a linear layer or an activation."""
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
 def find_pipeline_hints(reference: ReferenceGradients, policy: type[RolePolicy]) -> tuple[LayerStacks, str | None]:
-    """Find pipeline hints for the stacks of a policy; return the stacks and the reason for failure, if any."""
-    return _PipelineHintSearch(reference, policy).find(get_stacks(policy))
+    """Find pipeline hints for the stacks of a policy; return the stacks, and a reason if validation fails."""
+    return _PipelineHintSearch(reference, policy).find_hints(get_layer_stacks(policy))
 
 
 class _PipelineHintSearch:
-    """Search for pipeline hints that pass validation on a reduced model."""
+    """Search for pipeline hints with which a reduced model passes validation."""
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy, reference.model
         self._last_reference = (reference, *reference.further_batches)[-1]  # the forward that calls most modules
-        self._base = bind_policy(policy, reference.model).base
+        self._base = instantiate_policy(policy, reference.model).base
 
-    def find(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
-        """Return the stacks with validated hints and None, or the stacks unchanged and the reason for failure."""
-        if (missing := self._uncalled_layer(stacks)) is not None:
+    def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
+        """Return the stacks with validated hints and None, or unchanged stacks and the reason for failure."""
+        if (missing := self._find_uncalled_layer(stacks)) is not None:
             return stacks, f"the layer {missing} is not called for every batch"
-        failure = self._mismatch(stacks)
+        failure = self._validate(stacks)
         if failure is None or failure == ONE_LAYER:
             return stacks, failure
-        for candidate in self._candidates(stacks):
-            if self._mismatch(candidate) is None:
-                return self._without_unneeded(candidate), None
+        for candidate in self._iter_candidates(stacks):
+            if self._validate(candidate) is None:
+                return self._remove_unneeded_hints(candidate), None
         return stacks, failure
 
-    def _mismatch(self, stacks: LayerStacks) -> str | None:
+    def _validate(self, stacks: LayerStacks) -> str | None:
         return validate_stages(self._reference, self._policy, stacks)
 
-    def _chain(self, stacks: LayerStacks) -> LayerSequence:
+    def _build_sequence(self, stacks: LayerStacks) -> LayerSequence:
         return build_layer_sequence(self._model, self._policy, stacks)
 
-    def _relative(self, path: str) -> str:
+    def _get_relative_path(self, path: str) -> str:
         return path.removeprefix(f"{self._base}.") if self._base else path
 
-    def _uncalled_layer(self, stacks: LayerStacks) -> str | None:
-        units = self._chain(stacks).layer_calls
-        calls = _calls_in_order(self._reference, units)
+    def _find_uncalled_layer(self, stacks: LayerStacks) -> str | None:
+        units = self._build_sequence(stacks).layer_calls
+        calls = _record_call_order(self._reference, units)
         return next((unit for unit in units if unit not in calls), None)
 
-    def _candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
-        """Yield candidates: by call order, with cross states, with tables of the first layer, with shared modules."""
-        placed = self._place_by_calls(stacks)
-        from_first = self._with_shared_tables(placed)
-        ways = [placed, self._with_cross_states(placed), from_first, self._with_cross_states(from_first)]
+    def _iter_candidates(self, stacks: LayerStacks) -> Iterator[LayerStacks]:
+        """Yield stacks with candidate hints, starting with the fewest hints."""
+        placed = self._place_modules_by_call_order(stacks)
+        from_first = self._add_tables_of_first_layer(placed)
+        ways = [placed, self._add_cross_states(placed), from_first, self._add_cross_states(from_first)]
         ways = [way for i, way in enumerate(ways) if way not in ways[:i]]
         yield from ways
         for way in ways:
             for with_lists in (False, True) if self._reference.further_batches else (False,):
-                if everywhere := self._before_layers(self._chain(way), with_lists=with_lists):
-                    yield [_with_hints(stack, on_every_stage=everywhere) for stack in way]
+                if everywhere := self._find_modules_before_layers(self._build_sequence(way), with_lists=with_lists):
+                    yield [_replace_hints(stack, on_every_stage=everywhere) for stack in way]
 
-    def _without_unneeded(self, stacks: LayerStacks) -> LayerStacks:
+    def _remove_unneeded_hints(self, stacks: LayerStacks) -> LayerStacks:
+        """Remove modules from ``on_every_stage`` without which validation still passes."""
         kept = stacks
         for path in stacks[0].stages.on_every_stage:
             paths = tuple(p for p in kept[0].stages.on_every_stage if p != path)
-            fewer = [_with_hints(stack, on_every_stage=paths) for stack in kept]
-            if self._mismatch(fewer) is None:
+            fewer = [_replace_hints(stack, on_every_stage=paths) for stack in kept]
+            if self._validate(fewer) is None:
                 kept = fewer
         return kept
 
-    def _modules_outside_layers(self, chain: LayerSequence) -> list[str]:
+    def _find_modules_outside_layers(self, chain: LayerSequence) -> list[str]:
         paths = [path for path, module in self._model.named_modules() if path and module._parameters]
         inside = [path for path in paths if path.startswith(f"{self._base}." if self._base else "")]
         return [path for path in inside if not any(f"{path}.".startswith(f"{unit}.") for unit in chain.layer_calls)]
 
-    def _before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
-        """Return modules that are placed with the first layer; include other lists of layers with ``with_lists``."""
+    def _find_modules_before_layers(self, chain: LayerSequence, *, with_lists: bool) -> tuple[str, ...]:
+        """Return modules that are placed with the first layer; with ``with_lists``, also modules in other lists."""
         owners = owner_layers(self._model, chain)
         first = {name.rpartition(".")[0] for name, units in owners.items() if units == frozenset({0})}
-        paths = [path for path in self._modules_outside_layers(chain) if path in first]
+        paths = [path for path in self._find_modules_outside_layers(chain) if path in first]
         paths = [path for path in paths if with_lists or not re.search(r"\.\d", path)]
-        return tuple(dict.fromkeys(self._relative(re.split(r"\.\d", path)[0]) for path in paths))
+        return tuple(dict.fromkeys(self._get_relative_path(re.split(r"\.\d", path)[0]) for path in paths))
 
-    def _place_by_calls(self, stacks: LayerStacks) -> LayerStacks:
-        """Place modules by call order if registration differs, as for the embedding norm of BART."""
-        chain = self._chain(stacks)
-        owners, outside = owner_layers(self._model, chain), self._modules_outside_layers(chain)
-        calls = _calls_in_order(self._last_reference, (*outside, *chain.layer_calls))
+    def _place_modules_by_call_order(self, stacks: LayerStacks) -> LayerStacks:
+        """Place modules by call order where it differs from registration order, as for the embedding norm of BART."""
+        chain = self._build_sequence(stacks)
+        owners, outside = owner_layers(self._model, chain), self._find_modules_outside_layers(chain)
+        calls = _record_call_order(self._last_reference, (*outside, *chain.layer_calls))
         out, end = list(stacks), len(chain.layer_calls) - 1
         bounds = [(calls.index(s.layer_calls[0]), calls.index(s.layer_calls[-1])) for s in chain.stacks]
         for path in (path for path in dict.fromkeys(calls) if path in outside):
-            at, own = calls.index(path), self._relative(path)
+            at, own = calls.index(path), self._get_relative_path(path)
             unit = next(min(units) for name, units in owners.items() if name.rpartition(".")[0] == path)
             if at < bounds[0][0] and unit == end:
-                out[0] = _with_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
+                out[0] = _replace_hints(out[0], with_first_layer=(*out[0].stages.with_first_layer, own))
             if at > bounds[-1][1] and unit != end:
-                out[-1] = _with_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
+                out[-1] = _replace_hints(out[-1], with_last_layer=(*out[-1].stages.with_last_layer, own))
             for i, (before, after) in enumerate(pairwise(bounds) if len(bounds) == len(out) else []):
                 # modules between two stacks run on the last stage of the first stack
                 if before[1] < at < after[0] and out[i + 1].cross_states is None and unit != chain.starts[i + 1] - 1:
-                    out[i] = _with_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
+                    out[i] = _replace_hints(out[i], with_last_layer=(*out[i].stages.with_last_layer, own))
         return out
 
-    def _with_shared_tables(self, stacks: LayerStacks) -> LayerStacks:
-        """Add tables that only the first layer has, whose results later layers receive (T5's position biases)."""
+    def _add_tables_of_first_layer(self, stacks: LayerStacks) -> LayerStacks:
+        """Add embeddings that only the first layer has, whose results later layers receive (position biases of T5)."""
         names, out = [name for name, _ in self._model.named_modules()], list(stacks)
         for i, stack in enumerate(stacks):
             path = match_paths(join_path(self._base, stack.layers), names)[0]  # the first list, if each stage has one
             first, *others = self._model.get_submodule(path).children()
             if others:
-                out[i] = _with_hints(stack, shared_from_first=tuple(_only_in_first(first, others[0])))
+                out[i] = _replace_hints(stack, shared_from_first=tuple(_find_tables_only_in_first(first, others[0])))
         return out
 
-    def _with_cross_states(self, stacks: LayerStacks) -> LayerStacks:
-        """Add the argument through which each stack receives the states of the preceding stack."""
+    def _add_cross_states(self, stacks: LayerStacks) -> LayerStacks:
+        """Add to each stack the argument through which it receives the output of the preceding stack."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
             is_open = out[at].cross_states is None and "*" not in before + layers
             if is_open and (found := _find_cross_input(self._reference, before, layers)):
-                out[at] = replace(out[at], cross_states=(self._relative(found[0]), found[1]))
+                out[at] = replace(out[at], cross_states=(self._get_relative_path(found[0]), found[1]))
         return out
 
 
-def _with_hints(stack: LayerStack, **hints: Any) -> LayerStack:
+def _replace_hints(stack: LayerStack, **hints: Any) -> LayerStack:
     return replace(stack, stages=replace(stack.stages, **hints))
 
 
-def _calls_in_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
+def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
+    """Run one forward and return the paths of the called modules, in call order."""
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
         for path in paths:
@@ -186,8 +188,8 @@ def _calls_in_order(reference: ReferenceGradients, paths: Iterable[str]) -> list
     return calls
 
 
-def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
-    """Yield embeddings that only the first layer has, and flags of their parent modules that differ."""
+def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
+    """Yield embeddings that only the first layer has, and boolean attributes that differ in their parent modules."""
     others = dict(second.named_modules())
     for path, module in first.named_modules():
         if path not in others:
@@ -198,16 +200,16 @@ def _only_in_first(first: nn.Module, second: nn.Module) -> Iterator[str]:
         yield from (join_path(path, name) for name in (*more, *flags) if more)
 
 
-def _find_cross_input(reference: ReferenceGradients, before: str, layers: str) -> tuple[str, str] | None:
-    """Return (path, argument) of the outermost module around ``layers`` that receives the output of ``before``."""
+def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
+    """Return (module path, argument) through which ``layers`` receive the output of ``previous_layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
-    last = list(model.get_submodule(before).children())[-1]
-    around = [".".join(layers.split(".")[:i]) for i in range(1, layers.count(".") + 1)]
+    last = list(model.get_submodule(previous_layers).children())[-1]
+    enclosing_paths = [".".join(layers.split(".")[:i]) for i in range(1, layers.count(".") + 1)]
 
-    def note(path: str) -> Callable[..., None]:
-        def look(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def make_hook(path: str) -> Callable[..., None]:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             names = inspect.signature(module.forward).parameters
             for name, value in [*list(zip(names, args, strict=False))[1:], *kwargs.items()]:
                 if not made or not isinstance(value, Tensor) or not value.requires_grad:
@@ -215,17 +217,17 @@ def _find_cross_input(reference: ReferenceGradients, before: str, layers: str) -
                 if torch.autograd.grad(value.sum(), made[0], retain_graph=True, allow_unused=True)[0] is not None:
                     found.append((path, name))
 
-        return look
+        return hook
 
     with ExitStack() as stack:
-        hook = last.register_forward_hook(
+        handle = last.register_forward_hook(
             lambda _, __, out: made.append(next(x for x in tree_leaves(out) if isinstance(x, Tensor)))
         )
-        stack.callback(hook.remove)
-        for path in around:
-            if not f"{before}.".startswith(f"{path}."):
+        stack.callback(handle.remove)
+        for path in enclosing_paths:
+            if not f"{previous_layers}.".startswith(f"{path}."):
                 module = model.get_submodule(path)
-                stack.callback(module.register_forward_pre_hook(note(path), with_kwargs=True).remove)
+                stack.callback(module.register_forward_pre_hook(make_hook(path), with_kwargs=True).remove)
         reference.run(model)
     return found[0] if found else None
 
@@ -244,7 +246,7 @@ HINT_CANDIDATES = (
 
 @dataclass(frozen=True)
 class _SequenceHintCandidates:
-    """Candidate hints for the layers of a stack, from the way its modules process tokens."""
+    """Candidate sequence parallel hints for the layers of a stack, derived from how its modules process tokens."""
 
     mixing: tuple[str, ...]  # children of layers that mix tokens and contain no block
     attentions: tuple[str, ...]  # modules that contain an attention block from its entry to its exit
@@ -252,73 +254,78 @@ class _SequenceHintCandidates:
     without_tokens: tuple[str, ...]  # modules that receive no tokens
     per_token_args: tuple[str, ...]  # arguments per token in addition to the hidden states
 
-    def hints(self, way: frozenset[str]) -> SequenceParallelHints:
-        gathers = self.mixing if "mixing" in way else ()
-        around = _unique(name for part in ("attentions", "containers") if part in way for name in getattr(self, part))
+    def make_hints(self, groups: frozenset[str]) -> SequenceParallelHints:
+        """Build sequence parallel hints that use these groups of modules."""
+        gathers = self.mixing if "mixing" in groups else ()
+        around = _remove_duplicates(
+            name for part in ("attentions", "containers") if part in groups for name in getattr(self, part)
+        )
         gathered = {"", *gathers, *around}
         per_token_args = tuple(name for name in self.per_token_args if name.rpartition(".")[0] in gathered)
-        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in way)
+        return SequenceParallelHints(gathers, around, per_token_args, self.without_tokens, "between" in groups)
 
 
 def find_sequence_hints(
     reference: ReferenceGradients, policy: type[RolePolicy], layers: Sequence[str], ranks: int
 ) -> tuple[LayerStacks, str | None]:
-    """Find sequence parallel hints for the stacks of a policy; return the stacks and the reason for failure, if any.
+    """Find sequence parallel hints for the stacks of a policy; return the stacks, and a reason if validation fails.
 
     Args:
         layers: path of each stack in the full model.
     """
-    stacks_of_policy = get_stacks(policy)
-    first = _sequence_failure(reference, policy, stacks_of_policy, ranks)
+    stacks_of_policy = get_layer_stacks(policy)
+    first = _validate_sequence_parallelism(reference, policy, stacks_of_policy, ranks)
     if first is None:
         return stacks_of_policy, None
-    blocks, tried = _block_descriptions(reference.model, policy), [stacks_of_policy]
-    found = [_candidate_hints(TokenUse(reference, path), blocks) for path in layers]
-    for way in HINT_CANDIDATES:
-        stacks = [replace(stack, sequence=x.hints(way)) for stack, x in zip(stacks_of_policy, found, strict=True)]
+    blocks, tried = _find_block_descriptions(reference.model, policy), [stacks_of_policy]
+    found = [_find_hint_candidates(StackCallRecord(reference, path), blocks) for path in layers]
+    for groups in HINT_CANDIDATES:
+        stacks = [
+            replace(stack, sequence=x.make_hints(groups)) for stack, x in zip(stacks_of_policy, found, strict=True)
+        ]
         if stacks not in tried:
             tried.append(stacks)
-            if _sequence_failure(reference, policy, stacks, ranks) is None:
+            if _validate_sequence_parallelism(reference, policy, stacks, ranks) is None:
                 return stacks, None
     return stacks_of_policy, first
 
 
-def _sequence_failure(
+def _validate_sequence_parallelism(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: LayerStacks, ranks: int
 ) -> str | None:
     tried = type(policy.__name__, (policy,), {"stack": stacks})
     return validate_policy(reference, tried, ranks, enable_sequence_parallelism=True)
 
 
-def _block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
+def _find_block_descriptions(model: nn.Module, policy: type[RolePolicy]) -> list[BlockDescription]:
     found = policy()
     found.set_model(model)
     return [block for _, block in make_plan(model, found).blocks]
 
 
-def _candidate_hints(tokens: TokenUse, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
+def _find_hint_candidates(tokens: StackCallRecord, blocks: Sequence[BlockDescription]) -> _SequenceHintCandidates:
     mixing, containers, attentions, without_tokens = [], [], [], []
-    for outer, name in tokens.mixing():
+    for outer, name in tokens.find_mixing_modules():
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
         elif all(block.arguments is None for block in inside):  # an attention gathers its own inputs
             containers.append(name)
     for block in blocks:
-        above = tokens.enclosing_modules(block.entry)
-        fed = [name for name, path in above.items() if tokens.maps_tokens(path)]
+        above = tokens.find_enclosing_modules(block.entry)
+        fed = [name for name, path in above.items() if tokens.maps_tokens_to_tokens(path)]
         if block.arguments is not None:
-            exits = tokens.enclosing_modules(block.row)
+            exits = tokens.find_enclosing_modules(block.row)
             attentions += [name for name in fed if name in exits][-1:]
         elif above and not tokens.receives_tokens(block.entry):
             containers += fed[-1:]
             without_tokens += [] if fed else [next(iter(above))]
         else:
-            containers += [name for name in fed if tokens.receives_numbers(above[name])]
+            containers += [name for name in fed if tokens.receives_one_number_per_token(above[name])]
     return _SequenceHintCandidates(
-        *map(_unique, (mixing, attentions, containers, without_tokens, tokens.per_token_args()))
+        *map(_remove_duplicates, (mixing, attentions, containers, without_tokens, tokens.find_per_token_args()))
     )
 
 
-def _unique(names: Iterable[str]) -> tuple[str, ...]:
+def _remove_duplicates(names: Iterable[str]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))

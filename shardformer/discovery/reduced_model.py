@@ -1,4 +1,4 @@
-"""Reduced model: the same classes with a small config, on which a policy is derived and validated in seconds."""
+"""Builds a reduced model: the same classes with a small config, to derive and validate policies in seconds."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 from shardformer.discovery import example_inputs
 from shardformer.discovery.config_fields import iter_integer_fields, replace_fields
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, with_labels
-from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, count_min_layers, layer_kinds
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, iter_batches_with_labels
+from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, count_min_layers, find_layer_kinds
 from shardformer.errors import PolicyError, first_line
-from shardformer.meta_init.materialization import is_lazy, materialized_copy
+from shardformer.meta_init.materialization import copy_materialized, is_lazy
 from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
 
@@ -41,7 +41,7 @@ OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """An unsharded model, with the loss and gradients of one batch. The loss is the mean square of the outputs."""
+    """Loss and gradients of an unsharded model for one batch. The loss is the mean square of the outputs."""
 
     model: nn.Module
     run: Forward
@@ -50,13 +50,13 @@ class ReferenceGradients:
     further_batches: tuple[ReferenceGradients, ...] = ()  # references of further batches with other inputs (images)
 
     @cached_property
-    def allowed(self) -> dict[str, float]:
-        """Tolerance of each gradient."""
+    def tolerances(self) -> dict[str, float]:
+        """Largest difference of each gradient that counts as equal."""
         return compute_tolerances(self.gradients)
 
     @cached_property
-    def rounding(self) -> dict[str, float]:
-        """Tolerance of each gradient if the model computes in fp32 internally.
+    def fp32_tolerances(self) -> dict[str, float]:
+        """Tolerance of each gradient for models that compute in fp32 internally.
 
         The error depends on cancellation, because the gradient of a scale is a sum over all tokens and may be much
         smaller than its terms. It is therefore measured: each weight is changed by an fp32 rounding error.
@@ -72,13 +72,13 @@ class ReferenceGradients:
         most = ROUNDING * FP32_EPS * max((a.abs().max().item() for a, _ in both.values()), default=0.0)
         return {name: min(x, most) for name, x in measured.items()}  # excludes a router that selects another expert
 
-    def is_near(self, name: str, difference: float) -> bool:
-        """Return whether a difference of the gradient ``name`` is explained by rounding."""
-        return difference <= self.allowed[name] or difference <= self.rounding.get(name, 0.0)
+    def is_within_tolerance(self, name: str, difference: float) -> bool:
+        """Return whether rounding explains a difference in the gradient of the parameter ``name``."""
+        return difference <= self.tolerances[name] or difference <= self.fp32_tolerances.get(name, 0.0)
 
     @staticmethod
     def of(model: nn.Module, run: Forward) -> ReferenceGradients:
-        """Run ``model`` forward and backward."""
+        """Run a forward and backward of ``model`` and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
             loss = probe_loss(run(model))
@@ -96,7 +96,7 @@ class ReferenceGradients:
 
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the tolerance of each gradient."""
+    """Return the largest difference from each gradient that counts as equal."""
     inputs = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in inputs.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in inputs.items()), default=0.0)
@@ -108,33 +108,38 @@ def count_parameters(module: nn.Module) -> int:
 
 
 def copy_sharing_values(model: nn.Module) -> nn.Module:
-    """Copy a model so that parameters share their values with the original but have separate gradients."""
+    """Copy a model so that both copies share parameter values but have separate gradients."""
     own: dict[int, Any] = {
         id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters() if type(p) is nn.Parameter
     }
     return copy.deepcopy(model, own)
 
 
-def probe_loss(output: Any, *, alike: bool = False) -> Tensor:
-    """Return the sum of weighted mean squares of all outputs; with ``alike``, all samples have equal weights."""
-    floats = [x for x in tree_leaves(output_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
-    return torch.stack([weighted_mean_square(x, x.shape[alike:]).double() for x in floats]).sum()
+def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
+    """Return the sum of weighted mean squares of all outputs, a loss for models that return none.
+
+    Args:
+        equal_sample_weights: whether all samples have equal weights.
+    """
+    floats = [x for x in tree_leaves(get_output_fields(output)) if isinstance(x, Tensor) and x.is_floating_point()]
+    return torch.stack([compute_weighted_mean_square(x, x.shape[equal_sample_weights:]).double() for x in floats]).sum()
 
 
-def weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
-    """Return a weighted mean square; entries within the last dims of size ``shape`` have different weights."""
+def compute_weighted_mean_square(x: Tensor, shape: torch.Size) -> Tensor:
+    """Return the mean square of a tensor, with a different weight for each entry of its last dims ``shape``."""
     weights = torch.linspace(0.5, 1.5, shape.numel(), dtype=x.dtype, device=x.device).view(shape)
     return (x * weights).square().mean()
 
 
-def output_fields(output: Any) -> Any:
+def get_output_fields(output: Any) -> Any:
+    """Return the fields of a model output as a dict; return a tensor or tuple unchanged."""
     if is_dataclass(output) and not hasattr(output, "keys"):
         return vars(output)
     return dict(output) if hasattr(output, "keys") else output
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to zero, because different layouts draw different random numbers."""
+    """Set every dropout probability to zero, because sharded models draw other random numbers."""
     for module in model.modules():
         if isinstance(module, DropoutBase):
             module.p = 0.0
@@ -145,13 +150,13 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def runs_library_code(module: nn.Module) -> bool:
-    """Return whether a module runs the forward of its class, and the class is defined in a library."""
+    """Return whether the forward of a module is defined in a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
-    return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES
+    return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
 
 
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
-    """Replace forwards in a reduced model as in ``model``.
+    """Replace the forwards of modules in a reduced model as they are replaced in ``model``.
 
     Raises:
         ValueError: if the reduced model lacks the module, or if the forward is not bound to its module, because it
@@ -177,7 +182,7 @@ def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_independent_copy(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if a copy of ``model`` that runs inside this context reads weights or buffers of ``model``.
+    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of those of its copy.
 
     This happens if a replaced forward or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
@@ -194,11 +199,11 @@ def check_independent_copy(model: nn.Module) -> Iterator[None]:
         raise ValueError(_NOT_INDEPENDENT)
 
 
-_NOT_INDEPENDENT = "a copy of the model runs modules of the original model through a replaced forward or a hook"
+_NOT_INDEPENDENT = "a replaced forward or a hook of the copied model runs modules of the original model"
 
 
 class _ReadDetector(TorchDispatchMode):
-    """Dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of a model."""
+    """Dispatch mode that raises RuntimeError if an operation reads a weight or a buffer of ``model``."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch does not annotate it
@@ -216,7 +221,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a cache key for validation results; None for a model without a config or with user code."""
+    """Return a cache key for the validation results of a model; None without a config or with user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -224,7 +229,7 @@ def make_validation_key(model: nn.Module) -> Hashable | None:
     return type(model), config.to_json_string(), kinds
 
 
-def _package_of(function: Any) -> str:
+def _get_package(function: Any) -> str:
     return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
@@ -237,8 +242,8 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 
 @dataclass(frozen=True)
-class FurtherCall:
-    """A call with further inputs, such as images or audio in the text."""
+class MediaCall:
+    """A forward of a reduced model with further inputs, such as images or audio."""
 
     run: Forward
     names: tuple[str, ...]  # names of the further inputs
@@ -246,61 +251,67 @@ class FurtherCall:
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """A reduced model, a function that calls it with a batch, and the batch."""
+    """A reduced model, an example batch, and functions that run its forward on example batches."""
 
     model: nn.Module
     run: Forward
     batch: Mapping[str, Tensor]
-    further: tuple[FurtherCall, ...] = ()  # calls with further inputs
+    further: tuple[MediaCall, ...] = ()  # calls with further inputs
     untried: tuple[str, ...] = ()  # image and audio inputs for which no batch could be generated
 
-    def reference(self, run: Forward | None = None) -> ReferenceGradients:
-        """Compute the reference of the first batch, or of ``run``, and of the further batches."""
-        return replace(ReferenceGradients.of(self.model, run or self.run), further_batches=self.further_references())
+    def compute_reference(self, run: Forward | None = None) -> ReferenceGradients:
+        """Compute loss and gradients of the first batch, or of ``run``, and of the further batches."""
+        return replace(
+            ReferenceGradients.of(self.model, run or self.run), further_batches=self.compute_further_references()
+        )
 
-    def further_references(self) -> tuple[ReferenceGradients, ...]:
-        """Compute the references of the further batches."""
+    def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
+        """Compute loss and gradients of each further batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
-    def unproven(self, against: str | None) -> dict[str, str]:
-        """Return why inputs were not validated; ``against`` is the failure of the further calls, if any."""
-        further = [name for each in self.further for name in each.names] if against is not None else []
-        return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, against or "")}
+    def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
+        """Map each input that was not validated to the reason.
+
+        Args:
+            failure: failure of the calls with further inputs; None if they passed.
+        """
+        further = [name for each in self.further for name in each.names] if failure is not None else []
+        return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}
 
     @property
     def samples(self) -> int:
-        """Batch size."""
+        """Batch size of the example batch."""
         return Counter(len(x) for x in self.batch.values() if x.dim()).most_common(1)[0][0]
 
 
 def reduce_model(
-    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, together: bool = False
+    model: nn.Module, batch: Mapping[str, Tensor] | None = None, *, media_in_text: bool = False
 ) -> ReducedModel:
     """Build a small model of the same class that trains on the CPU, in fp64 if possible.
 
     Args:
         batch: keyword arguments of one forward; generated if None.
-        together: whether the batch contains images and audio in the text, instead of text only.
+        media_in_text: whether the batch contains images and audio in the text, instead of text only.
 
     Raises:
         PolicyError: if no reduced model can be built and run, and the model is too large to be copied.
     """
     problems: list[str] = []
-    copies = _small_copies(model)
+    copies = _make_copy_functions(model)
     try:
-        makes = [*_reduced_models(model), *copies]
+        makes = [*_iter_model_makers(model), *copies]
     except Exception as error:  # the class needs more than a config, or cannot be built with other configs
-        makes, problems = copies, [_error_text(error)]
+        makes, problems = copies, [_format_error(error)]
     for make, dtype in product(makes, PRECISIONS):
         try:
-            reduced = _build(make, dtype)
+            reduced = _build_on_cpu(make, dtype)
             if make not in copies:
-                if missing := layer_kinds(model) - layer_kinds(reduced):
+                if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
                     raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers")
                 copy_replaced_forwards(reduced, model)
             with check_independent_copy(model):
-                run, batch_used = _trainable_call(reduced, batch, together=together)
-            further = () if batch is not None or together else tuple(_further(reduced, batch_used))
+                run, batch_used = _find_trainable_call(reduced, batch, media_in_text=media_in_text)
+            further = () if batch is not None or media_in_text else tuple(_iter_media_calls(reduced, batch_used))
             tried = {*batch_used, *(name for each in further for name in each.names)}
             media = example_inputs.find_media_inputs(reduced) if batch is None else []
             return ReducedModel(reduced, run, batch_used, further, tuple(name for name in media if name not in tried))
@@ -309,7 +320,7 @@ def reduce_model(
         except PolicyError as error:
             problems.append(error.what)
         except Exception as error:  # unknown constraints between config fields
-            problems.append(_error_text(error))
+            problems.append(_format_error(error))
     raise PolicyError(
         f"No reduced model of {type(model).__name__} can be built and run: {'; '.join(dict.fromkeys(problems))}",
         rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters",
@@ -318,27 +329,27 @@ def reduce_model(
     )
 
 
-def _error_text(error: Exception) -> str:
+def _format_error(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).strip()[:160]}"
 
 
-def _small_copies(model: nn.Module) -> list[Callable[[], nn.Module]]:
-    copies = partial(materialized_copy if is_lazy(model) else copy.deepcopy, model)
+def _make_copy_functions(model: nn.Module) -> list[Callable[[], nn.Module]]:
+    copies = partial(copy_materialized if is_lazy(model) else copy.deepcopy, model)
     return [copies] if count_parameters(model) <= SMALL_NUMEL else []
 
 
 def copy_small_model(model: nn.Module) -> ReducedModel:
-    """Copy a small model without its hooks, and find a batch with which it trains on the CPU.
+    """Copy a small model without its hooks, and find an example batch with which the copy trains on the CPU.
 
     Raises:
         PolicyError: if the model is too large, or the copy cannot be run.
     """
     problem = f"it has more than {SMALL_NUMEL:,} parameters"
-    for make, dtype in product(_small_copies(model), PRECISIONS):
+    for make, dtype in product(_make_copy_functions(model), PRECISIONS):
         try:
-            reduced = remove_hooks(_build(make, dtype))
+            reduced = remove_hooks(_build_on_cpu(make, dtype))
             with check_independent_copy(model):
-                return ReducedModel(reduced, *_trainable_call(reduced, None, guesses=True))
+                return ReducedModel(reduced, *_find_trainable_call(reduced, None, guesses=True))
         except PolicyError as error:
             problem = error.what
         except Exception as error:  # user code may raise anything
@@ -352,7 +363,7 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
 
 
 def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
-    """Build a reduced model of the class of ``model``, or a copy of the model if that fails.
+    """Build a reduced model of the class of ``model``, or copy the model if that fails.
 
     Raises:
         PolicyError: if both fail.
@@ -374,7 +385,7 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
 
 
 def remove_hooks(model: nn.Module) -> nn.Module:
-    """Remove all forward and backward hooks from a model and return it."""
+    """Remove all forward and backward hooks from a model, and return the model."""
     for module in model.modules():
         for name, table in vars(module).items():
             if name.startswith("_") and name.endswith(("forward_hooks", "forward_pre_hooks", "backward_hooks")):
@@ -382,35 +393,37 @@ def remove_hooks(model: nn.Module) -> nn.Module:
     return model
 
 
-def _build(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
+def _build_on_cpu(make: Callable[[], nn.Module], dtype: torch.dtype) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return make().to(device="cpu", dtype=dtype).eval().requires_grad_(True)
 
 
-def _reduced_models(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
+def _iter_model_makers(model: nn.Module) -> Iterator[Callable[[], nn.Module]]:
     if not hasattr(getattr(model, "config", None), "to_dict"):
         return
     shrinker = ConfigShrinker(model)
     # with the default number of layers, or as many as needed for one of each kind
-    for anew, even, layers in product((False, True), (False, True), dict.fromkeys((0, count_min_layers(model)))):
-        yield partial(_reduced_model, shrinker, even=even, layers=layers, anew=anew)
+    for recompute_derived, even, layers in product(
+        (False, True), (False, True), dict.fromkeys((0, count_min_layers(model)))
+    ):
+        yield partial(_build_reduced_model, shrinker, even=even, layers=layers, recompute_derived=recompute_derived)
 
 
-def _reduced_model(shrinker: ConfigShrinker, **how: Any) -> nn.Module:
-    small = shrinker.config(**how)
+def _build_reduced_model(shrinker: ConfigShrinker, **options: Any) -> nn.Module:
+    small = shrinker.make_small_config(**options)
     # matching the widths of submodels may reduce the model further
-    if (numel := shrinker.numel(small)) <= MAX_UNMATCHED_NUMEL:
+    if (numel := shrinker.count_model_parameters(small)) <= MAX_UNMATCHED_NUMEL:
         model = type(shrinker.model)(small)
-        model = _with_matching_widths(model, small) if hasattr(model, "get_input_embeddings") else model
+        model = _match_widths(model, small) if hasattr(model, "get_input_embeddings") else model
         numel = count_parameters(model)
     if numel > SMALL_NUMEL:
-        raise ValueError(f"the reduced model still has {numel:,} parameters")
+        raise ValueError(f"the reduced model still has {numel:,} parameters, more than {SMALL_NUMEL:,}")
     return model
 
 
-def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
-    """Return a model whose image features have the width of the text, if a nested config field controls it."""
+def _match_widths(model: nn.Module, small: Any) -> nn.Module:
+    """Return a model whose image features have the text width, if a nested config field controls their width."""
     made = dict(example_inputs.generate_inputs(model))
     if width := example_inputs.get_image_feature_width(model, made):
         for path, value in iter_integer_fields(small):
@@ -424,20 +437,25 @@ def _with_matching_widths(model: nn.Module, small: Any) -> nn.Module:
     return model
 
 
-def _trainable_call(
-    reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, together: bool = False, guesses: bool = False
+def _find_trainable_call(
+    reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
-    """Return a call with the first accepted batch, with labels if possible, and set training mode if possible."""
+    """Return a forward with the first batch that the reduced model accepts, and that batch.
+
+    The batch contains labels if possible. The model is set to training mode if it trains deterministically.
+    """
     problem: Exception | None = None
-    for inputs in [batch] if batch is not None else _batches(reduced, together=together, guesses=guesses):
-        for candidate in (*with_labels(reduced, inputs), inputs):
+    for inputs in (
+        [batch] if batch is not None else _iter_batches(reduced, media_in_text=media_in_text, guesses=guesses)
+    ):
+        for candidate in (*iter_batches_with_labels(reduced, inputs), inputs):
             run = forward_call(reduced, candidate)
             try:
                 native = copy.deepcopy(reduced)  # some modules store results of a forward
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
                 ReferenceGradients.of(native, run).check_finite()
-                _train(reduced, run, forward_call(reduced, candidate, seed=1))
+                _set_training_mode(reduced, run, forward_call(reduced, candidate, seed=1))
                 return run, candidate
             except Exception as error:
                 problem = error if problem is None or candidate is inputs else problem
@@ -445,8 +463,12 @@ def _trainable_call(
     raise problem
 
 
-def _batches(reduced: nn.Module, *, together: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
-    """Yield candidate batches; with ``together``, those with media in the text first. Guessed batches are last."""
+def _iter_batches(reduced: nn.Module, *, media_in_text: bool, guesses: bool = False) -> Iterator[Mapping[str, Tensor]]:
+    """Yield example batches; those with guessed inputs are last.
+
+    Args:
+        media_in_text: whether batches with images or audio in the text come before batches with text only.
+    """
     guessed = example_inputs.guess_batches(reduced) if guesses else []
     try:
         known = example_inputs.example_batches(reduced)
@@ -455,19 +477,19 @@ def _batches(reduced: nn.Module, *, together: bool, guesses: bool = False) -> It
             raise
         known = []
     ways = [example_inputs.insert_media_tokens(reduced, dict(example_inputs.generate_inputs(reduced))), known]
-    for way in ways if together else reversed(ways):
+    for way in ways if media_in_text else reversed(ways):
         yield from way
     yield from guessed
 
 
-def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
+def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     """Return the first generated batch that a model accepts, with labels if the model then returns a loss.
 
     Raises the error of the first batch if the model accepts none.
     """
     problem: Exception | None = None
-    for inputs in _batches(model, together=True):
-        for candidate in (*with_labels(model, inputs), inputs):
+    for inputs in _iter_batches(model, media_in_text=True):
+        for candidate in (*iter_batches_with_labels(model, inputs), inputs):
             try:
                 with torch.no_grad():
                     output = forward_call(model, candidate)(model)
@@ -479,14 +501,14 @@ def first_batch(model: nn.Module) -> Mapping[str, Tensor]:
     raise problem
 
 
-def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[FurtherCall]:
-    """Yield a call with images or audio, if the reduced model accepts such a batch and ``batch_used`` has none."""
+def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaCall]:
+    """Yield a forward with images or audio, if ``batch_used`` has none and the reduced model accepts them."""
     made = dict(example_inputs.generate_inputs(reduced))
     for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]
         adds_media = _has_media_tokens(reduced, inputs) and not _has_media_tokens(reduced, batch_used)
         names = tuple(name for name in floats if adds_media or name not in batch_used)
-        for candidate in (*with_labels(reduced, inputs), inputs) if names else ():
+        for candidate in (*iter_batches_with_labels(reduced, inputs), inputs) if names else ():
             run = forward_call(reduced, candidate)
             try:
                 if candidate is not inputs and getattr(run(copy.deepcopy(reduced)), "loss", None) is None:
@@ -494,7 +516,7 @@ def _further(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[F
                 ReferenceGradients.of(copy.deepcopy(reduced), run).check_finite()
             except Exception:  # a layout for another model
                 continue
-            yield FurtherCall(run, names)
+            yield MediaCall(run, names)
             return
 
 
@@ -504,8 +526,8 @@ def _has_media_tokens(reduced: nn.Module, inputs: Mapping[str, Tensor]) -> bool:
     return MEDIA_TOKEN_FIELDS in inputs and bool(torch.isin(inputs[MEDIA_TOKEN_FIELDS], torch.tensor([*ids, -1])).any())
 
 
-def _train(reduced: nn.Module, run: Forward, reseeded: Forward) -> None:
-    """Set training mode without dropout, or eval mode if training is still random or fails."""
+def _set_training_mode(reduced: nn.Module, run: Forward, reseeded: Forward) -> None:
+    """Set a model to training mode without dropout, or to eval mode if training is random or fails."""
     disable_dropout(reduced.train())
     try:
         first, again = copy.deepcopy(reduced), copy.deepcopy(reduced)

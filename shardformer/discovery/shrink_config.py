@@ -1,4 +1,4 @@
-"""Reduces a config to a few layers, one of each kind, and to small sizes that all differ."""
+"""Reduces a model config to a few layers, one of each kind, and to small sizes that differ from each other."""
 
 from __future__ import annotations
 
@@ -32,48 +32,53 @@ STAGE_FIELDS = {"image_size": 64, "window_size": 2}
 KV_SHARED = "num_kv_shared_layers"
 """Field with the number of last layers that reuse keys and values; it depends on the number of layers."""
 
-BuildModel = frozenset[tuple[str, str]]
-"""Kind of a layer: the paths, with ``*`` for each number, and classes of its modules."""
+LayerKind = frozenset[tuple[str, str]]
+"""Kind of a layer: the path, with ``*`` for each number, and the class name of each of its modules."""
 
 
-def layer_kind(layer: nn.Module) -> BuildModel:
+def get_layer_kind(layer: nn.Module) -> LayerKind:
+    """Return the kind of a layer: the paths and class names of its modules, without layer indices."""
     return frozenset((re.sub(r"\d+", "*", path), type(module).__name__) for path, module in layer.named_modules())
 
 
-def layer_kinds(model: nn.Module) -> frozenset[BuildModel]:
-    """Return the kinds of layers in all lists of a model."""
-    return frozenset(layer_kind(layer) for layers in _module_lists(model).values() for layer in layers.children())
+def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
+    """Return the kinds of the layers in all module lists of a model."""
+    return frozenset(
+        get_layer_kind(layer) for layers in _find_module_lists(model).values() for layer in layers.children()
+    )
 
 
 def count_min_layers(model: nn.Module) -> int:
-    """Return the number of layers for one of each kind; 0 if the default suffices or the number is too large."""
-    return needed if LAYERS < (needed := count_layers_per_kind(model)) <= MAX_LAYERS else 0
+    """Return how many leading layers to keep so that each kind is present; 0 if the default number suffices."""
+    return needed if LAYERS < (needed := count_layers_to_cover_kinds(model)) <= MAX_LAYERS else 0
 
 
-def count_layers_per_kind(model: nn.Module) -> int:
-    """Return the number of first layers that contain one layer of each kind, in every list."""
+def count_layers_to_cover_kinds(model: nn.Module) -> int:
+    """Return the length of the shortest prefix of the layers that contains a layer of each kind."""
     needed = 0
-    for layers in _module_lists(model).values():
-        kinds = [layer_kind(layer) for layer in layers.children()]
+    for layers in _find_module_lists(model).values():
+        kinds = [get_layer_kind(layer) for layer in layers.children()]
         needed = max([needed, *(i + 1 for i, kind in enumerate(kinds) if kind not in kinds[:i])])
     return needed
 
 
-def _module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
+def _find_module_lists(model: nn.Module) -> dict[str, nn.ModuleList]:
     return {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
 
 
-def reduce_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module], first: int, each: int) -> Any:
-    """Reduce the number of layers in a config to the ``first`` ones and ``each`` layers of each kind.
+def reduce_layers(
+    config: Any, model: nn.Module, build_model: Callable[[Any], nn.Module], num_first: int, num_per_kind: int
+) -> Any:
+    """Reduce a config to its first ``num_first`` layers and the first ``num_per_kind`` layers of each kind.
 
-    A field counts layers if a smaller value shortens a list of the model. If the model cannot be built because layers
-    share weights, one more layer of each kind is kept.
+    A field counts layers if a smaller value shortens a module list of the model. If the model cannot be built because
+    layers share weights, one more layer of each kind is kept.
     """
-    lengths = _layer_counts(model)
+    lengths = _get_list_lengths(model)
 
-    def built(candidate: Any) -> dict[str, int] | None:
+    def try_list_lengths(candidate: Any) -> dict[str, int] | None:
         try:
-            return _layer_counts(make(copy.deepcopy(candidate)))
+            return _get_list_lengths(build_model(copy.deepcopy(candidate)))
         except Exception:  # the field does not count layers
             return None
 
@@ -81,31 +86,31 @@ def reduce_layers(config: Any, model: nn.Module, make: Callable[[Any], nn.Module
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether only neighboring lists of this length shorten the model."""
+        """Return whether this field counts stages, whose layers neighboring list fields count."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
-        return is_candidate and is_shorter(built(config_fields.replace_fields(few, {path: count})))
+        return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
 
-    kinds = [(path, len(names)) for path, names in iter_list_fields(config, of=str)]
+    kinds = [(path, len(names)) for path, names in iter_list_fields(config, item_type=str)]
     for path, count in [*iter_integer_fields(config), *kinds]:
         if count not in lengths.values():
             continue
-        few = _with_few_layers(config, path, count, first, each)
-        if (now := built(few)) is None:
-            now = built(few := _with_few_layers(config, path, count, first, each + 1))
+        few = _keep_few_layers(config, path, count, num_first, num_per_kind)
+        if (now := try_list_lengths(few)) is None:
+            now = try_list_lengths(few := _keep_few_layers(config, path, count, num_first, num_per_kind + 1))
         if is_shorter(now) and not counts_stages(path, count, few):
             config, lengths = few, now or lengths
     for path, values in iter_list_fields(config):
         for most in range(LAYERS, min(max(values), LAYERS + 2)):  # one class requires as many layers as stages
             few = config_fields.replace_fields(config, {path: [min(n, most) for n in values]})
-            if is_shorter(now := built(few)):
+            if is_shorter(now := try_list_lengths(few)):
                 config, lengths = few, now or lengths
                 break
     return config
 
 
 def reduce_image_sizes(config: Any) -> None:
-    """Reduce the image size of vision submodels, and of models whose configs have list entries per stage."""
+    """Reduce the image size in the configs of vision submodels and of models with stages, in place."""
     for path, size in [*iter_integer_fields(config)]:
         place = get_sub_config(config, path[:-1])
         patch = vars(place).get("patch_size")
@@ -122,9 +127,10 @@ def reduce_image_sizes(config: Any) -> None:
 
 
 def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
-    """Reduce multimodal rotary sections: the features of a head that are rotated by time, height and width.
+    """Reduce the multimodal rotary sections of a config, in place.
 
-    The sections are read from modules of ``model``, the original model, since configs may lack them.
+    The sections are the features of a head that are rotated by time, height and width. They are read from the modules
+    of ``model``, the original model, because some configs lack them.
     """
     for module in model.modules():
         sections: Any = getattr(module, "mrope_section", None)
@@ -140,14 +146,14 @@ def reduce_rotary_sections(config: Any, model: nn.Module) -> None:
                     rope["mrope_section"] = [total - (count - 1) * size, *[size] * (count - 1)]
 
 
-def _layer_counts(model: nn.Module) -> dict[str, int]:
-    """Return the length of each list of layers, without lists of embeddings or heads."""
+def _get_list_lengths(model: nn.Module) -> dict[str, int]:
+    """Return the number of layers in each module list, ignoring lists of embeddings or heads."""
     lists = {p: [*m.children()] for p, m in model.named_modules() if isinstance(m, nn.ModuleList | nn.Sequential)}
     return {path: len(layers) for path, layers in lists.items() if any(any(layer.children()) for layer in layers)}
 
 
-def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int) -> Any:
-    """Return a copy of the config with fewer layers and shortened lists with one entry per layer."""
+def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_per_kind: int) -> Any:
+    """Return a copy of a config with fewer layers, in which each list with one entry per layer is shortened."""
     few = copy.deepcopy(config)
     place, field = get_sub_config(few, path[:-1]), path[-1]
     fields = {name: value for name, value in vars(place).items() if not name.startswith("_")}
@@ -156,7 +162,7 @@ def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int)
     kinds = list(
         zip(*[v for v in of_each.values() if not _enumerates_layers(v)], [i < count - shared for i in range(count)])
     )
-    chosen = {i for i, kind in enumerate(kinds) if i < first or kinds[:i].count(kind) < each}
+    chosen = {i for i, kind in enumerate(kinds) if i < num_first or kinds[:i].count(kind) < num_per_kind}
     remaining = [i for i in range(count) if i not in chosen]
     kept = sorted({*chosen, *remaining[: max(0, LAYERS - len(chosen))]})
     if field not in of_each:
@@ -171,13 +177,13 @@ def _with_few_layers(config: Any, path: Path, count: int, first: int, each: int)
 
 
 def _enumerates_layers(values: Sequence[Any]) -> bool:
-    """Return whether a list enumerates the layers and therefore does not distinguish kinds."""
+    """Return whether a list contains consecutive layer indices, which do not distinguish kinds of layers."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Sizes of a reduced model. All differ, and most are not divisible by four."""
+    """Sizes of a reduced model, which differ from each other. Most are not divisible by four."""
 
     heads: int = 6  # largest number of heads in a config
     fewer: int = 2  # another head count that divides ``heads``
@@ -212,48 +218,53 @@ FEWER_CHANNELS = 4
 
 
 class ConfigShrinker:
-    """Reduces the config of ``model``; the meanings of its fields are measured once."""
+    """Reduces the config of ``model`` after it measures once which model size each config field controls."""
 
     def __init__(self, model: nn.Module) -> None:
-        self.model, self.make = model, config_fields.build_on_meta(type(model))
+        self.model, self.make = model, config_fields.make_meta_builder(type(model))
         self._few: dict[tuple[int, int], Any] = {}
-        every = self._with_layers(0, 1)
-        if layer_kinds(model) - layer_kinds(self.make(copy.deepcopy(every))):
-            every = self._with_layers(count_layers_per_kind(model), 1)
+        every = self._get_config_with_layers(0, 1)
+        if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
+            every = self._get_config_with_layers(count_layers_to_cover_kinds(model), 1)
         measurements = config_fields.measure_fields(self.make, every)
         self.fields = [number for number in measurements if number.path[-1] not in STAGE_FIELDS]
-        self.kinds = config_fields.field_meanings(self.fields)
+        self.kinds = config_fields.determine_field_meanings(self.fields)
 
-    def _with_layers(self, first: int, each: int) -> Any:
-        if (first, each) not in self._few:
-            self._few[first, each] = reduce_layers(copy.deepcopy(self.model.config), self.model, self.make, first, each)
-        return self._few[first, each]
+    def _get_config_with_layers(self, num_first: int, num_per_kind: int) -> Any:
+        if (num_first, num_per_kind) not in self._few:
+            self._few[num_first, num_per_kind] = reduce_layers(
+                copy.deepcopy(self.model.config), self.model, self.make, num_first, num_per_kind
+            )
+        return self._few[num_first, num_per_kind]
 
-    def numel(self, config: Any) -> int:
+    def count_model_parameters(self, config: Any) -> int:
         try:
             return sum(p.numel() for p in self.make(copy.deepcopy(config)).parameters())
         except Exception:  # building the model reports the error
             return 0
 
-    def config(self, *, even: bool = False, layers: int = 0, anew: bool = False) -> Any:
-        """Return a config with few layers and small sizes that keeps the ratios of the head counts.
+    def make_small_config(self, *, even: bool = False, layers: int = 0, recompute_derived: bool = False) -> Any:
+        """Return a config with few layers and small sizes that keeps the ratios between head counts.
 
         Args:
             even: whether sizes are powers of two.
             layers: number of first layers to keep; 0 keeps one of each kind that the lists of the config distinguish.
-            anew: whether to recompute derived fields of the config from the reduced fields.
+            recompute_derived: whether to recompute derived fields of the config from the reduced fields.
         """
-        sizes = replace(EVEN if even else ODD, words=MANY_WORDS if anew else ODD.words)
+        sizes = replace(EVEN if even else ODD, words=MANY_WORDS if recompute_derived else ODD.words)
         every = {path for path, _ in config_fields.iter_integers(self.model.config)}
         named = {(*p[:-1], name): n for p in every if p[-1] in NAMED for name, n in NAMED[p[-1]].items()}
         named = {path: n for path, n in named.items() if path in every}
-        few = self._with_layers(layers, 0 if layers else 1)
+        few = self._get_config_with_layers(layers, 0 if layers else 1)
         small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, sizes) | named)
-        if self.numel(small) > SMALL_NUMEL:
+        if self.count_model_parameters(small) > SMALL_NUMEL:
             fewer = replace(sizes, fewer_channels=FEWER_CHANNELS)
             small = config_fields.replace_fields(few, reduce_fields(self.fields, self.kinds, fewer) | named)
         assigned: dict[str, int] = {}
-        for path, value in [*iter_integer_fields(small), *((path, sizes.words) for path in _unnamed_tokens(small))]:
+        for path, value in [
+            *iter_integer_fields(small),
+            *((path, sizes.words) for path in _find_unset_media_tokens(small)),
+        ]:
             if path[-1].endswith(("token_id", "token_index")) and value >= sizes.words:
                 last = sizes.words - 1 - len(assigned) % RESERVED  # different ids for images and audio
                 new = (
@@ -262,7 +273,7 @@ class ConfigShrinker:
                 setattr(get_sub_config(small, path[:-1]), path[-1], new)
         reduce_image_sizes(small)
         reduce_rotary_sections(small, self.model)
-        if anew:
+        if recompute_derived:
             heads = {path[-1] for path, kind in self.kinds.items() if kind is FieldMeaning.HEADS}
             small = rebuild_config(small, heads)
         if hasattr(small, "_experts_implementation"):
@@ -270,20 +281,24 @@ class ConfigShrinker:
         return small
 
 
-def _unnamed_tokens(config: Any) -> list[Path]:
-    """Return fields of image and audio tokens that are None because the tokenizer defines them (InstructBLIP)."""
+def _find_unset_media_tokens(config: Any) -> list[Path]:
+    """Return the fields of image and audio token ids that are None until the tokenizer sets them (InstructBLIP)."""
     fields = ((name, value) for name, value in vars(config).items() if name.startswith(("image_token", "audio_token")))
     return [(name,) for name, value in fields if value is None]
 
 
-def shrink_config(config: Any, **how: Any) -> Any:
-    """Reduce a transformers config, keeping layers of each kind. See ``ConfigShrinker.config`` for the options."""
+def shrink_config(config: Any, **options: Any) -> Any:
+    """Reduce a transformers config, keeping one layer of each kind.
+
+    Args:
+        options: options of ``ConfigShrinker.make_small_config``.
+    """
     model = build_meta_model(config)
-    return ConfigShrinker(model).config(**{"layers": count_min_layers(model), **how})
+    return ConfigShrinker(model).make_small_config(**{"layers": count_min_layers(model), **options})
 
 
 def build_meta_model(config: Any) -> nn.Module:
-    """Build the first architecture of a transformers config, or the base model, on the meta device.
+    """Build a model on the meta device from a transformers config: its first architecture, or else its base model.
 
     Raises:
         PolicyError: if ``config`` is not a config or its model cannot be built.
@@ -294,7 +309,7 @@ def build_meta_model(config: Any) -> nn.Module:
             f"derive_policy takes a model or a config of transformers, but received {config!r:.80}",
             remedy="Pass the model itself",
         )
-    name = first_architecture(config)
+    name = get_first_architecture(config)
     make: Any = model_class(name) or transformers.AutoModel.from_config
     try:
         with torch.device("meta"):
@@ -307,28 +322,28 @@ def build_meta_model(config: Any) -> nn.Module:
     return model
 
 
-def first_architecture(config: Any) -> str:
-    """Return the first architecture of a config; empty if the config has none."""
+def get_first_architecture(config: Any) -> str:
+    """Return the class name of the first architecture of a config, or an empty string if none is listed."""
     named = getattr(config, "architectures", None) or []
     first = named if isinstance(named, str) else next(iter(named), "") if isinstance(named, list | tuple) else ""
     return first if isinstance(first, str) else ""
 
 
 def model_class(name: str) -> type[nn.Module] | None:
-    """Return the transformers model class of this name, or None if there is none."""
+    """Return the transformers model class with this name, or None if transformers has no such class."""
     transformers = load_transformers()
     found = getattr(transformers, name, None) if name.isidentifier() else None
     is_model = isinstance(found, type) and issubclass(found, transformers.PreTrainedModel)
     return found if is_model and found.config_class is not None else None  # type: ignore[union-attr]
 
 
-def rebuild_config(small: Any, kept: Collection[str]) -> Any:
-    """Rebuild a config from its fields, so that its class recomputes derived sizes except those in ``kept``."""
+def rebuild_config(small: Any, kept_fields: Collection[str]) -> Any:
+    """Rebuild a config so that its class recomputes all derived sizes except the fields in ``kept_fields``."""
     default, now, assigned = vars(type(small)()), vars(small), {}
     for field in (field for field in dataclasses.fields(small) if field.init):
         name = small.attribute_map.get(field.name, field.name)
         derived = field.default is None and default.get(name) is not None and type(now[name]) is int
-        if name in now and not (derived and name not in kept):
+        if name in now and not (derived and name not in kept_fields):
             assigned[field.name] = now[name]
     return type(small)(**assigned)
 
@@ -341,105 +356,114 @@ MAX_HEAD_DIM = 256
 MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
 
 
-def filter_same_config(number: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return the fields of the same config, excluding nested and enclosing configs."""
-    return [other for other in others if other.path[:-1] == number.path[:-1]]
+def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
+    """Return those of ``others`` that belong to the same config as ``field``, excluding nested configs."""
+    return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
 def reduce_fields(
     measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], sizes: SmallSizes
 ) -> dict[Path, int]:
-    """Return the reduced value of each field; fields that are not in the result are unchanged."""
+    """Return the reduced value of each config field; fields that are missing in the result keep their value."""
     small: dict[Path, int] = {}
-    of = {kind: [number for number in measured if kinds.get(number.path) is kind] for kind in FieldMeaning}
-    hidden = {n.value: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
-    words = {n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes())}
-    for number in of[FieldMeaning.HEADS]:
-        counts = {n.value for n in filter_same_config(number, of[FieldMeaning.HEADS])}
-        small[number.path] = _reduced_head_counts(counts, sizes)[number.value]
-    for number in of[FieldMeaning.HEAD_DIM]:
-        dim = sizes.head_dim * _parts_per_head(number, filter_same_config(number, of[FieldMeaning.HEAD_DIM]))
-        small[number.path] = dim if number.value >= MIN_HEAD_DIM else number.value
-    small |= {n.path: _reduced_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
-    for number in of[FieldMeaning.ROWS]:
-        small[number.path] = min(number.value, sizes.words if number.value in words else sizes.positions)
+    of = {kind: [field for field in measured if kinds.get(field.path) is kind] for kind in FieldMeaning}
+    hidden = {n.value: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    words = {
+        n.value for n in of[FieldMeaning.ROWS] if any(s.role in HEAD and not s.depth for s in n.sizes_equal_to_value())
+    }
+    for field in of[FieldMeaning.HEADS]:
+        counts = {n.value for n in filter_same_config(field, of[FieldMeaning.HEADS])}
+        small[field.path] = _reduce_head_counts(counts, sizes)[field.value]
+    for field in of[FieldMeaning.HEAD_DIM]:
+        dim = sizes.head_dim * _count_parts_per_head(field, filter_same_config(field, of[FieldMeaning.HEAD_DIM]))
+        small[field.path] = dim if field.value >= MIN_HEAD_DIM else field.value
+    small |= {n.path: _reduce_hidden_size(n, of[FieldMeaning.HIDDEN], sizes) for n in of[FieldMeaning.HIDDEN]}
+    for field in of[FieldMeaning.ROWS]:
+        small[field.path] = min(field.value, sizes.words if field.value in words else sizes.positions)
     small |= {n.path: min(n.value, sizes.positions) for n in of[FieldMeaning.POSITIONS]}
     small |= {n.path: max(1, n.value // sizes.fewer_channels) for n in of[FieldMeaning.CHANNELS]}
     small |= {n.path: min(n.value, sizes.experts) for n in of[FieldMeaning.EXPERTS]}
     small |= {n.path: min(n.value, LAYERS) for n in of[FieldMeaning.LAYERS]}
     widths = []
-    for number in of[FieldMeaning.WIDTH]:
-        product = _width_of_heads(number, filter_same_config(number, measured), kinds, small)
-        if number.value in hidden or product:
-            small[number.path] = product or hidden[number.value]
+    for field in of[FieldMeaning.WIDTH]:
+        product = _reduce_width_of_heads(field, filter_same_config(field, measured), kinds, small)
+        if field.value in hidden or product:
+            small[field.path] = product or hidden[field.value]
         else:
-            widths.append(number)
+            widths.append(field)
     ordered = sorted({n.value for n in widths}, reverse=True)
     small |= {n.path: sizes.widths[min(ordered.index(n.value), len(sizes.widths) - 1)] for n in widths}
-    small |= dict(_head_dims_of_widths(measured, of, small))
-    return small | _equal_fields(measured, kinds, small)
+    small |= dict(_derive_head_dims_from_widths(measured, of, small))
+    return small | _reduce_equal_fields(measured, kinds, small)
 
 
-def _reduced_hidden_size(number: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
-    """Return the reduced hidden size; sizes other than the most frequent one stay larger or smaller."""
+def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes: SmallSizes) -> int:
+    """Return the reduced hidden size of a field, which stays larger or smaller than the most frequent hidden size."""
     matrices: dict[int, set[str]] = {}
-    for other in filter_same_config(number, every):
-        matrices.setdefault(other.value, set()).update(other.matrices())
+    for other in filter_same_config(field, every):
+        matrices.setdefault(other.value, set()).update(other.changed_matrices())
     most = max(matrices, key=lambda value: len(matrices[value]))
-    return sizes.hidden * (1 + (number.value > most)) // (1 + (number.value < most))
+    return sizes.hidden * (1 + (field.value > most)) // (1 + (field.value < most))
 
 
-def _parts_per_head(number: ConfigField, neighbors: Sequence[ConfigField]) -> int:
-    """Return the number of parts of the features of a head that neighboring fields count."""
-    if any(a.value + b.value == number.value and a.value != b.value for a, b in combinations(neighbors, 2)):
+def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
+    """Return how many parts of a head's features this field sums up; neighboring fields count the parts."""
+    if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
-    part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(number)), number.value)
-    return max(1, number.value // part)
+    part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)
+    return max(1, field.value // part)
 
 
-def _width_of_heads(
-    number: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
+def _reduce_width_of_heads(
+    field: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> int | None:
-    """Return the reduced width of a field that equals heads times features of a head; None for other fields."""
+    """Return the reduced value of a field that equals heads times head dim; None for other fields."""
     for heads, dim in product(neighbors, neighbors):
-        if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == number.value and heads is not dim:
+        if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == field.value and heads is not dim:
             if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):
                 return small[heads.path] * small.get(dim.path, dim.value)
     return None
 
 
-def _head_dims_of_widths(
+def _derive_head_dims_from_widths(
     measured: Sequence[ConfigField], of: Mapping[FieldMeaning, Sequence[ConfigField]], small: Mapping[Path, int]
 ) -> Iterator[tuple[Path, int]]:
-    """Yield fields that are the features per head of a width that is proportional to the hidden size."""
+    """Yield (path, reduced value) of fields that equal a width of the hidden states divided by a head count."""
     widths = {
-        (number.path[:-1], int(times * number.value)): int(times * small[number.path])
-        for number in of[FieldMeaning.HIDDEN]
-        for spot, times in number.times.items() if spot.depth and times.denominator == 1
+        (field.path[:-1], int(times * field.value)): int(times * small[field.path])
+        for field in of[FieldMeaning.HIDDEN]
+        for spot, times in field.ratios.items() if spot.depth and times.denominator == 1
     }  # fmt: skip
-    for number in measured:
-        for heads in filter_same_config(number, of[FieldMeaning.HEADS]):
-            width = widths.get((number.path[:-1], number.value * heads.value), 0)
-            if number.path not in small and width and width % small[heads.path] == 0:
-                yield number.path, width // small[heads.path]
+    for field in measured:
+        for heads in filter_same_config(field, of[FieldMeaning.HEADS]):
+            width = widths.get((field.path[:-1], field.value * heads.value), 0)
+            if field.path not in small and width and width % small[heads.path] == 0:
+                yield field.path, width // small[heads.path]
 
 
-def _equal_fields(
+def _reduce_equal_fields(
     measured: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> dict[Path, int]:
-    """Return reduced values of unknown fields that equal a known field of the same config, or any large field."""
+    """Return reduced values for fields of unknown meaning that equal a field of known meaning.
+
+    The known field belongs to the same config, or its value is too large to be equal by chance.
+    """
     # later meanings take precedence
     meanings = ("ROWS", "WIDTH", "HIDDEN", "HEAD_DIM", "HEADS")
     ordered = [n for name in meanings for n in measured if kinds.get(n.path) is FieldMeaning[name]]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
-    unknown = [n for n in measured if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.shows_indirectly())]
+    unknown = [
+        n
+        for n in measured
+        if n.path not in small and (n.value >= MIN_UNAMBIGUOUS or n.changes_only_derived_attributes())
+    ]
     new = {n.path: known.get((n.path[:-1], n.value), anywhere.get(n.value)) for n in unknown}
     return {path: size for path, size in new.items() if size is not None}
 
 
-def _reduced_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
-    """Return reduced head counts for several kinds of heads, which keep divisibility."""
+def _reduce_head_counts(values: set[int], sizes: SmallSizes) -> dict[int, int]:
+    """Return the reduced value of each head count, so that counts that divide each other still do."""
     ordered = sorted(values)
     small = dict.fromkeys(ordered, sizes.heads)
     if len(ordered) > 1 and any(value % ordered[0] == 0 for value in ordered[1:]):

@@ -1,4 +1,4 @@
-"""Validates user policies, and registered policies for models that run user code.
+"""Validates policies that users write, and registered policies for models that run user code.
 
 A copy of the model is sharded and trained before the model itself is changed.
 """
@@ -22,8 +22,8 @@ from shardformer.discovery import reduced_model, validation
 from shardformer.discovery.derive_policy import DerivedPolicy
 from shardformer.discovery.forward_trace import TRACE_LOCK, trace_forward
 from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sharing_values
-from shardformer.discovery.shrink_config import SMALL_NUMEL, layer_kind
-from shardformer.discovery.validation import MismatchError, get_stacks, validate_policy
+from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
+from shardformer.discovery.validation import TrainingMismatchError, get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
 from shardformer.kernels.fused_ops import is_elementwise
 from shardformer.layout.tensor_relations import max_difference
@@ -52,11 +52,11 @@ OF_MLP = (
 OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
 
 
-def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, at: str | None) -> str:
-    """Suggest a correction of the wrong role, or of the module ``at`` where the difference appears."""
+def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
+    """Return advice to correct a wrong role, or the module at which a sharded model first differs."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
-        unlisted = _unlisted_numbers(policy, role, reduced)
+        unlisted = _find_unlisted_attributes(policy, role, reduced)
         return (
             "List the linears that read the input as q, k and v, or qkv, and the last one as out. Check that "
             f"num_heads={heads!r} is the head count of the forward, and list attributes that differ per rank in "
@@ -72,16 +72,16 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
         return OF_VOCABULARY
     if isinstance(policy, RolePolicy):
         return "Each role passes validation separately: look for modules that two roles share."
-    return (f"Check {at}. " if at else "") + OF_DESCRIPTIONS
+    return (f"Check {module_path}. " if module_path else "") + OF_DESCRIPTIONS
 
 
-def _unlisted_numbers(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List attributes that an attention reads and its role does not name, if they equal the head count."""
+def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
+    """List attributes that an attention reads and ``local_attrs`` omits, if they equal its head count."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
     heads = role.num_heads or policy.num_heads
-    for stack in get_stacks(policy):
+    for stack in get_layer_stacks(policy):
         paths = match_paths(join_path(policy.base, stack.layers, "*", role.at), names) if role in stack.blocks else []
         for path in paths[:1]:
             is_attribute = str(heads).startswith(".")
@@ -96,7 +96,7 @@ TRIAL_RANKS = 2
 
 
 def check_registered_policy(model: nn.Module, policy: Policy) -> None:
-    """Validate a registered policy if layers of the model run code of the user. No communication.
+    """Validate a registered policy on a reduced model if layers of ``model`` run user code. No communication.
 
     If this code fails with sequence parallelism, ``policy.no_sequence_parallel`` is set. A model that runs only library
     code is not validated.
@@ -111,7 +111,7 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
     if not user_modules:
         return
     path, module = next(iter(user_modules.items()))
-    failure, sequence_failure = _registered_policy_fault(model, type(policy), layers, user_modules)
+    failure, sequence_failure = _find_registered_policy_faults(model, type(policy), layers, user_modules)
     if isinstance(policy, RolePolicy) and sequence_failure is not None:
         why = f"with the code of {path} ({type(module).__name__}), {sequence_failure}"
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
@@ -125,24 +125,26 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
 
 
 def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules in ``layers`` that run user code, except element-wise functions."""
+    """Yield (path, module) of each module in ``layers`` that runs user code, except element-wise functions."""
     for stack in layers:
         for path, module in model.get_submodule(stack).named_modules(prefix=stack):
             if not reduced_model.runs_library_code(module) and (module._modules or not is_elementwise(module)):
                 yield path, module
 
 
-def _registered_policy_fault(
+def _find_registered_policy_faults(
     model: nn.Module, policy: type[Policy], layers: list[str], user_modules: dict[str, nn.Module]
 ) -> tuple[str | None, str | None]:
-    """Return why the policy fails, and why it fails with sequence parallelism; None for each that passes."""
+    """Return why a policy fails validation, and why it fails with sequence parallelism; None where it passes."""
     try:
         reduced = reduced_model.reduce_model(model)
         copy_user_code(reduced.model, user_modules)
-        lacks = _user_code_kinds(user_modules) - _user_code_kinds(dict(find_user_code_modules(reduced.model, layers)))
+        lacks = _describe_user_code(user_modules) - _describe_user_code(
+            dict(find_user_code_modules(reduced.model, layers))
+        )
         if lacks:
             return f"no reduced model has {', '.join(sorted(lacks))}", None
-        reference = reduced.reference()
+        reference = reduced.compute_reference()
     except PolicyError as error:
         return error.what, None
     except Exception as error:
@@ -153,7 +155,7 @@ def _registered_policy_fault(
 
 
 def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
-    """Apply replaced classes and forwards of the model to a reduced model."""
+    """Replace classes and forwards in a reduced model as users replaced them in the model."""
     copied = dict(reduced.named_modules())
     for path, module in user_modules.items():
         other = copied.get(path)
@@ -166,8 +168,8 @@ def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> No
             other.__dict__["forward"] = MethodType(method.__func__, other)
 
 
-def _user_code_kinds(user_modules: dict[str, nn.Module]) -> set[str]:
-    """Describe the user code of modules: a class, or the function that replaced its forward."""
+def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
+    """Describe the user code of each module: its class, and the function that replaced its forward."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
         for m in user_modules.values()
@@ -185,7 +187,7 @@ MAX_TRIAL_NUMEL = 100_000_000
 
 @dataclass(frozen=True)
 class PolicyFault:
-    """Failure of a policy: its description, the module where it appears and a remedy, if known."""
+    """Failure of a policy during validation, with the module where it appears and a remedy, if known."""
 
     what: str
     at: str | None = None
@@ -193,7 +195,7 @@ class PolicyFault:
 
 
 class _NotValidated(Exception):
-    """Raised if a policy cannot be validated; it is then used without validation."""
+    """Raised if a policy cannot be validated. The policy is then used without validation."""
 
 
 _RESULTS: dict[Hashable, PolicyError | str | None] = {}
@@ -223,7 +225,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
     with _ONE_AT_A_TIME:
         if key not in _RESULTS:
             try:
-                _RESULTS[key] = _validate(plan, policy, tensor)
+                _RESULTS[key] = _validate_on_copy(plan, policy, tensor)
             except _NotValidated as error:
                 _RESULTS[key] = f"{type(policy).__name__} was not validated on a copy of the model: {error}."
         result = _RESULTS[key]
@@ -237,9 +239,9 @@ def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
     return type(policy).__module__.startswith("shardformer.") and not has_user_code
 
 
-def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
-    if code := next(_user_code_in_policy(plan, policy), None):
-        raise _NotValidated(f"it contains user code: {code}")
+def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
+    if code := next(_find_user_code_in_policy(plan, policy), None):
+        raise _NotValidated(f"the policy contains user code: {code}")
     try:
         with (
             torch.inference_mode(False),
@@ -247,39 +249,39 @@ def _validate(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | 
             torch.autocast("cpu", enabled=False),
             torch.random.fork_rng(devices=[]),
         ):
-            return _PolicyTrial(*_model_for_trial(plan.model, policy, tensor)).error()
+            return _PolicyTrial(*_make_trial_model(plan.model, policy, tensor)).find_error()
     except PolicyError as error:  # no copy can be built or called
         raise _NotValidated(error.what[:1].lower() + error.what[1:]) from error
 
 
-def _model_for_trial(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
-    """Return a copy of a small model, or a reduced model of a large one, with the policy and the number of ranks."""
+def _make_trial_model(model: nn.Module, policy: Policy, tensor: int) -> tuple[ReducedModel, Policy, int]:
+    """Return a copy of a small model or a reduced large model, with its policy and the number of ranks."""
     numel = reduced_model.count_parameters(model)
     if numel <= SMALL_NUMEL:
         if numel * tensor > MAX_TRIAL_NUMEL:
             raise _NotValidated(f"validation of {numel:,} parameters over {tensor} ranks would take too long")
         return reduced_model.copy_small_model(model), policy, tensor
-    if not _names_head_counts(policy):
+    if not _refers_to_head_counts_by_name(policy):
         raise _NotValidated(
             f"the model has more than {SMALL_NUMEL:,} parameters, and the policy contains literal head counts, which a "
             "reduced model may not have. Name config fields or attributes instead to enable validation"
         )
     reduced = reduced_model.reduce_model(model)
-    if layer_kind(reduced.model) != layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
-        raise _NotValidated("a reduced model of its config contains other modules")
+    if get_layer_kind(reduced.model) != get_layer_kind(model) or any("forward" in vars(m) for m in model.modules()):
+        raise _NotValidated("the reduced model contains other modules than the model")
     return reduced, policy, min(tensor, MAX_TRIAL_RANKS)
 
 
-def _names_head_counts(policy: Policy) -> bool:
+def _refers_to_head_counts_by_name(policy: Policy) -> bool:
     if not isinstance(policy, RolePolicy) or type(policy).module_policy is not RolePolicy.module_policy:
         return False
-    roles = [*policy.unstacked_blocks, *(role for stack in get_stacks(policy) for role in stack.blocks)]
+    roles = [*policy.unstacked_blocks, *(role for stack in get_layer_stacks(policy) for role in stack.blocks)]
     attentions: list[Any] = [policy, *(role for role in roles if isinstance(role, Attention))]
     return not any(isinstance(n, int) for each in attentions for n in (each.num_heads, each.num_kv_heads))
 
 
-def _user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
-    """Yield the user code of a policy, which may change the model intentionally or need processes."""
+def _find_user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
+    """Yield descriptions of user code in a policy, which may change the model intentionally."""
     yield from (f"{name}()" for name in POLICY_HOOKS if getattr(type(policy), name) is not getattr(Policy, name))
     yield from (f"the method {path!r}" for path in plan.methods)
     yield from (f"param_replacement of {path!r}" for path, _ in plan.functions)
@@ -289,15 +291,15 @@ def _user_code_in_policy(plan: ShardingPlan, policy: Policy) -> Iterator[str]:
 
 
 class _LowPrecisionDetector(TorchDispatchMode):
-    """Detects computation in less than 32 bits, whose rounding would hide differences."""
+    """Detects computation in less than 32 bits, whose rounding would hide differences between ranks."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's own has no types
         self.seen: torch.dtype | None = None
         for module in model.modules():
-            module.register_forward_pre_hook(self._look)
+            module.register_forward_pre_hook(self._check_autocast)
 
-    def _look(self, *_: Any) -> None:
+    def _check_autocast(self, *_: Any) -> None:
         if torch.is_autocast_enabled("cpu"):
             self.seen = torch.get_autocast_dtype("cpu")
 
@@ -310,7 +312,7 @@ class _LowPrecisionDetector(TorchDispatchMode):
 
 
 class _PolicyTrial:
-    """An unsharded copy of a model with its reference result, to which sharded copies are compared.
+    """Comparison of sharded copies of a model with an unsharded copy.
 
     Raises _NotValidated if the copy is not deterministic.
     """
@@ -326,7 +328,7 @@ class _PolicyTrial:
         except Exception as error:
             raise _NotValidated(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
-            raise _NotValidated("two forwards of the model differ")
+            raise _NotValidated("two forwards of the model with the same batch return different outputs")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
@@ -334,28 +336,32 @@ class _PolicyTrial:
         self._reference = replace(first, model=reduced.model)
         self._parts: dict[type[nn.Module], Policy] = {}
 
-    def error(self) -> PolicyError | None:
-        """Return an error that describes the difference, with the responsible role if known; None if there is none."""
+    def find_error(self) -> PolicyError | None:
+        """Return an error that describes how the sharded copy differs, or None if it does not.
+
+        The error names the responsible role if it is known.
+        """
         fault = self._find_fault(self._policy)
         if fault is None:
             return None
         if self._draws_random_numbers:
             raise _NotValidated("the model draws random numbers, which differ between a shard and the full tensor")
-        role, fault = next(self._faulty_roles(), (None, fault))
+        role, fault = next(self._iter_faulty_roles(), (None, fault))
         name, model = type(self._policy).__name__, type(self._reduced.model).__name__
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"Sharded by {by}, {model} {fault.what}",
+            f"The policy does not match the model: sharded by {by}, {model} {fault.what}",
             rule=RULE,
             remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
             + ". If the difference is intended, set validate = False in the policy",
         )
 
-    def _faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
+    def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:
+        """Yield each role that alone makes the sharded copy differ, with its fault."""
         if not isinstance(self._policy, RolePolicy):
             return
-        for role, policy in _single_role_policies(self._policy):
+        for role, policy in _iter_single_role_policies(self._policy):
             try:
                 if (fault := self._find_fault(policy)) is not None:
                     yield role, fault
@@ -363,13 +369,16 @@ class _PolicyTrial:
                 continue
 
     def _find_fault(self, policy: Policy, expected_outputs: dict[str, Tensor] | None = None) -> PolicyFault | None:
-        """Return the fault of a policy, or None. A second run with ``expected_outputs`` locates a difference."""
+        """Train a sharded copy and return the fault of its policy, or None.
+
+        A second run with ``expected_outputs`` locates the module at which a difference appears.
+        """
         models = [copy_sharing_values(self._reduced.model) for _ in range(self._tensor)]
         first: list[str] = []
 
         def train(context: ParallelContext) -> None:
             model = models[context.tensor.rank]
-            self._shard(policy, model, context)
+            self._shard_with_copy(policy, model, context)
             if expected_outputs is not None and context.tensor.rank == 0:
                 _record_differences(model, expected_outputs, first)
             validation.compare_training(self._reference, model)
@@ -379,9 +388,9 @@ class _PolicyTrial:
             return None
         except _NotValidated:
             raise
-        except MismatchError as difference:
+        except TrainingMismatchError as difference:
             if expected_outputs is None:
-                return self._find_fault(policy, _module_outputs(self._reduced))
+                return self._find_fault(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
             if "output" not in str(difference):
                 return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
@@ -395,8 +404,11 @@ class _PolicyTrial:
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
             return PolicyFault(f"does not run: {validation.summarize_error(error)}{where}", at)
 
-    def _shard(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
-        """Shard by a copy of the policy. Errors here are raised again when the real model is sharded."""
+    def _shard_with_copy(self, policy: Policy, model: nn.Module, context: ParallelContext) -> None:
+        """Shard a model with a copy of the policy, and raise _NotValidated if that fails.
+
+        Sharding the real model will raise the same error again.
+        """
         copied = copy.copy(policy)
         if (find_policy := policy.find_submodel_policy) is not None:
             copied.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find_policy(part)))
@@ -408,6 +420,7 @@ class _PolicyTrial:
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
+    """Return whether a forward of the model changes the random state of torch."""
     states: list[Tensor] = []
     model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
@@ -416,7 +429,8 @@ def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
     return not torch.equal(states[0], states[-1])
 
 
-def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
+def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, RolePolicy]]:
+    """Yield each role of a policy with a policy that contains only this role."""
 
     def with_only(**fields: Any) -> RolePolicy:
         single: Any = copy.copy(policy)
@@ -424,7 +438,7 @@ def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, Role
         vars(single).update({**dict.fromkeys(names, ()), **fields, "replicated": lambda: None})
         return single  # type: ignore[no-any-return]  # instance attributes override those of the class
 
-    for stack in get_stacks(policy):
+    for stack in get_layer_stacks(policy):
         for role in stack.blocks:
             yield role, with_only(stack=replace(stack, blocks=[role]))
     for role in policy.unstacked_blocks:
@@ -434,7 +448,8 @@ def _single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str, Role
             yield f"{kind} {', '.join(map(repr, as_path_list(paths)))}", with_only(**{kind: paths})
 
 
-def _module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
+def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
+    """Run one forward and return the first tensor that each module returned."""
     model = copy_sharing_values(reduced.model)
     outputs: dict[str, Tensor] = {}
 
@@ -453,15 +468,15 @@ def _first_tensor(output: Any) -> Tensor | None:
     return next((x for x in tree_leaves(output) if isinstance(x, Tensor)), None)
 
 
-def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], first: list[str]) -> None:
-    """Append to ``first`` each module whose output has the same shape as expected but different values."""
+def _record_differences(model: nn.Module, expected_outputs: dict[str, Tensor], different_modules: list[str]) -> None:
+    """Append the path of each module whose output differs from the expected one to ``different_modules``."""
 
     def note(path: str, output: Any) -> None:
         x, y = _first_tensor(output), expected_outputs.get(path)
         if type(x) is not Tensor or y is None or x.shape != y.shape or not x.is_floating_point():
             return  # sharded logits would be gathered, but the other ranks would not take part
         if max_difference(x.detach(), y) > RELATIVE * y.abs().max():
-            first.append(path)
+            different_modules.append(path)
 
     for path, module in model.named_modules():
         if path:

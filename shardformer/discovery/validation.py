@@ -1,4 +1,4 @@
-"""Validates a policy on a reduced model by comparing sharded training, with ranks as threads, to unsharded training."""
+"""Validates a policy by comparing sharded with unsharded training of a reduced model; ranks are threads."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.discovery import reduced_model
 from shardformer.discovery.example_inputs import Forward, forward_call
-from shardformer.discovery.forward_trace import TokenUse
+from shardformer.discovery.forward_trace import StackCallRecord
 from shardformer.discovery.reduced_model import (
     RELATIVE,
     ReducedModel,
@@ -48,14 +48,14 @@ MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors o
 
 
 def format_error(error: BaseException) -> str:
-    """Format an error, with its location in user code, for use within a sentence."""
+    """Return an error as one line for use within a sentence, with its location in user code."""
     text = f"{type(error).__name__}: {str(error).strip()}".splitlines()[0].rstrip(": ")[:MAX_ERROR_CHARS]
     return f"{text}{format_user_code_location(error)}"
 
 
 def format_user_code_location(error: BaseException) -> str:
-    """Format the innermost line of user code in a traceback: ``, in my_model.py, line 14: `return x.view(b, s)` ``."""
-    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library(frame)]
+    """Return the innermost line of user code in a traceback as text: ``, in my_model.py, line 14: `return x` ``."""
+    frames = [(frame, line) for frame, line in walk_tb(error.__traceback__) if not _is_library_frame(frame)]
     if not frames:
         return ""
     frame, number = frames[-1]
@@ -67,24 +67,25 @@ def format_user_code_location(error: BaseException) -> str:
 
 
 def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
-    """Return the path of the innermost module in whose forward an error was raised."""
+    """Return the path of the innermost module whose forward raised an error, or None."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
 
 
 def summarize_error(error: BaseException) -> str:
-    """Return the class and the first line of an error."""
+    """Return the class name and the first line of an error."""
     return f"{type(error).__name__}: {first_line(error)[:MAX_ERROR_CHARS]}"
 
 
-def _is_library(frame: FrameType) -> bool:
+def _is_library_frame(frame: FrameType) -> bool:
+    """Return whether a stack frame runs library code."""
     name = str(frame.f_globals.get("__name__", ""))
     return name.partition(".")[0] in reduced_model.LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:
-    """Train a model sharded by ``policy`` over ``ranks`` tensor ranks, and return the first difference or None.
+    """Train a model sharded by a policy over ``ranks`` tensor ranks; return the first difference, or None.
 
     Args:
         options: switches of ``ShardConfig``.
@@ -100,7 +101,7 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 def validate_sharding(
     reference: ReferenceGradients, shard: Callable[[nn.Module, ParallelContext], None], **sizes: int
 ) -> str | None:
-    """Train a model sharded by ``shard`` over ranks as threads, and return the first difference or None.
+    """Train a model that ``shard`` shards, with ranks as threads; return the first difference, or None.
 
     Args:
         sizes: axis sizes of the process grid.
@@ -115,44 +116,51 @@ def validate_sharding(
 
     try:
         run_as_threads(train, **sizes, in_turn=True)
-    except (MismatchError, ShardFormerError) as error:
+    except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward with wrong shards may raise anything
         return f"the sharded model does not run ({format_error(error)})"
     return None
 
 
-class MismatchError(Exception):
-    """Raised by a rank on a difference from the unsharded model, so that other ranks stop waiting."""
+class TrainingMismatchError(Exception):
+    """Raised by a rank whose output or gradient differs from unsharded training, so that other ranks stop waiting."""
 
 
 def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
-    """Run forward and backward of a sharded model; raise MismatchError if the output or a gradient differs."""
+    """Run forward and backward of a sharded model, and compare its loss and gradients with the reference.
+
+    Raises:
+        TrainingMismatchError: if the loss or a gradient differs.
+    """
     loss = probe_loss(reference.run(model))
     if not abs(loss.item() - reference.loss) <= RELATIVE * abs(reference.loss):
-        raise MismatchError(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
+        raise TrainingMismatchError(f"the output differs: {loss.item():.6g} instead of {reference.loss:.6g}")
     loss.backward()
     specs, coords = shard_specs(model), metadata_of(model).coords
     for name, param in model.named_parameters():
         expected = reference.gradients[name]
         if (expected is None) != (param.grad is None):
-            raise MismatchError(f"{name} has {'a' if expected is None else 'no'} gradient")
+            raise TrainingMismatchError(
+                f"{name} has {'a' if expected is None else 'no'} gradient, unlike in the unsharded model"
+            )
         if expected is None or param.grad is None or not expected.numel():
             continue
         shard = specs[name].slice(expected, coords)
-        if not reference.is_near(name, max_difference(shard, param.grad)):
-            raise MismatchError(f"the gradient of {name} differs")
+        if not reference.is_within_tolerance(name, max_difference(shard, param.grad)):
+            raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
 ONE_LAYER = "it has no two layers that run in sequence"
 
 
-def get_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
+def get_layer_stacks(policy: RolePolicy | type[RolePolicy]) -> list[LayerStack]:
+    """Return the layer stacks of a policy as a list."""
     return [policy.stack] if isinstance(policy.stack, LayerStack) else [*policy.stack]
 
 
-def bind_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
-    """Instantiate a policy for ``model`` on one rank."""
+def instantiate_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
+    """Instantiate a policy class for ``model`` on a single rank."""
     out = policy()
     out.set_model(model)
     out.set_shard_config(ShardConfig(context=ParallelContext.from_group(Axis("tensor"))))
@@ -160,15 +168,15 @@ def bind_policy(policy: type[RolePolicy], model: nn.Module) -> RolePolicy:
 
 
 def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Sequence[LayerStack]) -> LayerSequence:
-    """Return the layers of ``stacks`` as one sequence."""
+    """Concatenate the layers of several stacks into one sequence in execution order."""
     with_stacks: Any = type(policy.__name__, (policy,), {"stack": tuple(stacks)})
-    return bind_policy(with_stacks, model).layer_sequence()
+    return instantiate_policy(with_stacks, model).layer_sequence()
 
 
 def validate_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
-    """Run the model in two stages and return the first difference or None.
+    """Run a model in two pipeline stages; return the first difference from the unsplit model, or None.
 
     The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
     """
@@ -181,7 +189,7 @@ def validate_stages(
         for bound in sorted(ends & set(range(1, count))):
             for expected in (reference, *reference.further_batches):
                 _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
-    except (MismatchError, ShardFormerError) as error:
+    except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
     except Exception as error:  # a forward of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
@@ -200,68 +208,70 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     (first, first_forward), (second, second_forward) = stages
     _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise MismatchError("some of its layers are not called")
+        raise TrainingMismatchError("some layers of the first stage are not called")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
     trains = [name for name, x in payload.items() if x.requires_grad]
     if any(received[name].grad is None for name in trains):
-        raise MismatchError("a tensor sent between stages receives no gradient")
+        raise TrainingMismatchError("a tensor sent between stages receives no gradient")
     if trains:
         torch.autograd.backward([payload[name] for name in trains], [received[name].grad for name in trains])
-    _compare_gradients(reference.model, _summed_gradients(reference.model, [first, second]))
+    _compare_gradients(reference.model, _sum_gradients(reference.model, [first, second]))
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compare the outputs of the last stage with the reference, and run backward on both."""
-    expected, stage_outputs = _floats(reference.run(reference.model)), _floats(output)
+    """Compare the outputs of the last stage with those of the full model, and run backward on both."""
+    expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
-        raise MismatchError("the output depends on parameters of an earlier stage")
+        raise TrainingMismatchError("the output depends on parameters of an earlier stage")
     for at in here:
         a, b = expected[at], stage_outputs[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
-            raise MismatchError("the output differs")
+            raise TrainingMismatchError("the output differs")
     reference.model.zero_grad()
     for outputs in (expected, stage_outputs):
-        losses = [reduced_model.weighted_mean_square(outputs[at], outputs[at].shape).double() for at in here]
+        losses = [reduced_model.compute_weighted_mean_square(outputs[at], outputs[at].shape).double() for at in here]
         torch.stack(losses).sum().backward()
 
 
 def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
-    expected = _summed_gradients(model, [model])
+    expected = _sum_gradients(model, [model])
     model.zero_grad()
     if expected.keys() != found.keys():
-        raise MismatchError(f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient in only one of the two models")
+        raise TrainingMismatchError(
+            f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient only in the staged or only in the full model"
+        )
     bounds = reduced_model.compute_tolerances(expected)
     for name, gradient in expected.items():
         if gradient.numel() and not max_difference(gradient, found[name]) <= bounds[name]:
-            raise MismatchError(f"the gradient of {name} differs")
+            raise TrainingMismatchError(f"the gradient of {name} differs")
 
 
-def _floats(output: Any) -> list[Tensor]:
-    leaves = tree_leaves(reduced_model.output_fields(output))
+def _get_float_outputs(output: Any) -> list[Tensor]:
+    leaves = tree_leaves(reduced_model.get_output_fields(output))
     return [x for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.numel()]
 
 
-def _summed_gradients(whole: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
-    """Return gradients by first name, summed over the stages that share a parameter."""
-    first = {id(p): name for name, p in whole.named_parameters()}
-    names = {name: first[id(p)] for name, p in whole.named_parameters(remove_duplicate=False)}
-    out: dict[str, Tensor] = {}
+def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[str, Tensor]:
+    """Return each gradient by parameter name, summed over the stages that share the parameter."""
+    first = {id(p): name for name, p in full_model.named_parameters()}
+    names = {name: first[id(p)] for name, p in full_model.named_parameters(remove_duplicate=False)}
+    sums: dict[str, Tensor] = {}
     for model in models:
         for name, p in model.named_parameters():
             if p.grad is not None:
-                out[names[name]] = out[names[name]] + p.grad if names[name] in out else p.grad.clone()
-    return out
+                sums[names[name]] = sums[names[name]] + p.grad if names[name] in sums else p.grad.clone()
+    return sums
 
 
 @dataclass(frozen=True)
 class ContextValidation:
     """Result of validating context parallelism on a reduced model."""
 
-    against: str | None  # why the sequence cannot be sharded; None if validation passed
-    learned: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
+    failure: str | None  # why the sequence cannot be sharded; None if validation passed
+    findings: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
 
 
 Result = TypeVar("Result")
@@ -269,22 +279,26 @@ _CONTEXT_RESULTS: dict[Hashable, ContextValidation] = {}
 
 
 def validate_context_parallel(
-    model: nn.Module, policy: Policy, sizes: RingSizes, *, may_be_whole: bool = True
+    model: nn.Module, policy: Policy, sizes: RingSizes, *, allow_full_attention: bool = True
 ) -> ContextValidation:
-    """Validate context parallelism for a model. No communication; results are cached per library class and config.
+    """Validate context parallelism on a reduced model. No communication; results are cached by config.
 
     Args:
         policy: policy of the model, also used for the reduced model.
         sizes: ring and Ulysses sizes of the sequence axis.
-        may_be_whole: whether attentions may be computed for the full sequence on every rank.
+        allow_full_attention: whether attentions may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
-    key = (reduced_model.make_validation_key(model), sizes.ring, sizes.group, sizes.gathers, may_be_whole)
-    return _cached(_CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, may_be_whole))
+    key = (reduced_model.make_validation_key(model), sizes.ring, sizes.group, sizes.gathers, allow_full_attention)
+    return _get_or_validate(
+        _CONTEXT_RESULTS, key, lambda: _validate_context(model, policy, sizes, allow_full_attention)
+    )
 
 
-def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]) -> Result:
-    """Return a validation result, cached unless the model, the first entry of ``key``, has no key."""
+def _get_or_validate(
+    results: dict[Hashable, Result], key: tuple[Hashable, ...], validate: Callable[[], Result]
+) -> Result:
+    """Return a cached validation result; without a cache key for the model, validate again."""
     with reduced_model.ONE_AT_A_TIME:
         if key not in results:
             with torch.enable_grad(), torch.random.fork_rng(devices=[]):
@@ -295,55 +309,60 @@ def _cached(results: dict[Hashable, Result], key: tuple[Hashable, ...], validate
         return results[key]
 
 
-def _validate_context(model: nn.Module, policy: Policy, sizes: RingSizes, may_be_whole: bool) -> ContextValidation:
+def _validate_context(
+    model: nn.Module, policy: Policy, sizes: RingSizes, allow_full_attention: bool
+) -> ContextValidation:
     try:
         reduced = reduced_model.reduce_or_copy_model(model)
     except PolicyError as error:
         return ContextValidation(error.what)
-    reference = reduced.reference()
+    reference = reduced.compute_reference()
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
-    stacks = [TokenUse(reference, stack.layers) for stack in bound.stacks()]
+    stacks = [StackCallRecord(reference, stack.layers) for stack in bound.stacks()]
     if any(tokens.shape[0] != reduced.samples == tokens.shape[1] for tokens in stacks):
         return ContextValidation("its layers take inputs of shape (sequence, batch, hidden)")
 
-    def train_with(learned: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
+    def train_with(findings: ContextFindings, reference: ReferenceGradients) -> ContextValidation:
         runs: list[Any] = []
 
         def shard(model: nn.Module, context: ParallelContext) -> None:
-            if not learned.is_whole:
+            if not findings.is_whole:
                 context = context.reshape_axis("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            shard_with(model, config, copy.copy(policy), cuts=False, context=learned)
+            shard_with(model, config, copy.copy(policy), cuts=False, context=findings)
             if context.rank == 0:
                 runs.append(metadata_of(model).context_run)
 
-        against = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
-        return ContextValidation(against, replace(learned, dims=runs[0].dims) if runs else ContextFindings())
+        failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
+        return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextFindings())
 
     not_dispatched = attention_not_on_interface(reduced.model)
-    against = ""
+    failure = ""
     candidates = list(
-        _gather_candidates(reduced.model, stacks, is_dispatched=not_dispatched is None, may_be_whole=may_be_whole)
+        _iter_context_candidates(
+            reduced.model, stacks, is_dispatched=not_dispatched is None, allow_full_attention=allow_full_attention
+        )
     )
     candidates += [replace(candidate, reads_between=True) for candidate in candidates]
-    for learned in candidates:
-        result = train_with(learned, reference)
-        if result.against is None:
-            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(None)))
-        against = against or result.against
-    for learned in candidates if reference.further_batches else ():
-        result = train_with(learned, replace(reference, further_batches=()))
-        if result.against is None:
-            return replace(result, learned=replace(result.learned, unproven=reduced.unproven(against)))
+    for findings in candidates:
+        result = train_with(findings, reference)
+        if result.failure is None:
+            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated(None)))
+        failure = failure or result.failure
+    for findings in candidates if reference.further_batches else ():
+        result = train_with(findings, replace(reference, further_batches=()))
+        if result.failure is None:
+            return replace(result, findings=replace(result.findings, unproven=reduced.explain_unvalidated(failure)))
     if not_dispatched is not None:
-        against = f"it {not_dispatched}, and {against or 'no module was found that mixes tokens'}"
-    return ContextValidation(against)
+        failure = f"it {not_dispatched}, and {failure or 'no module was found that mixes tokens'}"
+    return ContextValidation(failure)
 
 
-def _gather_candidates(
-    model: nn.Module, stacks: Sequence[TokenUse], *, is_dispatched: bool, may_be_whole: bool
+def _iter_context_candidates(
+    model: nn.Module, stacks: Sequence[StackCallRecord], *, is_dispatched: bool, allow_full_attention: bool
 ) -> Iterator[ContextFindings]:
+    """Yield candidate settings: which modules gather the full sequence."""
     if is_dispatched:
         yield ContextFindings()
     classes = attention_classes(model)
@@ -351,18 +370,22 @@ def _gather_candidates(
     def attends(layer: str, name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())
 
-    children = [(t.layers, layer, name) for t in stacks for layer, name in t.callable_children()]
-    attending = _unique((layers, name) for layers, layer, name in children if attends(layer, name))
-    mixing = _unique((t.layers, name) for t in stacks for layer, name in t.mixing() if not attends(layer, name))
+    children = [(t.layers, layer, name) for t in stacks for layer, name in t.iter_callable_children()]
+    attending = _remove_duplicates((layers, name) for layers, layer, name in children if attends(layer, name))
+    mixing = _remove_duplicates(
+        (t.layers, name) for t in stacks for layer, name in t.find_mixing_modules() if not attends(layer, name)
+    )
     if is_dispatched and mixing:
         yield ContextFindings(gathers=mixing)
-    if may_be_whole:
+    if allow_full_attention:
         yield from (
-            ContextFindings(gathers=_unique(names), is_whole=True) for names in (attending, attending + mixing) if names
+            ContextFindings(gathers=_remove_duplicates(names), is_whole=True)
+            for names in (attending, attending + mixing)
+            if names
         )
 
 
-def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
+def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
     return list(dict.fromkeys(pairs))
 
 
@@ -370,7 +393,7 @@ def _unique(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 class GridValidation:
     """Result of validating a tensor grid on a reduced model."""
 
-    against: str | None  # why the model cannot be sharded over the grid; None if validation passed
+    failure: str | None  # why the model cannot be sharded over the grid; None if validation passed
     samples: ArgumentSamples = field(default_factory=dict)  # attention argument -> batch dim, None without one
     unproven: Mapping[str, str] = field(default_factory=dict)  # input -> why the layout was not validated with it
 
@@ -379,7 +402,7 @@ _GRID_RESULTS: dict[Hashable, GridValidation] = {}
 
 
 def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> GridValidation:
-    """Validate a tensor grid for a model. No communication; results are cached per library class and config.
+    """Validate a tensor grid on a reduced model. No communication; results are cached by config.
 
     Axes with more than one rank are validated with two ranks.
 
@@ -389,7 +412,7 @@ def validate_tensor_grid(model: nn.Module, policy: Policy, grid: TensorGrid) -> 
     sizes = tuple(min(axis.size, 2) for axis in (grid.row, grid.column, grid.depth))
     axes = dict(zip(GRID_AXIS_NAMES, sizes, strict=True))
     key = (reduced_model.make_validation_key(model), grid.mode, sizes)
-    return _cached(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
+    return _get_or_validate(_GRID_RESULTS, key, lambda: _validate_grid(model, policy, grid.mode, axes))
 
 
 def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str, int]) -> GridValidation:
@@ -397,41 +420,45 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
         reduced = reduced_model.reduce_model(model)
     except PolicyError as error:
         return GridValidation(error.what)
-    larger_batch_run = _with_extra_sample(reduced)
-    reference = reduced.reference(larger_batch_run)
+    larger_batch_run = _make_larger_batch_run(reduced)
+    reference = reduced.compute_reference(larger_batch_run)
     total = sizes["row"] * sizes["column"] * sizes["depth"]
 
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _batch_dims(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
+    samples = _find_batch_dims(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
         shard_with(model, config, copy.copy(policy), samples=samples)
 
-    against = validate_sharding(reference, shard, tensor=total)
-    if against is None:
-        return GridValidation(None, samples, reduced.unproven(None))
+    failure = validate_sharding(reference, shard, tensor=total)
+    if failure is None:
+        return GridValidation(None, samples, reduced.explain_unvalidated(None))
     if (
         reference.further_batches
         and validate_sharding(replace(reference, further_batches=()), shard, tensor=total) is None
     ):
-        return GridValidation(None, samples, reduced.unproven(against))
-    return GridValidation(against)
+        return GridValidation(None, samples, reduced.explain_unvalidated(failure))
+    return GridValidation(failure)
 
 
-def _with_extra_sample(reduced: ReducedModel) -> Forward:
+def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
+    """Return a forward with one more sample than the example batch."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
 
 
-def _batch_dims(
+def _find_batch_dims(
     reduced: ReducedModel, larger_batch_run: Forward, attentions: list[str], stacks: list[str]
 ) -> ArgumentSamples:
+    """Return the batch dim of each argument: the dim that grows with the number of samples."""
     count = reduced.samples
-    narrow, wide = (_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run))
+    narrow, wide = (
+        _record_argument_shapes(reduced.model, run, attentions, stacks) for run in (reduced.run, larger_batch_run)
+    )
     samples: ArgumentSamples = {}
     for key, shape in narrow.items():
         other = wide.get(key, shape)
@@ -442,7 +469,10 @@ def _batch_dims(
     return samples
 
 
-def _shapes(model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]) -> dict[Any, tuple[int, ...]]:
+def _record_argument_shapes(
+    model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
+) -> dict[Any, tuple[int, ...]]:
+    """Run one forward and return the shape of each tensor argument of attentions and first layers."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

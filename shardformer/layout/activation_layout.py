@@ -36,7 +36,7 @@ class Dim(StrEnum):
 
 
 class IndexOrder(StrEnum):
-    """Assignment of indices to ranks.
+    """Order in which the indices of a dim are assigned to ranks.
 
     With 8 indices over 2 ranks, rank 0 gets:
 
@@ -51,14 +51,14 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """First place in the model at which activations are sharded."""
+    """First place in a model at which an activation dim is sharded."""
 
     INPUTS = "inputs"  # the inputs of the model
     STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows
 
 
 class ModelRegion(StrEnum):
-    """Region of a model that contains a module."""
+    """Region of a model, which determines how the activations of its modules are sharded."""
 
     OUTSIDE = "outside"  # before and after the stacks: embeddings, heads
     STACK = "stack"  # in a stack, between its blocks
@@ -68,7 +68,7 @@ class ModelRegion(StrEnum):
 
 @dataclass(frozen=True)
 class ActivationShard:
-    """One activation dim, sharded over one axis."""
+    """Sharding of one activation dim over one axis of the process grid."""
 
     dim: Dim
     axis: str
@@ -76,7 +76,7 @@ class ActivationShard:
     begin: ShardedFrom = ShardedFrom.STACK
 
     def split(self, length: int, ranks: int) -> Split:
-        """Return the indices of a dim of ``length`` that each rank has.
+        """Return which indices of an activation dim of this length each rank has.
 
         >>> ActivationShard(Dim.SEQUENCE, "sequence", IndexOrder.ZIGZAG).split(8, 2).parts
         (((0, 2), (6, 8)), ((2, 4), (4, 6)))
@@ -91,7 +91,7 @@ class ActivationShard:
 
 @dataclass(frozen=True)
 class ActivationLayout:
-    """Sharding of the activations of a model; each shard uses a different axis.
+    """Sharding of the activations of a model; each sharded dim uses a different axis.
 
     Args:
         shards: sharded activation dims; empty if activations are not sharded.
@@ -102,7 +102,7 @@ class ActivationLayout:
     block: tuple[str, ...] = ("tensor",)
 
     def shards_at(self, region: ModelRegion) -> tuple[ActivationShard, ...]:
-        """Return the activation shards that a module in ``region`` reads."""
+        """Return the activation dims that are sharded for modules in this region of the model."""
         if not self.shards:
             return ()
         in_stack = {ModelRegion.STACK: list(Dim), ModelRegion.GATHERED: [Dim.BATCH]}.get(region, [])
@@ -114,11 +114,11 @@ class ActivationLayout:
         return any(shard.begin is ShardedFrom.STACK for shard in self.shards)
 
     def shard_at_stack(self, axis: str) -> ActivationShard | None:
-        """Return the shard over ``axis`` that begins at a stack of layers."""
+        """Return the activation dim that is sharded over ``axis`` from the start of a layer stack, or None."""
         return next((s for s in self.shards if s.begin is ShardedFrom.STACK and s.axis == axis), None)
 
     def partial_axes(self, region: ModelRegion) -> tuple[str, ...]:
-        """Return the axes over which a replicated parameter in ``region`` has partial gradients."""
+        """Return the axes over which gradients of replicated parameters in a model region are partial sums."""
         axes = [shard.axis for shard in self.shards_at(region)]
         return tuple(dict.fromkeys((*axes, *self.block) if region is ModelRegion.BLOCK else axes))
 
@@ -128,11 +128,11 @@ class ActivationLayout:
         return tuple(shard.axis for shard in self.shards_at(ModelRegion.OUTSIDE))
 
     def num_parts(self, sizes: Mapping[str, int]) -> int:
-        """Return the number of shards of the model inputs. The loss of a rank is the mean over its shard."""
+        """Return the number of shards of the model inputs. Each rank's loss is the mean over its shard."""
         return prod(map(sizes.__getitem__, self.input_axes))
 
     def random_stream_index(self, region: ModelRegion, coords: Coords, sizes: Mapping[str, int]) -> int:
-        """Return the index of the random number stream that a rank uses in ``region``.
+        """Return the index of the random number stream that a rank uses in a model region.
 
         The index is 0 where all ranks have the same activations and must draw the same numbers. Ranks with different
         shards get different positive indices.

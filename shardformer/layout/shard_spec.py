@@ -1,4 +1,4 @@
-"""ShardSpec: the shard of a full tensor on each rank. Split: how one dim is divided over ranks."""
+"""ShardSpec: which shard of a full tensor each rank stores. Split: how one dim is divided over ranks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Axes = tuple[str, ...]
 
 
 def even_bounds(count: int, ranks: int) -> list[int]:
-    """Return the bounds of ``ranks`` slices of ``count`` items, longer slices first: (10, 4) -> [0, 3, 6, 8, 10]."""
+    """Return the bounds of ``ranks`` nearly equal slices, the longer ones first: (10, 4) -> [0, 3, 6, 8, 10]."""
     base, more = divmod(count, ranks)
     return [r * base + min(r, more) for r in range(ranks + 1)]
 
 
 @dataclass(frozen=True)
 class Split:
-    """Sharding of one dim: the ordered slices of the dim that each rank stores.
+    """Sharding of one tensor dim: the ordered index ranges of the dim that each rank stores.
 
     >>> Split.even(10, 4).parts
     (((0, 3),), ((3, 6),), ((6, 8),), ((8, 10),))
@@ -62,12 +62,12 @@ class Split:
 
     @classmethod
     def fused(cls, sizes: Sequence[int], ranks: int, unit: int = 1) -> Split:
-        """Split a dim of concatenated blocks of the given sizes, each block separately."""
+        """Split a dim that concatenates blocks of these sizes, such as q, k and v; each block is split separately."""
         return cls.stack([cls.even(size, ranks, unit) for size in sizes], sizes)
 
     @classmethod
     def stack(cls, splits: Sequence[Split], sizes: Sequence[int]) -> Split:
-        """Concatenate splits of dims of the given sizes into the split of the concatenated dim."""
+        """Concatenate the splits of several dims into the split of the concatenated dim."""
         offsets = [0, *accumulate(sizes)]
         parts = [
             merge_slices([(a + o, b + o) for s, o in zip(splits, offsets, strict=False) for a, b in s.parts[r]])
@@ -76,37 +76,38 @@ class Split:
         return cls(tuple(parts), splits[0].axes, splits[0].sizes)
 
     def with_axes(self, axis: str) -> Split:
-        """Return the same split over another axis."""
+        """Return a split with the same index ranges over another axis."""
         return Split(self.parts, (axis,))
 
     def rank(self, coords: Coords) -> int:
-        """Return the row-major rank of ``coords`` over the axes of this split."""
-        return _rank(self.axes, self.sizes, coords)
+        """Return the row-major rank of grid coordinates over the axes of this split."""
+        return _compute_rank(self.axes, self.sizes, coords)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the slices that the rank at ``coords`` stores; ``length`` must be the full length."""
+        """Return the index ranges of the dim that the rank at ``coords`` stores; ``length`` is the full length."""
         assert length == self.full, (length, self.full)
         return self.parts[self.rank(coords)]
 
     def length(self, rank: int) -> int:
-        """Return the number of indices that ``rank`` stores."""
+        """Return how many indices of the dim a rank stores."""
         return sum(b - a for a, b in self.parts[rank])
 
     def lengths(self) -> tuple[int, ...]:
+        """Return how many indices of the dim each rank stores."""
         return tuple(map(self.length, range(len(self.parts))))
 
     @cached_property
     def full(self) -> int:
-        """Length of the full dim."""
+        """Length of the full, unsharded dim."""
         return max([b for part in self.parts for _, b in part], default=0)
 
     @cached_property
     def holders(self) -> list[tuple[int, int, int]]:
-        """(start, end, number of ranks that store the slice), as returned by ``count_holders``."""
+        """Number of ranks that store each index range, as (start, end, count)."""
         return count_holders(self.parts)
 
     def indices(self, rank: int) -> Tensor:
-        """Return the indices of the full dim that ``rank`` stores, in local order."""
+        """Return the indices of the full dim that a rank stores, in local order."""
         return torch.cat([torch.arange(a, b) for a, b in self.parts[rank]] or [torch.arange(0)])
 
     @property
@@ -116,13 +117,13 @@ class Split:
 
     @property
     def is_partition(self) -> bool:
-        """Whether every index is stored by exactly one rank."""
+        """Whether exactly one rank stores each index."""
         return all(count == 1 for *_, count in self.holders)
 
 
 @dataclass(frozen=True)
 class EvenSplit:
-    """Even split of the local slices that a preceding split of the same dim leaves on each rank.
+    """Even split of the local shard that a preceding split of the same dim leaves on each rank.
 
     >>> EvenSplit("data", 2).slices(5, {"data": 1})
     ((3, 5),)
@@ -141,10 +142,10 @@ class EvenSplit:
         return (self.ranks,)
 
     def slices(self, length: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the slices of a dim of ``length`` that the rank at ``coords`` stores."""
+        """Return the index ranges of a dim that the rank at ``coords`` stores."""
         units = -(-length // self.unit)
         bounds = [min(b * self.unit, length) for b in even_bounds(units, self.ranks)]
-        rank = _rank(self.axes, self.sizes, coords)
+        rank = _compute_rank(self.axes, self.sizes, coords)
         return merge_slices([(bounds[rank], bounds[rank + 1])])
 
 
@@ -152,7 +153,7 @@ AnySplit = Split | EvenSplit
 
 
 def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]]:
-    """Count how many of ``parts`` contain each index, as contiguous (start, end, count) runs from index 0.
+    """Count how many of the shards ``parts`` contain each index, as (start, end, count) runs from index 0.
 
     >>> count_holders([[(0, 2)], [(1, 3)], [(4, 5)]])
     [(0, 1, 1), (1, 2, 2), (2, 3, 1), (3, 4, 0), (4, 5, 1)]
@@ -174,7 +175,7 @@ def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]
 
 
 def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Remove empty slices and merge adjacent slices."""
+    """Remove empty index ranges and merge adjacent ones."""
     out: list[Slice] = []
     for a, b in slices:
         if a == b:
@@ -186,7 +187,7 @@ def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
     return tuple(out)
 
 
-def _rank(axes: Axes, sizes: Sequence[int], coords: Coords) -> int:
+def _compute_rank(axes: Axes, sizes: Sequence[int], coords: Coords) -> int:
     if len(axes) == 1 and sizes[0] > 1:
         return coords[axes[0]]
     rank = 0
@@ -207,17 +208,17 @@ class Box:
     size: Offsets
 
     def of_full(self, x: Tensor) -> Tensor:
-        """Return this box as a view of the full tensor."""
-        return _narrow(x, self.full, self.size)
+        """Return the view of the full tensor that this box describes."""
+        return _narrow_dims(x, self.full, self.size)
 
     def of_local(self, x: Tensor) -> Tensor:
-        """Return this box as a view of the local shard."""
-        return _narrow(x, self.local, self.size)
+        """Return the view of the local shard that this box describes."""
+        return _narrow_dims(x, self.local, self.size)
 
 
 @dataclass(frozen=True, init=False)
 class ShardSpec:
-    """Layout of a tensor over the process grid: its full shape and the splits of each sharded dim.
+    """Layout of a tensor over the process grid: its full shape and the splits of its sharded dims.
 
     Splits of one dim are applied in order: the first to the full dim, the next to the local slices of the previous
     one. An axis may shard only one dim of a tensor.
@@ -277,12 +278,12 @@ class ShardSpec:
 
     @cached_property
     def axes(self) -> dict[str, int]:
-        """Axes over which the tensor is sharded, with their sizes."""
-        return {axis: size for splits in self.splits.values() for axis, size in _axes_of(splits).items()}
+        """Axes over which the tensor is sharded, with the axis sizes."""
+        return {axis: size for splits in self.splits.values() for axis, size in _get_axis_sizes(splits).items()}
 
     def rank_coords(self) -> list[Coords]:
-        """Return the coordinates of all shards, the last axis varying fastest."""
-        return _all_coords(self.axes)
+        """Return the grid coordinates of all shards of the tensor; the last axis varies fastest."""
+        return _list_all_coords(self.axes)
 
     def boxes(self, coords: Coords) -> tuple[Box, ...]:
         """Return the boxes of the full tensor that the rank at ``coords`` stores, in local order."""
@@ -293,7 +294,7 @@ class ShardSpec:
         )
 
     def slices_of(self, dim: int, coords: Coords) -> tuple[Slice, ...]:
-        """Return the slices of ``dim`` that the rank at ``coords`` stores."""
+        """Return the index ranges of a dim that the rank at ``coords`` stores."""
         length, splits = self.shape[dim], self.splits.get(dim, ())
         local: tuple[Slice, ...] = ((0, length),) if length else ()
         for at, split in enumerate(splits):
@@ -302,14 +303,14 @@ class ShardSpec:
         return local
 
     def local_shape(self, coords: Coords) -> Offsets:
-        """Return the shape of the shard at ``coords``."""
+        """Return the shape of the local shard at ``coords``."""
         shape = list(self.shape)
         for dim in self.splits:
             shape[dim] = sum([b - a for a, b in self.slices_of(dim, coords)])
         return tuple(shape)
 
     def slice(self, full: Tensor, coords: Coords) -> Tensor:
-        """Copy the shard at ``coords`` out of the tensor ``full``.
+        """Return a copy of the shard of a full tensor that the rank at ``coords`` stores.
 
         Raises:
             ConfigError: if ``full`` does not have the full shape.
@@ -326,44 +327,46 @@ class ShardSpec:
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Build the full tensor from all shards in the order of ``rank_coords``; the last copy of an index is used."""
+        """Build the full tensor from all shards in the order of ``rank_coords``; later copies of an index win."""
         full = parts[0].new_zeros(self.shape)
         for coords, part in zip(self.rank_coords(), parts, strict=True):
             self.place(part, full, coords)
         return full
 
     def place(self, local: Tensor, full: Tensor, coords: Coords) -> None:
-        """Copy the shard ``local`` of the rank at ``coords`` into ``full``."""
+        """Copy a local shard of the rank at ``coords`` into the full tensor."""
         for box in self.boxes(coords):
             box.of_full(full).copy_(box.of_local(local))
 
     @cached_property
     def _holders(self) -> dict[int, list[tuple[int, int, int]]]:
-        """Sharded dim -> (start, end, number of ranks that store the slice)."""
+        """Number of ranks that store each index range of each sharded dim: dim -> (start, end, count)."""
         holders = {}
         for dim, splits in self.splits.items():
             first = splits[0]
             if len(splits) == 1 and isinstance(first, Split):
                 holders[dim] = first.holders
             else:
-                holders[dim] = count_holders([self.slices_of(dim, coords) for coords in _all_coords(_axes_of(splits))])
+                holders[dim] = count_holders(
+                    [self.slices_of(dim, coords) for coords in _list_all_coords(_get_axis_sizes(splits))]
+                )
         return holders
 
     @cached_property
     def shared_axes(self) -> tuple[str, ...]:
-        """Axes along which several ranks store the same indices."""
+        """Axes along which several ranks store the same indices of a dim."""
         if not self.splits:
             return ()
         shared = [dim for dim, runs in self._holders.items() if max([count for *_, count in runs], default=0) > 1]
-        return tuple(axis for dim in shared for axis in _axes_of(self.splits[dim]))
+        return tuple(axis for dim in shared for axis in _get_axis_sizes(self.splits[dim]))
 
     @property
     def is_partition(self) -> bool:
-        """Whether no element is in more than one shard."""
+        """Whether every element of the tensor is stored in exactly one shard."""
         return all(count == 1 for runs in self._holders.values() for *_, count in runs)
 
     def num_copies(self, coords: Coords | None = None) -> Tensor | int:
-        """Return the number of shards with each element: 1, or fp64 counts that broadcast against a shard.
+        """Return how many shards store each element: 1, or fp64 counts that broadcast against a shard.
 
         The shard is the one at ``coords``. Without ``coords`` the counts broadcast against the full tensor.
         """
@@ -378,16 +381,16 @@ class ShardSpec:
         return out
 
 
-def _axes_of(splits: Sequence[AnySplit]) -> dict[str, int]:
+def _get_axis_sizes(splits: Sequence[AnySplit]) -> dict[str, int]:
     return {axis: size for split in splits for axis, size in zip(split.axes, split.sizes, strict=True)}
 
 
-def _all_coords(axes: Mapping[str, int]) -> list[Coords]:
+def _list_all_coords(axes: Mapping[str, int]) -> list[Coords]:
     return [dict(zip(axes, ranks, strict=True)) for ranks in product(*(range(size) for size in axes.values()))]
 
 
 def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]]:
-    """Yield (start in the full dim, start in the shard, length) of each slice."""
+    """Yield (start in the full dim, start in the shard, length) of each index range."""
     at = 0
     for a, b in slices:
         yield a, at, b - a
@@ -395,7 +398,7 @@ def _with_local_starts(slices: Sequence[Slice]) -> Iterator[tuple[int, int, int]
 
 
 def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Convert ``inner``, slices of the concatenation of ``local``, to slices of the full dim."""
+    """Convert index ranges of a local shard to index ranges of the full dim."""
     out = [
         (a + max(c, at) - at, a + min(d, at + n) - at)
         for c, d in inner
@@ -405,7 +408,7 @@ def _compose_slices(local: Sequence[Slice], inner: Sequence[Slice]) -> tuple[Sli
     return merge_slices(out)
 
 
-def _narrow(x: Tensor, start: Offsets, size: Offsets) -> Tensor:
+def _narrow_dims(x: Tensor, start: Offsets, size: Offsets) -> Tensor:
     for dim, (a, n) in enumerate(zip(start, size, strict=True)):
         x = x.narrow(dim, a, n)
     return x

@@ -27,7 +27,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 @dataclass(frozen=True)
 class Reduction:
-    """Reduction of the gradient of a parameter."""
+    """How the gradient of a parameter is reduced over ranks."""
 
     sum_over: tuple[str, ...] = ()  # axes over which the gradient is all-reduced
     divisor: float = 1.0  # divisor of the sum. It may differ from the group size, even for a group of one rank
@@ -42,7 +42,7 @@ def reduction_of(
     sizes: Mapping[str, int],
     stages: tuple[int, ...] = (),
 ) -> Reduction:
-    """Return the gradient reduction of a parameter with layout ``spec`` in a ``region`` of the model.
+    """Return how the gradient of a parameter with layout ``spec`` in a model region is reduced.
 
     Over ``data`` and the axes that shard the model inputs, each rank has the gradient of the mean loss of its samples.
     The sum is divided by the number of these ranks. Gradients are partial over three kinds of ranks: axes that shard
@@ -77,7 +77,7 @@ class ParamEntry:
 
 @dataclass(frozen=True)
 class ReplacementRecord:
-    """A replaced module, attribute or method: its path, and its names before and after the replacement."""
+    """Record of a replaced module, attribute or method: its path, and its names before and after."""
 
     path: str
     before: str
@@ -87,7 +87,7 @@ class ReplacementRecord:
 
 @dataclass(frozen=True)
 class ShardingRequest:
-    """Options and policy with which a model was sharded."""
+    """Options and policy that were passed to shard a model."""
 
     source: str = ""  # where the policy was found
     options: Mapping[str, bool | str] = field(default_factory=dict)  # options of the config
@@ -96,7 +96,7 @@ class ShardingRequest:
 
 
 class Reducer(Protocol):
-    """Reducer of the gradients of some parameters during backward."""
+    """Protocol for an object that reduces gradients during backward."""
 
     was_paused: bool
 
@@ -109,7 +109,9 @@ class Reducer(Protocol):
 
 
 class GradientOwner(Protocol):
-    """Optimizer that stores gradients in place of ``param.grad``. All ranks must call ``agree`` and ``norm_of``.
+    """Protocol for an optimizer that stores gradients in place of ``param.grad``.
+
+    All ranks must call ``agree`` and ``norm_of``.
 
     ``agree`` reduces the gradients accumulated under ``no_sync``. ``norm_of`` returns a global gradient norm, and
     ``scaled`` a context that yields the loss scale of the backward passes inside it.
@@ -125,7 +127,7 @@ class GradientOwner(Protocol):
 
 
 class ParameterOwner(Protocol):
-    """Optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
+    """Protocol for an optimizer that shards parameters (ZeRO stage 3). All ranks must make the same calls.
 
     ``gather`` gathers a parameter until the next one is gathered, and ``release`` frees it.
     """
@@ -135,7 +137,7 @@ class ParameterOwner(Protocol):
 
 
 class ConsistencyMonitorProtocol(Protocol):
-    """Detector of diverging ranks: see ``shardformer.consistency.rank_divergence``."""
+    """Protocol for the detector of diverging ranks in ``shardformer.consistency.rank_divergence``."""
 
     steps: int
     training: bool
@@ -153,14 +155,14 @@ class ConsistencyMonitorProtocol(Protocol):
 
 
 class RegionHook(Protocol):
-    """Hook at the start or end of a model region, which an error in a forward may leave in an open state."""
+    """Protocol for a hook that shards or gathers activations at the start or end of a model region."""
 
     def reset_after_error(self) -> None: ...
 
 
 @dataclass(eq=False)
 class ShardingMetadata:
-    """Metadata of a sharded model."""
+    """Process grid, parameter layouts and gradient reductions of a sharded model."""
 
     context: ParallelContext  # process grid of the model
     request: ShardingRequest = field(default_factory=ShardingRequest)  # options and policy of ``shard_model``
@@ -181,7 +183,7 @@ class ShardingMetadata:
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
-        """Copy the metadata for a copied model, which has no optimizer."""
+        """Copy the metadata for a copied model, which is trained by no optimizer yet."""
         memo[id(self)] = copied = type(self).__new__(type(self))
         fields = {**self.__dict__, "gradient_owner": None, "parameter_owner": None}
         copied.__dict__.update((name, deepcopy(value, memo)) for name, value in fields.items())
@@ -200,15 +202,15 @@ class ShardingMetadata:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis of the ranks that receive the same batch."""
+        """Axis whose ranks receive the same batch."""
         return self.context.tensor if self.context_run is None else self.context.same_batch_axis
 
     def note(self, path: str, before: Any, after: Any, kind: str = "module") -> None:
-        """Record a replacement."""
-        self.replacements.append(ReplacementRecord(path, _name(before), _name(after), kind))
+        """Record that a module, attribute or method was replaced."""
+        self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """Map the id of each parameter to its entry."""
+        """Return parameter id -> entry of the parameter."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -217,14 +219,14 @@ class ShardingMetadata:
 
     @property
     def coords(self) -> dict[str, int]:
-        """Axis name -> rank of this process on the axis."""
+        """Rank of this process on each axis."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     def axis(self, name: str) -> Axis:
         return self.axes[name]
 
     def attach(self, model: nn.Module) -> None:
-        """Store this metadata on the model and its modules with parameters, and mark shards in state dicts."""
+        """Store this metadata on a model and on its modules with parameters, and mark shards in state dicts."""
         _register_metadata(self)
         model.__dict__[METADATA_ATTRIBUTE] = self
         is_stage, sharded_ids = self._is_stage, self._refuse_pickling()
@@ -248,7 +250,7 @@ class ShardingMetadata:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate local gradients without reducing them."""
+        """Accumulate gradients locally inside this context, without reducing them over ranks."""
         with ExitStack() as pauses:
             for reducer in self.reducers:
                 pauses.enter_context(reducer.paused())
@@ -264,7 +266,7 @@ _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Map the metadata of each model that has some of ``params`` to the entries of these parameters.
+    """Group parameters by sharded model: metadata of the model -> entries of these parameters.
 
     The order is that of creation, identical on all ranks. Other models are not read, because ranks may be threads that
     change their gradients concurrently.
@@ -280,29 +282,29 @@ def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntr
 
 
 def tables_here() -> list[ShardingMetadata]:
-    """Return the metadata of all live sharded models of this rank, in an order identical on all ranks."""
+    """Return the metadata of all live sharded models of this rank, in the same order on all ranks."""
     with _REGISTRY_LOCK:
         alive = list(_TABLES)
     return sorted((table for table in alive if table.context.is_here), key=lambda table: table.number)
 
 
-def _register_metadata(table: ShardingMetadata) -> None:
-    table.number = next(_NUMBERS)
+def _register_metadata(metadata: ShardingMetadata) -> None:
+    metadata.number = next(_NUMBERS)
     with _REGISTRY_LOCK:
-        _TABLES.add(table)
+        _TABLES.add(metadata)
         for key, owners in list(_OWNERS.items()):
             if not any([owner() for owner in owners]):
                 del _OWNERS[key]
-        this = ref(table)
-        for entry in table.entries:
+        this = ref(metadata)
+        for entry in metadata.entries:
             others = _OWNERS.get(id(entry.param), ())
-            _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, table)], this)
+            _OWNERS[id(entry.param)] = (*[other for other in others if other() not in (None, metadata)], this)
 
 
-def _name(value: Any) -> str:
-    if isinstance(value, nn.Module):
-        return type(value).__name__
-    return value if isinstance(value, str) else getattr(value, "__name__", repr(value))
+def _format_name(replaced: Any) -> str:
+    if isinstance(replaced, nn.Module):
+        return type(replaced).__name__
+    return replaced if isinstance(replaced, str) else getattr(replaced, "__name__", repr(replaced))
 
 
 def check_module(model: object) -> None:
@@ -324,7 +326,7 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
 
 
 def find_metadata(model: nn.Module) -> ShardingMetadata:
-    """Return the metadata of a sharded model or submodule; of other models, build it from their parallel layers."""
+    """Return the metadata of a sharded model or submodule, or build it from the parallel layers of a model."""
     check_module(model)
     for name in (METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE):
         if isinstance(state := model.__dict__.get(name), ShardingMetadata):
@@ -338,7 +340,7 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} contains {len(sharded_models)} models that are sharded over different grids",
+            f"This {type(model).__name__} contains {len(sharded_models)} models sharded over different process grids",
             remedy="Shard them with one ParallelContext, or pass each model separately",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]
@@ -346,7 +348,7 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
 
 
 def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter, ShardSpec]]:
-    """Yield (name, local shard, layout) of each parameter of a parallel layer, including all names of tied ones."""
+    """Yield (name, local shard, layout) of each parameter of a parallel layer, for all names of tied parameters."""
     for path, module in model.named_modules(remove_duplicate=False):
         for name, spec in module.__dict__.get("shard_specs", {}).items():
             if (param := module._parameters.get(name)) is not None:
@@ -364,7 +366,7 @@ def _metadata_from_layers(model: nn.Module) -> ShardingMetadata:
 
 
 def shard_specs(model: nn.Module) -> dict[str, ShardSpec]:
-    """Map the name of every parameter, including tied names, to its layout; replicated parameters have no splits."""
+    """Map each parameter name, including tied names, to its layout; replicated parameters have no splits."""
     entries_by_id = find_metadata(model).by_param()
     return {
         name: entries_by_id[id(p)].spec if id(p) in entries_by_id else ShardSpec(p.shape)

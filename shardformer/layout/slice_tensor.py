@@ -1,4 +1,4 @@
-"""Tensor subclass for the state dict of a sharded model, which prevents saving a shard as if it were the full tensor.
+"""Tensor subclass that prevents saving a shard in a state dict as if it were the full tensor.
 
 These tensors can be loaded, copied, compared and used in computations. ``torch.save``, pickle, safetensors and NumPy
 raise an error, because their result would be mistaken for the full model.
@@ -25,7 +25,7 @@ _REMEDY = (
 
 
 class SliceTensor(Tensor):
-    """Shard of a parameter of a model. Results of operations with the same number of elements are marked, too.
+    """Shard of a parameter in a state dict. Results of operations that keep the number of elements are marked, too.
 
     ``as_subclass(torch.Tensor)`` returns a plain tensor that shares the memory.
     """
@@ -37,17 +37,17 @@ class SliceTensor(Tensor):
         kwargs = kwargs or {}
         leaves = tree_leaves((args, kwargs))
         slices = [x for x in leaves if isinstance(x, SliceTensor)]
-        if func in _export_functions():
-            refuse(slices[0]._param_name, slices[0].shape)
+        if func in _get_export_functions():
+            raise_shard_export_error(slices[0]._param_name, slices[0].shape)
         with DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
             if func is Tensor.as_subclass:
                 return result
             arguments = {id(x) for x in leaves}
-            return tree_map(lambda x: x if id(x) in arguments else _mark_like(x, slices), result)
+            return tree_map(lambda x: x if id(x) in arguments else _mark_if_same_size(x, slices), result)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        refuse(self._param_name, self.shape)
+        raise_shard_export_error(self._param_name, self.shape)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         if id(self) not in memo:
@@ -59,8 +59,8 @@ class SliceTensor(Tensor):
         return self.view_as(self)
 
 
-def refuse(name: str, shape: tuple[int, ...]) -> NoReturn:
-    """Raise ConfigError for a shard that is about to be saved or read by another library."""
+def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
+    """Raise ConfigError because a shard is about to be saved or read by another library."""
     raise ConfigError(
         f"The tensor {name} of shape {tuple(shape)} is a shard and cannot be saved, pickled or read by another library",
         rule="state_dict() of a sharded model contains only the shards of this rank",
@@ -69,12 +69,12 @@ def refuse(name: str, shape: tuple[int, ...]) -> NoReturn:
 
 
 @cache
-def _export_functions() -> frozenset[Any]:
+def _get_export_functions() -> frozenset[Any]:
     names = ("data_ptr", "numpy", "__array__", "__dlpack__")
     return frozenset(getattr(Tensor, name) for name in names)
 
 
-def _mark_like(x: Any, slices: Iterable[SliceTensor]) -> Any:
+def _mark_if_same_size(x: Any, slices: Iterable[SliceTensor]) -> Any:
     name = next((each._param_name for each in slices if type(x) is Tensor and x.numel() == each.numel()), None)
     return x if name is None else _mark_tensor(x, name)
 
@@ -85,13 +85,13 @@ def _mark_tensor(x: Tensor, name: str) -> SliceTensor:
     return result
 
 
-def without_mark(x: Tensor) -> Tensor:
-    """Return a shard as a plain tensor that shares the memory; return other tensors unchanged."""
+def to_plain_tensor(x: Tensor) -> Tensor:
+    """Return a marked shard as a plain tensor that shares its memory; return other tensors unchanged."""
     return x.as_subclass(Tensor) if isinstance(x, SliceTensor) else x
 
 
 def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
-    """Mark shards in the state dict of a module.
+    """Mark the shards in the state dict of a module as ``SliceTensor``.
 
     Args:
         names: names of the module's own sharded parameters; None marks all its parameters and buffers.
@@ -103,7 +103,10 @@ def mark_slices(module: nn.Module, names: Collection[str] | None) -> None:
 
 
 def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str, local_metadata: Any) -> None:
-    """Mark the shards of one module; skip fake tensors and the module's own tensors (``keep_vars=True``)."""
+    """State dict hook that marks the shards of one module.
+
+    It skips fake tensors and the module's own tensors (``keep_vars=True``).
+    """
     marked = module.__dict__[MARKED]
     for name in (*module._parameters, *module._buffers) if marked is None else marked:
         full = f"{prefix}{name}"
@@ -111,16 +114,16 @@ def _mark_state_dict(module: nn.Module, state_dict: dict[str, Any], prefix: str,
             state_dict[full] = _mark_tensor(value, full)
 
 
-class _PickleError:
-    """Replacement of ``__reduce_ex__`` of a sharded parameter."""
+class _PicklingRefusal:
+    """Callable that replaces ``__reduce_ex__`` of a sharded parameter and raises ConfigError."""
 
     def __init__(self, name: str, shape: tuple[int, ...]) -> None:
         self._name, self._shape = name, shape
 
     def __call__(self, protocol: Any) -> NoReturn:
-        refuse(self._name, self._shape)
+        raise_shard_export_error(self._name, self._shape)
 
 
 def refuse_pickling(name: str, param: Tensor) -> None:
-    """Make pickling of a sharded parameter an error. A plain parameter has no overhead, unlike a subclass."""
-    param.__dict__["__reduce_ex__"] = _PickleError(name, tuple(param.shape))
+    """Make pickling of a sharded parameter raise ConfigError. Unlike a subclass, this has no overhead."""
+    param.__dict__["__reduce_ex__"] = _PicklingRefusal(name, tuple(param.shape))

@@ -1,4 +1,4 @@
-"""Relations between tensors: overlapping memory and the largest difference."""
+"""Relations between tensors: overlapping memory, and the largest difference of their values."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from shardformer.torch_compat import has_data, memory_of
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Memory range of a tensor: its storage, its first byte, the byte after its last one, and its view of them."""
+class MemoryRange:
+    """Memory range of a tensor in bytes, with its storage, dtype, shape and strides."""
 
     storage: int
     begin: int
@@ -22,7 +22,7 @@ class Memory:
     view: tuple[torch.dtype, tuple[int, ...], tuple[int, ...]]
 
     @classmethod
-    def of(cls, x: Tensor) -> Memory:
+    def of(cls, x: Tensor) -> MemoryRange:
         span = x.numel()
         if span and not x.is_contiguous():
             span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
@@ -32,17 +32,17 @@ class Memory:
         return cls(address or memory_of(x), begin, begin + span * x.element_size(), view)
 
 
-Group = dict[str, Memory]
+OverlapGroup = dict[str, MemoryRange]
 
 
-def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
-    """Group tensors whose memory overlaps, as name -> memory."""
+def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
+    """Group tensors whose memory overlaps; each group maps name -> memory range."""
     ranges = []
     for at, (name, x) in enumerate(named):
-        memory = Memory.of(x)
+        memory = MemoryRange.of(x)
         if memory.begin < memory.end:
             ranges.append((memory.storage, memory.begin, at, name, memory))
-    groups: list[Group] = []
+    groups: list[OverlapGroup] = []
     storage, end = -1, 0
     for _, _, _, name, memory in sorted(ranges):
         if memory.storage != storage or memory.begin >= end:
@@ -53,12 +53,12 @@ def overlapping(named: Iterable[tuple[str, Tensor]]) -> list[Group]:
     return [group for group in groups if len(group) > 1]
 
 
-def view_of(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
-    """Find a buffer or attribute that shares memory with a parameter, and return both names."""
+def find_parameter_view(model: nn.Module, params: Collection[tuple[str, Tensor]]) -> tuple[str, str] | None:
+    """Find a buffer or attribute that shares memory with a parameter; return both names, or None."""
     known = {id(x) for _, x in params}
     views = [(name, x) for name, x in _buffers_and_attributes(model) if id(x) not in known]
     names = {name for name, _ in views}
-    for group in overlapping([*params, *views]):
+    for group in group_overlapping([*params, *views]):
         view = next((name for name in group if name in names), None)
         param = next((name for name in group if name not in names), None)
         if view is not None and param is not None:
@@ -77,8 +77,8 @@ def _buffers_and_attributes(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def max_difference(a: Tensor, b: Tensor) -> float:
-    """Return the largest absolute difference of two tensors; infinite for NaN and for different shapes."""
+    """Return the largest absolute difference between two tensors; infinite for NaN or different shapes."""
     if a.shape != b.shape:
         return inf
-    ranges = float((a - b).abs().max()) if a.numel() else 0.0
-    return ranges if ranges == ranges else inf
+    largest = float((a - b).abs().max()) if a.numel() else 0.0
+    return largest if largest == largest else inf

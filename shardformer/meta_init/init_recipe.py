@@ -1,4 +1,4 @@
-"""Recipes: recorded operations that compute the values of a tensor on the meta device.
+"""Recipes: recorded operations that compute the values of tensors on the meta device.
 
     DeferredStorage    a storage on the meta device, shared by all views of a tensor
     InitStep           a recorded operation, with references to the steps that wrote its inputs
@@ -32,7 +32,7 @@ _GENERATOR_LOCK = threading.Lock()  # All threads share torch's default generato
 
 @dataclass(eq=False)
 class DeferredStorage:
-    """A storage without values: its size, and the last step that wrote to it."""
+    """Storage on the meta device without values: its size, and the last step that wrote to it."""
 
     num_bytes: int
     writer: InitStep | None = None
@@ -40,7 +40,7 @@ class DeferredStorage:
 
 @dataclass(frozen=True)
 class TensorView:
-    """A tensor view of a deferred storage, as an argument of a step."""
+    """Strided view of a deferred storage, which replaces a tensor in the arguments of a step."""
 
     deferred: DeferredStorage
     dtype: torch.dtype
@@ -49,14 +49,14 @@ class TensorView:
     offset: int
 
     def of(self, storage: UntypedStorage) -> Tensor:
-        """Return the same view of a storage with values."""
+        """Return the same view of a storage that has values."""
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 @dataclass(eq=False)
 class InitStep:
-    """A recorded operation."""
+    """Recorded operation of a recipe, with the steps that wrote its inputs."""
 
     func: Any  # a torch operator or a ``SafetensorsSource``
     args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
@@ -67,13 +67,13 @@ class InitStep:
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))
 
     def deferred_storages(self) -> list[DeferredStorage]:
-        """Return the storages that the step reads or writes, each once."""
+        """Return the deferred storages that the step reads or writes, without duplicates."""
         views = [x for x in tree_flatten((self.args, self.kwargs, self.out))[0] if isinstance(x, TensorView)]
         return list({id(v.deferred): v.deferred for v in views}.values())
 
 
 def deferred_storage_of(tensor: Any) -> DeferredStorage | None:
-    """Return the deferred storage of a tensor; None if the tensor has values or no recipe."""
+    """Return the deferred storage of a tensor, or None if the tensor has values or no recipe."""
     if not isinstance(tensor, Tensor):
         return None
     with DisableTorchFunction():  # inside LazyInit, is_meta reports False
@@ -89,18 +89,19 @@ def defer_storage(tensor: Tensor) -> DeferredStorage:
 
 
 def drop_recipe(tensor: Tensor) -> None:
-    """Remove the recipe of a tensor. Its values can no longer be computed."""
+    """Remove the recipe of a meta tensor, after which its values can no longer be computed."""
     tensor.untyped_storage().__dict__.pop(ATTRIBUTE, None)
 
 
-def view_of(tensor: Tensor) -> TensorView:
+def get_view(tensor: Tensor) -> TensorView:
+    """Return the shape, strides and offset of a meta tensor as a view of its deferred storage."""
     deferred = deferred_storage_of(tensor)
     assert deferred is not None
     return TensorView(deferred, tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def recipe_of(deferred: DeferredStorage) -> list[InitStep]:
-    """Return the steps that compute the values of a storage, in call order."""
+def get_recipe(deferred: DeferredStorage) -> list[InitStep]:
+    """Return the recorded steps that compute the values of a deferred storage, in call order."""
     found: dict[int, InitStep] = {}
     waiting = [deferred.writer] if deferred.writer is not None else []
     while waiting:
@@ -112,8 +113,8 @@ def recipe_of(deferred: DeferredStorage) -> list[InitStep]:
 
 
 def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
-    """Compute the values of a storage on the CPU; free intermediate storages after their last use."""
-    steps = recipe_of(deferred)
+    """Compute the values of a deferred storage on the CPU; free intermediate storages after their last use."""
+    steps = get_recipe(deferred)
     uses = Counter(id(p) for step in steps for p in step.deferred_storages())
     storages: dict[int, UntypedStorage] = {}
     with disable_current_modes(), torch.no_grad(), torch.device("cpu"):
@@ -129,34 +130,38 @@ def run_recipe(deferred: DeferredStorage) -> UntypedStorage:
     return storage.clone() if getattr(steps[-1].func, "is_borrowed", False) else storage
 
 
-def values_of(tensor: Tensor) -> Tensor:
-    """Compute the values of a tensor with a recipe, on the CPU."""
-    view = view_of(tensor)
+def compute_values(tensor: Tensor) -> Tensor:
+    """Run the recipe of a meta tensor, and return the tensor with values on the CPU."""
+    view = get_view(tensor)
     return view.of(run_recipe(view.deferred))
 
 
 def run_step(step: InitStep, storages: dict[int, UntypedStorage]) -> None:
-    """Run one step. ``storages`` maps the id of each deferred storage to its values."""
+    """Run one recorded step, and add its results to ``storages``.
 
-    def real(x: Any) -> Any:
+    Args:
+        storages: id of each deferred storage -> storage with values.
+    """
+
+    def get_real_value(x: Any) -> Any:
         if isinstance(x, TensorView):
             if id(x.deferred) not in storages:  # will be overwritten, or was never written
                 storages[id(x.deferred)] = _allocate(x.deferred)
             return x.of(storages[id(x.deferred)])
         return x
 
-    args, kwargs = tree_map(real, step.args), tree_map(real, step.kwargs)
+    args, kwargs = tree_map(get_real_value, step.args), tree_map(get_real_value, step.kwargs)
     if step.state is None:
         result = step.func(*args, **kwargs)
     else:
-        result = _redraw(step.func, step.state, args, kwargs)
+        result = _rerun_random_op(step.func, step.state, args, kwargs)
     for view, value in zip(step.out, result if isinstance(result, tuple | list) else (result,), strict=False):
         if view is not None:
             storages[id(view.deferred)] = _to_recorded_layout(value, view)
 
 
-def _redraw(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call a random function with generator state ``state``, without changing torch's default generator."""
+def _rerun_random_op(func: Any, state: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Call a random function with the generator state ``state``, without changing torch's default generator."""
     if any(argument.name == "generator" for argument in schema_of(func).arguments):
         generator = torch.Generator()
         generator.set_state(state)
@@ -176,7 +181,7 @@ def _allocate(deferred: DeferredStorage) -> UntypedStorage:
 
 
 def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
-    """Return the storage of a result in the recorded layout, with a copy if the layouts differ."""
+    """Return the storage of a result in the strides and dtype that were recorded; copy it if they differ."""
     if (value.stride(), value.storage_offset(), value.dtype) == (view.stride, view.offset, view.dtype):
         return value.untyped_storage()
     storage = _allocate(view.deferred)
@@ -184,13 +189,13 @@ def _to_recorded_layout(value: Tensor, view: TensorView) -> UntypedStorage:
     return storage
 
 
-def random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
-    """Return the steps of a recipe that draw random numbers."""
-    return (step for step in recipe_of(deferred) if step.state is not None)
+def iter_random_steps(deferred: DeferredStorage) -> Iterator[InitStep]:
+    """Return an iterator over the steps of a recipe that draw random numbers."""
+    return (step for step in get_recipe(deferred) if step.state is not None)
 
 
-def recipe_as_text(deferred: DeferredStorage) -> str:
-    """Describe a recipe by its operators and a hash of its arguments, independent of random seeds."""
+def describe_recipe(deferred: DeferredStorage) -> str:
+    """Describe a recipe by its operators and a hash of their arguments, independent of random seeds."""
     digest, names = hashlib.sha256(), []
     numbers: dict[int, int] = {}
 
@@ -203,7 +208,7 @@ def recipe_as_text(deferred: DeferredStorage) -> str:
             return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}"
         return str(x)
 
-    for step in recipe_of(deferred):
+    for step in get_recipe(deferred):
         leaves, shape = tree_flatten((step.args, step.kwargs, step.out))
         digest.update(f"{step.func} {[as_text(x) for x in leaves]} {shape}".encode())
         names.append(getattr(step.func, "__name__", str(step.func)).partition(".")[0])

@@ -1,4 +1,4 @@
-"""LazyInit: builds a model on the meta device and records the operations that initialize each tensor."""
+"""LazyInit: builds a model on the meta device and records the operations that initialize its tensors."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init import init_recipe
-from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, deferred_storage_of, view_of
+from shardformer.meta_init.init_recipe import DeferredStorage, InitStep, TensorView, deferred_storage_of, get_view
 from shardformer.torch_compat import TorchDispatchMode, schema_of, tree_flatten, tree_map
 from shardformer.torch_patches import Patch, install
 
@@ -57,7 +57,7 @@ DEVICE: Any = getattr_static(Tensor, "device").__get__
 
 
 class ReportCpuDevice(TorchFunctionMode):
-    """Reports the CPU as device of tensors without values, because init functions check the device."""
+    """Function mode that reports the CPU as device of meta tensors with recipes, because init functions check it."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func == IS_META and deferred_storage_of(args[0]) is not None:
@@ -68,7 +68,7 @@ class ReportCpuDevice(TorchFunctionMode):
 
 
 class InitRecorder(TorchDispatchMode):
-    """Records operations on tensors without values in their recipes; runs all other operations normally.
+    """Records operations on meta tensors with recipes; all other operations run normally.
 
     Operations that need a value (``item()``, a comparison) compute it immediately. An operation that draws random
     numbers draws and discards them, so that later random numbers are unchanged.
@@ -96,7 +96,7 @@ class InitRecorder(TorchDispatchMode):
             return func(*args, **{**kwargs, "device": torch.device("cpu")})
         tensors = [x for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         if not any(deferred_storage_of(x) for x in tensors):
-            if self.creates_lazily and func in FACTORIES and _is_float(func, args, kwargs):
+            if self.creates_lazily and func in FACTORIES and _creates_float(func, args, kwargs):
                 return self._create(func, args, dict(kwargs))
             if self.creates_lazily and func is aten.empty_like.default and args[0].is_meta and not _is_to_meta(kwargs):
                 like = {"dtype": kwargs.get("dtype") or args[0].dtype, "device": kwargs.get("device")}
@@ -104,17 +104,17 @@ class InitRecorder(TorchDispatchMode):
             return func(*args, **kwargs)
         if _is_to_meta(kwargs):
             return func(*args, **kwargs)
-        written = _written_tensors(func, args, kwargs)
+        written = _find_written_tensors(func, args, kwargs)
         if any(x.is_meta and deferred_storage_of(x) is None for x in tensors):
             for x in written:  # an input has unknown values, so the output has too
                 init_recipe.drop_recipe(x)
-            return func(*_without_values(args), **_without_values(kwargs))
+            return func(*_move_to_meta(args), **_move_to_meta(kwargs))
         if any(deferred_storage_of(x) is None for x in written):  # writes to a tensor with values
-            return func(*_with_values(args), **_with_values(kwargs))
+            return func(*_compute_values_in(args), **_compute_values_in(kwargs))
         try:
-            result = func(*_without_values(args), **_with_device("meta", _without_values(kwargs)))
+            result = func(*_move_to_meta(args), **_replace_device("meta", _move_to_meta(kwargs)))
         except RuntimeError:  # the result depends on values, or the call is invalid and raises below
-            result_with_values = func(*_with_values(args), **_with_values(kwargs))
+            result_with_values = func(*_compute_values_in(args), **_compute_values_in(kwargs))
             if not written:
                 return result_with_values
             result = written[0]
@@ -141,7 +141,7 @@ class InitRecorder(TorchDispatchMode):
         deferred = init_recipe.defer_storage(result)
         if func in FILLED_FACTORIES:
             options = {**kwargs, "device": device, "dtype": result.dtype}
-            deferred.writer = InitStep(func, args, options, (view_of(result),))
+            deferred.writer = InitStep(func, args, options, (get_view(result),))
         return result
 
     def _record(self, func: Any, args: Any, kwargs: Any, written: list[Tensor], result: Any) -> None:
@@ -152,20 +152,22 @@ class InitRecorder(TorchDispatchMode):
         if not new and not written:
             return  # a view, or a query that needs no values
         if func in SLICING_OPS and (steps := _slice_before_cast(func, args, kwargs, result)):
-            view_of(result).deferred.writer = steps
+            get_view(result).deferred.writer = steps
             return
-        step = InitStep(func, tree_map(_stored_argument, args), _with_device("cpu", tree_map(_stored_argument, kwargs)))
-        step.out = tuple(view_of(x) if any(x is n for n in new) else None for x in results)
+        step = InitStep(
+            func, tree_map(_prepare_for_recipe, args), _replace_device("cpu", tree_map(_prepare_for_recipe, kwargs))
+        )
+        step.out = tuple(get_view(x) if any(x is n for n in new) else None for x in results)
         draws, generator = torch.Tag.nondeterministic_seeded in func.tags, kwargs.get("generator")
         if draws:
             step.state = torch.get_rng_state() if generator is None else generator.get_state()
             step.kwargs.pop("generator", None)
-        overwritten = _overwritten_storage(func, written)
-        step.before = _writers(p for p in step.deferred_storages() if p is not overwritten)
+        overwritten = _find_overwritten_storage(func, written)
+        step.before = _get_writers(p for p in step.deferred_storages() if p is not overwritten)
         if draws:
             _advance_generator(func, step, generator, overwritten is not None)
         for x in (*written, *new):
-            view_of(x).deferred.writer = step
+            get_view(x).deferred.writer = step
 
 
 class LazyInit(InitRecorder):
@@ -203,13 +205,13 @@ class LazyInit(InitRecorder):
         self._params.clear()
 
 
-def was_written(param: nn.Parameter) -> bool:
-    """Return whether a parameter without values was modified outside ``LazyInit``, where nothing is recorded."""
+def was_modified_unrecorded(param: nn.Parameter) -> bool:
+    """Return whether a meta parameter was modified outside ``LazyInit``, where changes are not recorded."""
     return bool(param._version != vars(param).get(VERSION, param._version))
 
 
 class _ActiveLazyInits(threading.local):
-    """Parameters registered so far in each active ``LazyInit`` of this thread."""
+    """Parameters that were registered in each active ``LazyInit`` context of this thread."""
 
     def __init__(self) -> None:
         self.params: list[list[nn.Parameter]] = []
@@ -232,12 +234,12 @@ def _record_parameter(module: nn.Module, name: str, param: Any) -> None:
 
 
 class LazyLoading(LazyInit):
-    """LazyInit for transformers' ``from_pretrained``, which builds on the meta device and loads weights later."""
+    """LazyInit for transformers' ``from_pretrained``, which itself builds the model on the meta device."""
 
     allows_meta = True
 
 
-def _is_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+def _creates_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     if func is aten.full.default and kwargs.get("dtype") is None:
         return isinstance(args[1], float)
     dtype: torch.dtype = kwargs.get("dtype") or torch.get_default_dtype()
@@ -245,12 +247,12 @@ def _is_float(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
 
 
 def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Tensor) -> InitStep | None:
-    """Rewrite slicing of a cast tensor as a cast of the slice, so that the full tensor is never stored twice."""
+    """Rewrite a slice of a cast tensor as a cast of the slice, so that no full-size cast copy is allocated."""
     sources: list[TensorView] = []
 
     def to_source(x: Any) -> Any:
-        view = view_of(x) if isinstance(x, Tensor) and deferred_storage_of(x) is not None else None
-        source = _cast_source(view) if view is not None else None
+        view = get_view(x) if isinstance(x, Tensor) and deferred_storage_of(x) is not None else None
+        source = _find_cast_source(view) if view is not None else None
         if view is None or source is None:
             return x
         sources.append(TensorView(source.deferred, source.dtype, view.size, view.stride, view.offset))
@@ -260,15 +262,15 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
     count = sum(isinstance(x, Tensor) for x in tree_flatten(args)[0])
     if len(sources) < count or len({view.dtype for view in sources}) > 1:
         return None
-    out, dtype = view_of(result), sources[0].dtype
+    out, dtype = get_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
     part = TensorView(storage, dtype, out.size, out.stride, 0)
-    num_args = InitStep(func, new_args, kwargs, (part,), _writers(view.deferred for view in sources))
+    num_args = InitStep(func, new_args, kwargs, (part,), _get_writers(view.deferred for view in sources))
     return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (num_args,))
 
 
-def _cast_source(view: TensorView) -> TensorView | None:
-    """Return the source of the cast that created the storage of ``view``; None if either was modified since."""
+def _find_cast_source(view: TensorView) -> TensorView | None:
+    """Return the tensor that was cast to create ``view``; None if either tensor was modified after the cast."""
     cast = view.deferred.writer
     if cast is None or cast.func is not aten._to_copy.default:
         return None
@@ -276,14 +278,14 @@ def _cast_source(view: TensorView) -> TensorView | None:
     if not isinstance(source, TensorView) or out is None or out.deferred is not view.deferred:
         return None
     has_same_layout = (source.size, source.stride, source.offset) == (out.size, out.stride, out.offset)
-    return source if has_same_layout and cast.before == _writers([source.deferred]) else None
+    return source if has_same_layout and cast.before == _get_writers([source.deferred]) else None
 
 
 def _is_to_meta(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("device") is not None and torch.device(kwargs["device"]).type == "meta"
 
 
-def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
+def _find_written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     found = []
     for i, argument in enumerate(schema_of(func).arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -292,7 +294,7 @@ def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
     return found
 
 
-def _overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | None:
+def _find_overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | None:
     if len(written) == 1 and schema_of(func).name.partition("::")[2] in OVERWRITING_OPS:
         deferred, target = deferred_storage_of(written[0]), written[0]
         if deferred is not None and target.is_contiguous() and target.nbytes == deferred.num_bytes:
@@ -300,53 +302,56 @@ def _overwritten_storage(func: Any, written: list[Tensor]) -> DeferredStorage | 
     return None
 
 
-def _writers(deferred_storages: Any) -> tuple[InitStep, ...]:
+def _get_writers(deferred_storages: Any) -> tuple[InitStep, ...]:
     return tuple({id(p.writer): p.writer for p in deferred_storages if p.writer is not None}.values())
 
 
 def _advance_generator(func: Any, step: InitStep, generator: Any, overwrites: bool) -> None:
-    """Advance the generator as the step would, by running the step and discarding the result."""
+    """Advance a random generator as a recorded step does, by running the step and discarding its result."""
     given = {"generator": generator} if generator is not None else {}
     inputs = [] if overwrites else step.deferred_storages()
     probe = InitStep(func, step.args, {**step.kwargs, **given})
     init_recipe.run_step(probe, {id(deferred): init_recipe.run_recipe(deferred) for deferred in inputs})
 
 
-def _stored_argument(x: Any) -> Any:
-    """Convert an argument for storage in a step: a tensor without values to a view, one with values to a copy."""
-    if not isinstance(x, Tensor):
-        return x
-    return view_of(x) if deferred_storage_of(x) is not None else x.detach().clone()
+def _prepare_for_recipe(argument: Any) -> Any:
+    """Convert an argument of a recorded step: a meta tensor to a view, a tensor with values to a copy."""
+    if not isinstance(argument, Tensor):
+        return argument
+    return get_view(argument) if deferred_storage_of(argument) is not None else argument.detach().clone()
 
 
-def _with_values(tree: Any) -> Any:
-    return tree_map(lambda x: x if deferred_storage_of(x) is None else init_recipe.values_of(x), tree)
+def _compute_values_in(arguments: Any) -> Any:
+    return tree_map(lambda x: x if deferred_storage_of(x) is None else init_recipe.compute_values(x), arguments)
 
 
-def _without_values(tree: Any) -> Any:
-    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, tree)
+def _move_to_meta(arguments: Any) -> Any:
+    return tree_map(lambda x: x.to("meta") if isinstance(x, Tensor) else x, arguments)
 
 
-def _with_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
+def _replace_device(device: str, kwargs: dict[str, Any]) -> dict[str, Any]:
     return {**kwargs, "device": torch.device(device)} if kwargs.get("device") is not None else kwargs
 
 
 class RecordedCall:
-    """Replacement for a method of a model without values, which records the changes that the method makes."""
+    """Wrapper of a method of a lazily built model that records how the method changes weights."""
 
     def __init__(self, model: nn.Module, name: str) -> None:
         self._model, self._name = model, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         method: Callable[..., Any] = getattr(type(self._model), self._name)
-        with recorded(self._model):
+        with record_weight_changes(self._model):
             return method(self._model, *args, **kwargs)
 
 
 @contextmanager
-def recorded(model: nn.Module) -> Iterator[None]:
-    """Record changes to weights without values. Weights that were modified outside a recording remain invalid."""
-    modified = {id(p) for p in model.parameters() if was_written(p)}
+def record_weight_changes(model: nn.Module) -> Iterator[None]:
+    """Record changes to the weights of a lazily built model inside this context.
+
+    Weights that were modified outside such a context remain invalid.
+    """
+    modified = {id(p) for p in model.parameters() if was_modified_unrecorded(p)}
     with LazyInit():
         yield
     for p in model.parameters():
@@ -355,7 +360,7 @@ def recorded(model: nn.Module) -> Iterator[None]:
 
 
 def record_calls(model: nn.Module) -> None:
-    """Make methods of a model record their changes to weights until the model has values.
+    """Wrap methods of a lazily built model so that they record how they change weights.
 
     This applies to the public methods of its own classes except ``forward``, and to ``_apply`` and ``apply`` of torch.
     """
@@ -369,7 +374,7 @@ def record_calls(model: nn.Module) -> None:
 
 
 def end_recorded_calls(model: nn.Module) -> None:
-    """Restore the original methods of a model."""
+    """Restore the original methods of a model after ``record_calls``."""
     for module in model.modules():
         for name, value in list(vars(module).items()):
             if isinstance(value, RecordedCall):

@@ -1,4 +1,4 @@
-"""Computes the values of a model that was built lazily."""
+"""Computes the values of models that were built lazily, on the meta device."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import Tensor, UntypedStorage, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.sharding_metadata import check_module
-from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, run_recipe, view_of
-from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_written
-from shardformer.meta_init.safetensors_source import weight_files
+from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, get_view, run_recipe
+from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_modified_unrecorded
+from shardformer.meta_init.safetensors_source import find_weight_files
 from shardformer.torch_compat import DisableTorchFunction, tree_leaves, tree_map_only
 
 NOTES = "_shardformer_loading"
 
 
 def is_lazy(model: nn.Module) -> bool:
-    """Return whether a parameter or buffer of the model has a recipe and no values."""
-    return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in named_tensors(model))
+    """Return whether a parameter or buffer of the model has a recipe instead of values."""
+    return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
@@ -31,20 +31,20 @@ def has_meta_tensors(model: nn.Module) -> bool:
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
-    """Return a context that records changes to a lazily built model, or a null context for other models."""
+    """Return a context that records changes to the weights of a lazily built model; a null context otherwise."""
     return InitRecorder() if is_lazy(model) else nullcontext()
 
 
-def materialized_copy(model: nn.Module) -> nn.Module:
-    """Return a copy with values of a lazily built model; the model itself stays without values."""
+def copy_materialized(model: nn.Module) -> nn.Module:
+    """Return a copy of a lazily built model with values; the model itself stays without values."""
     with record_changes(model):
         copied = copy.deepcopy(model)
     end_recorded_calls(copied)  # they are bound to the original model
     return materialize_parameters(copied)
 
 
-def meta_copy(model: nn.Module) -> nn.Module:
-    """Copy a plain model with its parameters on the meta device; buffers keep their values.
+def copy_to_meta(model: nn.Module) -> nn.Module:
+    """Copy a model with its parameters on the meta device; buffers keep their values.
 
     ``shard_model`` allocates uninitialized shards for the copy, which the caller must fill.
     """
@@ -61,20 +61,20 @@ def meta_copy(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-def lazy_notes(model: nn.Module) -> list[str]:
-    """Return notes for ``describe`` about the source of the values of a lazily built model."""
+def make_lazy_notes(model: nn.Module) -> list[str]:
+    """Return notes for ``describe`` on how the values of a lazily built model were computed."""
     if not is_lazy(model):
         return []
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
 
 
-def named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of every parameter and buffer, each once."""
+def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of all parameters and buffers of a model, without duplicates."""
     return [*model.named_parameters(), *model.named_buffers()]
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Compute the full values of a model built under ``LazyInit``, in place, on the CPU or on ``device``.
+    """Compute all values of a model built under ``LazyInit``, in place, on the CPU or on ``device``.
 
     Needs no process group. To compute only the shards of this rank, call ``shard_model`` instead.
 
@@ -86,10 +86,10 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
     """
     check_module(model)
     check_recipes(model)
-    return materialize_parameters(model, _device_of(device))
+    return materialize_parameters(model, _check_device(device))
 
 
-def _device_of(device: torch.device | str | None) -> torch.device | None:
+def _check_device(device: torch.device | str | None) -> torch.device | None:
     if device is None:
         return None
     rule, remedy = "device is a torch device other than meta", "Pass for example device='cuda:0', or omit device"
@@ -103,12 +103,12 @@ def _device_of(device: torch.device | str | None) -> torch.device | None:
 
 
 def materialize_parameters(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
-    """Replace tensors without values one at a time, which limits the peak memory.
+    """Compute the values of all meta tensors of a model, one tensor at a time to limit the peak memory.
 
     Raises:
         ConfigError: if a weight file changed while it was read.
     """
-    files = weight_files(model)
+    files = find_weight_files(model)
     storages: dict[DeferredStorage, UntypedStorage] = {}
     materialized: dict[int, Tensor] = {}
     cpu = torch.device("cpu")
@@ -122,7 +122,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
                 if deferred is not None and deferred not in storages:
                     values = torch.empty(0, dtype=torch.uint8).set_(run_recipe(deferred))
                     storages[deferred] = values.to(target).untyped_storage()
-                new = tensor.to(target) if deferred is None else view_of(tensor).of(storages[deferred])
+                new = tensor.to(target) if deferred is None else get_view(tensor).of(storages[deferred])
             if isinstance(tensor, nn.Parameter):
                 new = nn.Parameter(new, requires_grad=tensor.requires_grad)
             new.__dict__.update({name: value for name, value in vars(tensor).items() if name != VERSION})
@@ -145,7 +145,7 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
 
 
 def check_recipes(model: nn.Module) -> None:
-    """Check that the values of all tensors of a model can be computed.
+    """Check that the values of all meta tensors of a model can be computed.
 
     Raises:
         ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
@@ -153,7 +153,7 @@ def check_recipes(model: nn.Module) -> None:
     """
     if not has_meta_tensors(model):
         return
-    empty = [name for name, t in named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
+    empty = [name for name, t in list_named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(
             f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values; the first "
@@ -162,11 +162,11 @@ def check_recipes(model: nn.Module) -> None:
             remedy="Build the model in `with LazyInit():` instead of torch.device('meta'), with .to() and .half() "
             "inside the block, or load it with shardformer.from_pretrained",
         )
-    changed = [name for name, p in model.named_parameters() if was_written(p)]
+    changed = [name for name, p in model.named_parameters() if was_modified_unrecorded(p)]
     if changed:
         raise ConfigError(
             f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended",
             remedy="Modify weights inside the `with LazyInit():` block, or after shard_model or materialize",
         )
-    for file in weight_files(model):
+    for file in find_weight_files(model):
         file.check(reads=True)

@@ -1,4 +1,4 @@
-"""Safetensors files as sources of tensor values, fingerprinted when they are opened and read on demand.
+"""Safetensors files as sources of tensor values, fingerprinted when opened and read on demand.
 
 Files of at most 1 MiB are hashed completely. For larger files the hashes cover the header and samples: 16 evenly spaced
 chunks of 64 KiB, and a page from the middle of every tensor. With ``all_bytes`` they cover the complete file.
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, first_line
-from shardformer.meta_init.init_recipe import InitStep, defer_storage, deferred_storage_of, recipe_of, view_of
+from shardformer.meta_init.init_recipe import InitStep, defer_storage, deferred_storage_of, get_recipe, get_view
 
 LENGTH_BYTES = 8  # Size of the header length, which precedes the header
 MAX_HEADER_BYTES = 100_000_000  # Longest header that safetensors accepts
@@ -27,25 +27,25 @@ TENSOR_BYTES = 1 << 12
 
 @dataclass(frozen=True)
 class FileFingerprint:
-    """Fingerprint of the contents of a file, independent of its path."""
+    """Hashes of the contents of a file, independent of its path."""
 
     size: int  # in bytes
     header: str  # SHA-256
     sampled: str  # SHA-256 of the sampled bytes
-    whole: str = ""  # SHA-256 of all bytes, if computed
+    full_hash: str = ""  # SHA-256 of all bytes, if computed
 
     def __str__(self) -> str:
-        return f"{self.size} {self.header} {self.sampled} {self.whole}"
+        return f"{self.size} {self.header} {self.sampled} {self.full_hash}"
 
-    def difference(self, other: FileFingerprint) -> str:
-        """Describe the first difference from an unequal fingerprint."""
+    def describe_difference(self, other: FileFingerprint) -> str:
+        """Return a description of the first difference from an unequal fingerprint."""
         name = next(f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name))
         sizes = f"size ({self.size} and {other.size} bytes)"
-        return {"size": sizes, "header": "header", "sampled": "sampled bytes", "whole": "bytes"}[name]
+        return {"size": sizes, "header": "header", "sampled": "sampled bytes", "full_hash": "bytes"}[name]
 
 
 class WeightsFile:
-    """A safetensors file with its fingerprint at the time of opening.
+    """Safetensors file with a fingerprint of its contents at the time of opening.
 
     Raises:
         OSError: if the file cannot be read.
@@ -54,62 +54,63 @@ class WeightsFile:
 
     def __init__(self, path: str, *, all_bytes: bool = False) -> None:
         self.path, self.all_bytes = path, all_bytes
-        self.contents, self._stamp = _fingerprint(path, all_bytes=all_bytes)
+        self.contents, self._stamp = _compute_fingerprint(path, all_bytes=all_bytes)
 
     def check(self, *, reads: bool = False) -> None:
-        """Raise ConfigError if the size, modification time or, with ``reads``, the bytes of the file changed.
+        """Raise ConfigError if the file changed after it was opened.
 
-        With ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
+        Compares size and modification time. With ``reads``, or if these differ, it also compares the fingerprint. With
+        ``all_bytes``, a file that was rewritten with the same bytes counts as unchanged.
         """
         try:
             stat = os.stat(self.path)
-            is_untouched = _stamp_of(stat) == self._stamp
+            is_untouched = _get_stamp(stat) == self._stamp
             if is_untouched and not reads:
                 return
             # an untouched file is not read completely a second time
-            contents, stamp = _fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
+            contents, stamp = _compute_fingerprint(self.path, all_bytes=self.all_bytes and not is_untouched)
         except OSError as error:
-            raise self._changed(f"can no longer be read: {error}") from error
+            raise self._make_error(f"can no longer be read: {error}") from error
         except ValueError as error:
-            raise self._changed(f"changed since it was loaded: {error}") from error
-        before = self.contents if contents.whole else replace(self.contents, whole="")
+            raise self._make_error(f"changed since it was loaded: {error}") from error
+        before = self.contents if contents.full_hash else replace(self.contents, full_hash="")
         if contents != before:
-            raise self._changed(
-                f"changed since it was loaded; the first difference is in its {before.difference(contents)}"
+            raise self._make_error(
+                f"changed since it was loaded; the first difference is in its {before.describe_difference(contents)}"
             )
-        if stamp != self._stamp and not contents.whole:
-            raise self._changed("was rewritten since it was loaded")
+        if stamp != self._stamp and not contents.full_hash:
+            raise self._make_error("was rewritten since it was loaded")
         self._stamp = stamp
 
-    def _changed(self, how: str) -> ConfigError:
+    def _make_error(self, problem: str) -> ConfigError:
         return ConfigError(
-            f"The weight file {self.path!r} {how}",
+            f"The weight file {self.path!r} {problem}",
             remedy="Load the model again, and shard or materialize it before its files are moved or rewritten. Use "
             "from_pretrained(..., all_bytes=True) to accept files that are rewritten with the same bytes",
         )
 
 
-def _fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
+def _compute_fingerprint(path: str, *, all_bytes: bool) -> tuple[FileFingerprint, tuple[int, int]]:
     with open(path, "rb", buffering=0) as file:
         stat = os.fstat(file.fileno())
-        header = _header(file, stat.st_size)
+        header = _read_header(file, stat.st_size)
         sampled = hashlib.sha256()
-        for start, length in _sampled_chunks(header, stat.st_size):
+        for start, length in _iter_sampled_chunks(header, stat.st_size):
             file.seek(start)
             sampled.update(file.read(length))
-        whole = ""
+        full_hash = ""
         if all_bytes:
             file.seek(0)
-            whole = hashlib.file_digest(file, "sha256").hexdigest()
-    contents = FileFingerprint(stat.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), whole)
-    return contents, _stamp_of(stat)
+            full_hash = hashlib.file_digest(file, "sha256").hexdigest()
+    contents = FileFingerprint(stat.st_size, hashlib.sha256(header).hexdigest(), sampled.hexdigest(), full_hash)
+    return contents, _get_stamp(stat)
 
 
-def _stamp_of(stat: os.stat_result) -> tuple[int, int]:
+def _get_stamp(stat: os.stat_result) -> tuple[int, int]:
     return stat.st_size, stat.st_mtime_ns
 
 
-def _header(file: BinaryIO | Any, size: int) -> bytes:
+def _read_header(file: BinaryIO | Any, size: int) -> bytes:
     length = int.from_bytes(file.read(LENGTH_BYTES), "little")
     limit = min(size - LENGTH_BYTES, MAX_HEADER_BYTES)
     if not 0 < length <= limit:
@@ -118,21 +119,21 @@ def _header(file: BinaryIO | Any, size: int) -> bytes:
     return header
 
 
-def _sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
+def _iter_sampled_chunks(header: bytes, size: int) -> Iterator[tuple[int, int]]:
     if size <= NUM_CHUNKS * CHUNK_BYTES:
         yield 0, size
         return
     for number in range(NUM_CHUNKS):
         yield (size - CHUNK_BYTES) * number // (NUM_CHUNKS - 1), CHUNK_BYTES
     start = LENGTH_BYTES + len(header)
-    for first, end in sorted(_offsets(header)):
+    for first, end in sorted(_read_offsets(header)):
         if 0 <= first <= end <= size - start:
             length = min(end - first, TENSOR_BYTES)
             yield start + (first + end - length) // 2, length
 
 
-def _offsets(header: bytes) -> list[tuple[int, int]]:
-    """Return (start, end) of each tensor; empty for an invalid header, for which safetensors has a better error."""
+def _read_offsets(header: bytes) -> list[tuple[int, int]]:
+    """Return (start, end) of each tensor; empty for an invalid header, which safetensors reports better."""
     try:
         tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
         return [(int(entry["data_offsets"][0]), int(entry["data_offsets"][1])) for entry in tensors.values()]
@@ -142,7 +143,7 @@ def _offsets(header: bytes) -> list[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class SafetensorsSource:
-    """One tensor of a file. A call maps the tensor into memory; only accessed pages are read from disk."""
+    """Callable that maps one tensor of a safetensors file into memory; only accessed pages are read from disk."""
 
     file: WeightsFile
     key: str  # name of the tensor in the file
@@ -164,12 +165,12 @@ class SafetensorsSource:
         return value
 
     def __str__(self) -> str:
-        """Return a text that is identical on ranks that read the same contents."""
+        """Return a text that is identical on all ranks that read the same file contents."""
         return f"read {self.key} {hashlib.sha256(str(self.file.contents).encode()).hexdigest()[:16]}"
 
 
-def lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
-    """Return every tensor of a safetensors file by name, without values.
+def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file by name, on the meta device, with recipes to read their values.
 
     Args:
         all_bytes: whether to compare all bytes of the file between ranks instead of samples.
@@ -184,7 +185,7 @@ def lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
         with safe_open(path, framework="pt") as file:
             names: list[str] = list(file.keys())
             return {
-                name: _without_values(file.get_tensor(name), SafetensorsSource(weights_file, name)) for name in names
+                name: _make_lazy_tensor(file.get_tensor(name), SafetensorsSource(weights_file, name)) for name in names
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
@@ -193,19 +194,19 @@ def lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor]:
         ) from error
 
 
-def weight_files(model: nn.Module) -> list[WeightsFile]:
-    """Return the files that the recipes of a model read, each once, in order of first use."""
+def find_weight_files(model: nn.Module) -> list[WeightsFile]:
+    """Return the safetensors files that the recipes of a model read, in order of first use, without duplicates."""
     files: dict[int, WeightsFile] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         deferred = deferred_storage_of(tensor)
-        for step in recipe_of(deferred) if deferred is not None else ():
+        for step in get_recipe(deferred) if deferred is not None else ():
             if isinstance(step.func, SafetensorsSource):
                 files[id(step.func.file)] = step.func.file
     return list(files.values())
 
 
-def _without_values(mapped: Tensor, source: SafetensorsSource) -> Tensor:
+def _make_lazy_tensor(mapped: Tensor, source: SafetensorsSource) -> Tensor:
     tensor = torch.empty_strided(mapped.shape, mapped.stride(), dtype=mapped.dtype, device="meta")
     deferred = defer_storage(tensor)
-    deferred.writer = InitStep(source, (), {}, (view_of(tensor),))
+    deferred.writer = InitStep(source, (), {}, (get_view(tensor),))
     return tensor

@@ -21,11 +21,11 @@ from shardformer.gradients.clipping import patch_clip_grad_norm
 from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
-from shardformer.layout.tensor_relations import overlapping
+from shardformer.layout.tensor_relations import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
-from shardformer.meta_init.materialization import is_lazy, lazy_notes, materialize_parameters, record_changes
+from shardformer.meta_init.materialization import is_lazy, make_lazy_notes, materialize_parameters, record_changes
 from shardformer.module_paths import get_at, join_path, parent_of
 from shardformer.pipeline.layer_sequence import owner_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
@@ -126,7 +126,7 @@ class Sharder:
             has_stream = config.enable_sequence_parallelism and self.is_tensor_parallel
             plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
         self.model = plan.model
-        self._ties = overlapping(self.model.named_parameters())
+        self._ties = group_overlapping(self.model.named_parameters())
         state.notes += policy.notes
         if self.has_stages:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
@@ -195,7 +195,7 @@ class Sharder:
         Communicates nothing, so that a failing rank leaves no other rank waiting.
         """
         waits = is_lazy(self.model)
-        self.state.notes += lazy_notes(self.model)
+        self.state.notes += make_lazy_notes(self.model)
         with record_changes(self.model):
             blocks = self._apply(plan)
         if waits:

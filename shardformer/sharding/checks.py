@@ -21,7 +21,7 @@ from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardForme
 from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE, sharded_parameters
-from shardformer.layout.tensor_relations import Group, Memory, view_of
+from shardformer.layout.tensor_relations import MemoryRange, OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
@@ -218,7 +218,7 @@ def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> 
     sharded = plan.sharded_parameter_ids()
     is_here = stages.is_here if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
-    if found := view_of(model, moved):
+    if found := find_parameter_view(model, moved):
         view, name = found
         raise ConfigError(
             f"{view} of this {type(model).__name__} is a view of the parameter {name}, which is sharded or moved",
@@ -330,14 +330,14 @@ def _set(table: Any, entries: Any) -> None:
     table.update(entries)
 
 
-def check_stages(ties: Sequence[Group], stages_of: Callable[[str], Sequence[int]]) -> None:
+def check_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], Sequence[int]]) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
         if len({tuple(stages_of(name)) for name in group}) > 1:
             raise _broken_tie_error(group, "are on different pipeline stages")
 
 
-def restore_ties(model: nn.Module, ties: Sequence[Group], specs: Mapping[int, ShardSpec]) -> None:
+def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
     """Make shards share memory if their full parameters did.
 
     Args:
@@ -359,7 +359,7 @@ def restore_ties(model: nn.Module, ties: Sequence[Group], specs: Mapping[int, Sh
             other.data = first.data
 
 
-def _broken_tie_error(group: Mapping[str, Memory], why: str) -> ConfigError:
+def _broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> ConfigError:
     first, second, *_ = group
     return ConfigError(
         f"{first} and {second} share memory, but {why}",

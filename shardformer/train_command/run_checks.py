@@ -17,7 +17,7 @@ from shardformer.discovery.shrink_config import SMALL_NUMEL
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import make_folder, remove_left, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.meta_init.materialization import is_lazy, materialized_copy
+from shardformer.meta_init.materialization import copy_materialized, is_lazy
 from shardformer.train_command.build import lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig
 from shardformer.train_command.datasets import IGNORED
@@ -203,7 +203,7 @@ def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
         reduced = reduce_model(model)
         small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
     else:
-        small = (materialized_copy if is_lazy(model) else copy.deepcopy)(model)
+        small = (copy_materialized if is_lazy(model) else copy.deepcopy)(model)
         special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
         plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
         ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]

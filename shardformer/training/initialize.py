@@ -26,7 +26,7 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_modul
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.meta_init.materialization import meta_copy, record_changes
+from shardformer.meta_init.materialization import copy_to_meta, record_changes
 from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
 from shardformer.random_state import random_kept_on_error
@@ -327,7 +327,7 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    meta_model = start_training(meta_copy(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
+    meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
     arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every

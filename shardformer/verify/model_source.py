@@ -24,9 +24,9 @@ from urllib.request import Request, urlopen
 import torch
 from torch import Tensor, nn
 
-from shardformer.discovery.example_inputs import unknown_inputs
-from shardformer.discovery.reduced_model import ReducedModel, first_batch, probe_loss, reduce_model
-from shardformer.discovery.shrink_config import build_meta_model, first_architecture, model_class
+from shardformer.discovery.example_inputs import find_unknown_inputs
+from shardformer.discovery.reduced_model import ReducedModel, find_first_batch, probe_loss, reduce_model
+from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, model_class
 from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, PolicyError, ShardFormerError, did_you_mean, first_line
 from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, batch_size_of, special_token_ids, split_batch
 from shardformer.policies.policy import Policy
@@ -178,7 +178,7 @@ def _roll_text(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) ->
 
 def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     """Return the mean over all outputs of a model, as a loss that averages over samples."""
-    return probe_loss(model(**batch), alike=True)
+    return probe_loss(model(**batch), equal_sample_weights=True)
 
 
 @lru_cache(maxsize=1)
@@ -188,7 +188,7 @@ def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
         return ExampleBatch.of(small.model, small.batch)
     model = model_fn().eval()
     try:
-        return ExampleBatch.of(model, first_batch(model))
+        return ExampleBatch.of(model, find_first_batch(model))
     except Exception as error:
         raise _no_example_batch(model, f"{type(error).__name__}: {first_line(error)}") from error
 
@@ -205,13 +205,13 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
         ) from error
     model = build_meta_model(config)
     try:
-        return reduce_model(model, together=True)
+        return reduce_model(model, media_in_text=True)
     except PolicyError as error:
         raise _no_example_batch(model, error.what) from error
 
 
 def _no_example_batch(model: nn.Module, why: str) -> ConfigError:
-    needed, optional = unknown_inputs(model)
+    needed, optional = find_unknown_inputs(model)
     unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
@@ -609,7 +609,7 @@ def _source_of_type(model_type: str, head: str = "") -> ModelSource:
 
 def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
     config = load_hf_config(found.where, found.local)
-    head = first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
+    head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class(head, title)
     return ModelSource(title, replace(found, head=head), head, config)
 

@@ -18,10 +18,10 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError, check_bool, first_line
-from shardformer.meta_init.init_recipe import deferred_storage_of, values_of
+from shardformer.meta_init.init_recipe import compute_values, deferred_storage_of
 from shardformer.meta_init.lazy_init import LazyLoading, record_calls
 from shardformer.meta_init.materialization import NOTES
-from shardformer.meta_init.safetensors_source import lazy_tensors
+from shardformer.meta_init.safetensors_source import load_lazy_tensors
 from shardformer.public_names import renamed_parameters
 from shardformer.transformers_compat import load_transformers
 
@@ -72,7 +72,7 @@ def from_pretrained(
     check_bool("all_bytes", all_bytes)
     where = str(pretrained_model_name_or_path)
     config, model_class = _config_and_class(model_class, where, config, trust, hub, options)
-    files = [lazy_tensors(path, all_bytes=all_bytes) for path in _files(where, hub)]
+    files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _files(where, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _generation_config(where, hub)
     with _one_at_a_time, _without_loading_threads(), LazyLoading():
@@ -237,7 +237,7 @@ def _tie_equal_weights(model: Any) -> None:
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:
             continue
-        if torch.equal(values_of(one), values_of(other)):
+        if torch.equal(compute_values(one), compute_values(other)):
             owner, _, name = target.rpartition(".")
             setattr(model.get_submodule(owner), name, other)
         else:

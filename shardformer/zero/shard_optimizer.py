@@ -26,7 +26,7 @@ from shardformer.layout.sharding_metadata import (
     check_module,
     reduction_of,
 )
-from shardformer.layout.tensor_relations import overlapping, view_of
+from shardformer.layout.tensor_relations import find_parameter_view, group_overlapping
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_room
 from shardformer.offload.host import OffloadConfig
@@ -84,14 +84,14 @@ def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares its memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
     rule = "ZeRO moves each parameter to its own range of a flat buffer"
-    if group := next(iter(overlapping(params)), None):
+    if group := next(iter(group_overlapping(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
             f"Parameters {second} and {first} share the same memory",
             rule=rule,
             remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone()",
         )
-    if found := view_of(model, params):
+    if found := find_parameter_view(model, params):
         view, name = found
         raise ConfigError(
             f"{view} is a view of the parameter {name}",

@@ -23,7 +23,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.meta_init import safetensors_source
 from shardformer.meta_init import safetensors_source as files
 from shardformer.meta_init.materialization import materialize
-from shardformer.meta_init.safetensors_source import SafetensorsSource, WeightsFile, lazy_tensors
+from shardformer.meta_init.safetensors_source import SafetensorsSource, WeightsFile, load_lazy_tensors
 from shardformer.shard_model_api import shard_model
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -300,7 +300,7 @@ def test_invalid_files_raise_a_config_error_with_a_remedy(
     path = tmp_path / NAME
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=r"model.safetensors' cannot be read: .*again") as caught:
-        lazy_tensors(str(path))
+        load_lazy_tensors(str(path))
     assert "\n" not in str(caught.value)
 
 
@@ -327,7 +327,7 @@ def test_an_invalid_header_length_allocates_no_memory(length: int, tmp_path: Pat
     tracemalloc.start()
     try:
         with pytest.raises(ConfigError, match="cannot be read"):
-            lazy_tensors(str(path))
+            load_lazy_tensors(str(path))
         assert tracemalloc.get_traced_memory()[1] < 2**24
     finally:
         tracemalloc.stop()

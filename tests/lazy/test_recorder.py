@@ -17,7 +17,7 @@ from torch.nn import init
 from torch.nn.modules.module import register_module_parameter_registration_hook
 
 from shardformer.errors import ConfigError
-from shardformer.meta_init.init_recipe import deferred_storage_of, recipe_of, run_recipe
+from shardformer.meta_init.init_recipe import deferred_storage_of, get_recipe, run_recipe
 from shardformer.meta_init.lazy_init import InitRecorder, LazyInit
 from shardformer.meta_init.materialization import materialize
 from shardformer.verify.small_models import SmallModel
@@ -122,7 +122,7 @@ def test_overwritten_random_numbers_are_not_in_the_recipe() -> None:
         model = SmallModel("bert")()
     place = deferred_storage_of(model.get_parameter("bert.embeddings.word_embeddings.weight"))
     assert place is not None
-    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in recipe_of(place)]
+    steps = [str(step.func).removeprefix("aten.").partition(".")[0] for step in get_recipe(place)]
     assert steps == ["normal_", "zero_"]
 
 

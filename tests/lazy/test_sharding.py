@@ -233,7 +233,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
     for taken in (part, joined):
         place = init_recipe.deferred_storage_of(taken)
         assert place is not None
-        sizes = [(v.dtype, v.deferred.num_bytes) for s in init_recipe.recipe_of(place) for v in s.out if v is not None]
+        sizes = [(v.dtype, v.deferred.num_bytes) for s in init_recipe.get_recipe(place) for v in s.out if v is not None]
         assert (torch.bfloat16, 64 * 64 * 2) not in sizes
     assert torch.equal(_values(part), _values(model.weight)[:8])
     assert torch.equal(_values(joined), _values(model.weight)[[0, 1, 5, 6]])
@@ -242,7 +242,7 @@ def test_a_cast_before_sharding_stores_no_full_tensor_of_the_new_dtype() -> None
 def _values(tensor: Tensor) -> Tensor:
     place = init_recipe.deferred_storage_of(tensor)
     assert place is not None
-    return init_recipe.view_of(tensor).of(init_recipe.run_recipe(place)).clone()
+    return init_recipe.get_view(tensor).of(init_recipe.run_recipe(place)).clone()
 
 
 # ---------------------------------------------------------------------------------------- what a policy does to weights

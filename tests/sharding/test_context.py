@@ -321,7 +321,7 @@ def test_full_sequence_modules_are_detected_and_reported(monkeypatch: pytest.Mon
 
     assert "an attention): model.layers.*.mamba." in run_as_threads(said, sequence=2)[0]
     monkeypatch.setattr(prove_context, "_CONTEXT_RESULTS", {})
-    monkeypatch.setattr(forward_trace.TokenUse, "mixing", lambda _: iter(()))
+    monkeypatch.setattr(forward_trace.StackCallRecord, "find_mixing_modules", lambda _: iter(()))
     assert "differs" in refused(plain)
 
 

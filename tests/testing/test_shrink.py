@@ -10,7 +10,7 @@ import torch.nn.functional as F
 import transformers
 from torch import Tensor, nn
 
-from shardformer.discovery.config_fields import FieldMeaning, field_meanings
+from shardformer.discovery.config_fields import FieldMeaning, determine_field_meanings
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.shrink_config import ODD, ConfigShrinker, build_meta_model
 from shardformer.policies.roles import MLP, Attention
@@ -81,7 +81,7 @@ def odd() -> nn.Module:
 
 
 def test_meaning_of_unknown_config_fields_is_measured(odd: nn.Module) -> None:
-    small = ConfigShrinker(odd).config()
+    small = ConfigShrinker(odd).make_small_config()
     assert (small.span, small.voices, small.echoes, small.reach) == (ODD.hidden, ODD.heads, ODD.fewer, ODD.head_dim)
     assert (small.meadow, small.storeys, small.lexicon) == (ODD.widths[0], 2, ODD.words)
 
@@ -105,7 +105,7 @@ class Named(OddModel):
 
 @pytest.mark.slow
 def test_model_without_config_constructor_is_its_own_reduced_model(odd: nn.Module) -> None:
-    policy: Any = derive_policy(Named(ConfigShrinker(odd).config(), "mine"))
+    policy: Any = derive_policy(Named(ConfigShrinker(odd).make_small_config(), "mine"))
     assert policy.stack.layers == "storeys"
 
 
@@ -158,10 +158,10 @@ def test_measured_config_fields_match_their_names(
     model_type: str, name: str, expected: dict[str, FieldMeaning | None]
 ) -> None:
     model = build_meta_model(transformers.AutoConfig.for_model(model_type, architectures=[name]))
-    kinds = field_meanings(ConfigShrinker(model).fields)
+    kinds = determine_field_meanings(ConfigShrinker(model).fields)
     assert {field: kinds.get((field,)) for field in expected} == expected
 
 
 def test_shrinking_keeps_other_config_fields(odd: nn.Module) -> None:
-    ConfigShrinker(odd).config()
+    ConfigShrinker(odd).make_small_config()
     assert vars(odd.config)["span"] == 1024

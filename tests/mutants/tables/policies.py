@@ -134,15 +134,15 @@ MUTANTS = [
     mutant(
         "replaced-forward-is-trusted",
         "shardformer/discovery/reduced_model.py",
-        'return "forward" not in vars(module) and _package_of(of_class) in LIBRARIES',
-        "return _package_of(of_class) in LIBRARIES",
+        'return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES',
+        "return _get_package(of_class) in LIBRARIES",
         "A layer whose forward was replaced is sharded by a policy that does not fit it.",
         first=("tests/policies/infer/test_trust.py",),
     ),
     mutant(
         "unknown-kind-of-layer-is-cut",
         "shardformer/discovery/derive_policy.py",
-        "if layer_kind(self.model.get_submodule(path)) not in made:",
+        "if get_layer_kind(self.model.get_submodule(path)) not in made:",
         "if not made:",
         "A derived policy shards layers of a kind that its validation never saw.",
         first=("tests/policies/infer/test_infer.py::test_a_layer_missing_in_the_reduced_model_is_refused",),

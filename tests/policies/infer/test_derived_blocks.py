@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import VALIDATION_RANKS, _ranks_for, derive_policy_on
+from shardformer.discovery.derive_policy import VALIDATION_RANKS, _choose_validation_ranks, derive_policy_on
 from shardformer.discovery.example_inputs import example_batches, forward_call
 from shardformer.discovery.reduced_model import ReferenceGradients
 from shardformer.discovery.shrink_config import shrink_config
@@ -69,11 +69,13 @@ def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
 def test_interleaved_heads_are_also_validated_over_an_uneven_size() -> None:
     """Interleaved heads look like CodeGen's four partitions over 2 and 4 ranks, but not over 3."""
     split = {"qkv": "qkv", "out": "out"}
-    assert [*_ranks_for(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)] == [
+    assert [
+        *_choose_validation_ranks(Attention("attn", AttentionProjections(**split, interleaved=True)), VALIDATION_RANKS)
+    ] == [
         *VALIDATION_RANKS,
         3,
     ]
-    assert [*_ranks_for(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)] == [
-        *VALIDATION_RANKS
-    ]
-    assert [*_ranks_for(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]
+    assert [
+        *_choose_validation_ranks(Attention("attn", AttentionProjections(**split, partitions=4)), VALIDATION_RANKS)
+    ] == [*VALIDATION_RANKS]
+    assert [*_choose_validation_ranks(MLP("mlp", up="up", down="down"), VALIDATION_RANKS)] == [*VALIDATION_RANKS]

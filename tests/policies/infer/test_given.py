@@ -185,7 +185,9 @@ def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
         shard_model(model, ToyPolicy, context=context).get_parameter("norm.weight").requires_grad_(False)
 
     reference = reduced_model.ReferenceGradients.of(ToyLM().double(), lambda model: model(ids))
-    assert validation.validate_sharding(reference, shard, tensor=2) == "norm.weight has no gradient"
+    assert validation.validate_sharding(reference, shard, tensor=2) == (
+        "norm.weight has no gradient, unlike in the unsharded model"
+    )
 
 
 class TwoHeads(SelfAttention):
@@ -270,11 +272,11 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "policy", "why"),
     [
-        (Counting, ToyPolicy, "two forwards of the model differ"),
+        (Counting, ToyPolicy, "two forwards of the model with the same batch return different outputs"),
         (Seeding, ToyPolicy, "the model draws random numbers"),
         (Casting, ToyPolicy, "the model computes in torch.bfloat16 internally"),
         (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),
-        (ToyLM, Replacing, "it contains user code: the method 'layers.0.mlp.act'"),
+        (ToyLM, Replacing, "the policy contains user code: the method 'layers.0.mlp.act'"),
     ],
 )
 def test_a_policy_that_cannot_be_validated_is_used_with_a_note(
@@ -291,8 +293,8 @@ def test_validation_can_be_disabled() -> None:
 
 def test_a_policy_is_validated_once_for_identical_models(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[str] = []
-    validate = user_policy_validation._validate
-    monkeypatch.setattr(given, "_validate", lambda *args: (tried.append("once"), validate(*args))[1])
+    validate = user_policy_validation._validate_on_copy
+    monkeypatch.setattr(given, "_validate_on_copy", lambda *args: (tried.append("once"), validate(*args))[1])
     policy = table(ATTENTION, FEED_FORWARD)
     sharded(ToyLM, policy)
     sharded(ToyLM, policy)

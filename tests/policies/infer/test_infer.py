@@ -13,10 +13,10 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ShardConfig
-from shardformer.discovery.derive_policy import DerivedPolicy, derive_policy, derive_policy_on, policy_module_source
+from shardformer.discovery.derive_policy import DerivedPolicy, derive_policy, derive_policy_on, format_policy_module
 from shardformer.discovery.example_inputs import example_batches, forward_call
 from shardformer.discovery.reduced_model import ReferenceGradients, reduce_model
-from shardformer.discovery.shrink_config import build_meta_model, layer_kinds, shrink_config
+from shardformer.discovery.shrink_config import build_meta_model, find_layer_kinds, shrink_config
 from shardformer.discovery.validation import validate_policy
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
@@ -140,7 +140,7 @@ def test_sequence_parallel_hints_are_inferred(
     policy = derive_policy_on(reduced.model, reduced.run)()
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
     assert any(name in getattr(stack.sequence, need) for stack in stacks) and policy.no_sequence_parallel is None
-    assert f'"{name}"' in policy_module_source(policy), "it is written down too"
+    assert f'"{name}"' in format_policy_module(policy), "it is written down too"
     reference = ReferenceGradients.of(reduced.model, reduced.run)
     assert validate_policy(reference, type(policy), 3, enable_sequence_parallelism=True) is None
     without = [replace(s, sequence=replace(s.sequence, **{need: ()})) for s in stacks]
@@ -166,7 +166,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
     model = small(family)
     policy = derive_policy(model)
     names: dict[str, Any] = {}
-    exec(policy_module_source(policy, "Written"), names)
+    exec(format_policy_module(policy, "Written"), names)
     assert describe_policy(model, names["Written"]()) == describe_policy(model, policy)
 
 
@@ -175,7 +175,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
 def test_printed_source_contains_sequence_hints(family: str) -> None:
     model = small(family).double().eval()
     names: dict[str, Any] = {}
-    exec(policy_module_source(derive_policy(model), "Written"), names)
+    exec(format_policy_module(derive_policy(model), "Written"), names)
     reference = ReferenceGradients.of(model, forward_call(model, example_batches(model)[0]))
     assert validate_policy(reference, names["Written"], 2, enable_sequence_parallelism=True) is None
 
@@ -294,7 +294,7 @@ def test_a_reduced_model_has_a_layer_of_each_kind() -> None:
     config = transformers.MllamaTextConfig(cross_attention_layers=[3], num_hidden_layers=8)
     with torch.device("meta"):
         model = transformers.MllamaForCausalLM(config)
-    assert layer_kinds(reduce_model(model).model) == layer_kinds(model)
+    assert find_layer_kinds(reduce_model(model).model) == find_layer_kinds(model)
 
 
 @pytest.mark.slow

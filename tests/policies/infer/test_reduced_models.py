@@ -10,7 +10,7 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.discovery.derive_policy import derive_policy
 from shardformer.discovery.reduced_model import reduce_model
-from shardformer.discovery.shrink_config import ODD, build_meta_model, layer_kinds, shrink_config
+from shardformer.discovery.shrink_config import ODD, build_meta_model, find_layer_kinds, shrink_config
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, LayerStack
@@ -55,7 +55,7 @@ def test_reduced_models_with_special_sizes_or_inputs_run(
 
 
 def test_a_config_class_recomputes_derived_sizes() -> None:
-    small = shrink_config(transformers.ZambaConfig(), anew=True)
+    small = shrink_config(transformers.ZambaConfig(), recompute_derived=True)
     assert small.attention_hidden_size == 2 * ODD.heads * ODD.head_dim
     assert small.attention_head_dim == 2 * ODD.head_dim
 
@@ -71,7 +71,7 @@ def test_a_config_class_recomputes_derived_sizes() -> None:
 )
 def test_a_config_is_rebuilt_if_its_reduced_fields_are_inconsistent(model_type: str, name: str) -> None:
     model = native(model_type, name)
-    assert layer_kinds(reduce_model(model).model) == layer_kinds(model)
+    assert find_layer_kinds(reduce_model(model).model) == find_layer_kinds(model)
 
 
 def test_a_tied_head_of_a_nested_model_is_sharded_with_its_embedding() -> None:
@@ -85,7 +85,7 @@ def test_layers_that_share_keys_and_values_are_sharded() -> None:
         "gemma4_text", "Gemma4ForCausalLM", num_hidden_layers=8, layer_types=layer_types, num_kv_shared_layers=4
     )
     reduced = reduce_model(model).model
-    assert layer_kinds(reduced) == layer_kinds(model)
+    assert find_layer_kinds(reduced) == find_layer_kinds(model)
     policy = derive_policy(model)
     sharded = list_sharded_linears(model, policy)
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= sharded

@@ -29,8 +29,8 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
     output = {"logits": torch.arange(12.0, dtype=torch.float64).view(3, 4)}
     assert probe_loss({"logits": output["logits"].flip(-1)}) != probe_loss(output)
     assert probe_loss({"logits": output["logits"].flip(0)}) != probe_loss(output)
-    of_other_samples = probe_loss({"logits": output["logits"].flip(0)}, alike=True)
-    torch.testing.assert_close(of_other_samples, probe_loss(output, alike=True), rtol=1e-12, atol=0)
+    of_other_samples = probe_loss({"logits": output["logits"].flip(0)}, equal_sample_weights=True)
+    torch.testing.assert_close(of_other_samples, probe_loss(output, equal_sample_weights=True), rtol=1e-12, atol=0)
 
 
 @pytest.mark.slow
@@ -191,5 +191,7 @@ def test_fp32_cancellation_is_tolerated_and_missing_terms_are_not() -> None:
     x = torch.randn(32, 64, dtype=torch.float64)
     reference = ReferenceGradients.of(Inside(), lambda model: model(x))
     largest = max(float(g.abs().max()) for g in reference.gradients.values() if g is not None)
-    assert 0 < reference.rounding["scale"] < 1e-5 * largest
-    assert reference.is_near("scale", reference.rounding["scale"]) and not reference.is_near("scale", 1e-3 * largest)
+    assert 0 < reference.fp32_tolerances["scale"] < 1e-5 * largest
+    assert reference.is_within_tolerance(
+        "scale", reference.fp32_tolerances["scale"]
+    ) and not reference.is_within_tolerance("scale", 1e-3 * largest)
