@@ -1,4 +1,4 @@
-"""Reduction of gradients over ranks: buckets, the reducer, the gradient norm and clipping."""
+"""Reduction of gradients over ranks in buckets, gradient norm and gradient clipping."""
 
 from __future__ import annotations
 

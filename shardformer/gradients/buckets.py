@@ -1,4 +1,4 @@
-"""Gradient buckets, and the reduction of a bucket over its ranks.
+"""Gradient buckets, and the collectives that reduce a bucket over ranks.
 
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
@@ -30,7 +30,7 @@ from shardformer.torch_compat import to_list
 
 
 class SlicesToOwners:
-    """Sends slices of gradients to the owner ranks of their parameters, and slices of parameters back.
+    """Sends slices of gradients to the ranks that own the parameters, and slices of updated parameters back.
 
     Args:
         holders: Coordinates of each rank of the axis.
@@ -42,7 +42,9 @@ class SlicesToOwners:
         self._ranks = range(self._axis.size)
 
     def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> PendingCollective:
-        """Start to sum the gradients on their owners. Communicates each slice once, and ``had`` to all ranks.
+        """Start to sum the gradients of each parameter on its owner rank.
+
+        Communicates each slice of a gradient once, and the numbers ``had`` to all ranks.
 
         Args:
             each: Number of elements that each rank owns.
@@ -72,8 +74,9 @@ class SlicesToOwners:
         return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_slices)
 
     def start_parameter_exchange(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
-        """Start to send each rank its slices of the parameters that this rank owns. Communicates each slice once.
+        """Start to send each rank its slices of the parameters that this rank owns.
 
+        Communicates each slice of a parameter once.
         Writes into ``whole`` only the elements that this rank stores.
         """
         each, here = len(own), self._axis.rank
@@ -116,7 +119,7 @@ ALIGNMENT_ELEMENTS = 32
 
 @dataclass(eq=False)
 class GradientSlot:
-    """The gradient of one parameter on this rank.
+    """Gradient of one parameter on this rank, and its place in a gradient bucket.
 
     If several ranks store slices of a sharded parameter, such as a shared KV head, the bucket contains the gradient in
     the full shape. Elements of other ranks are zero.
@@ -147,9 +150,10 @@ class GradientSlot:
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def gather_to_owner(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
-        """Let one rank get the full gradient. For a sharded parameter it gathers the slices of ``axis``.
+        """Let one rank receive the full gradient, for an optimizer that needs full matrices.
 
         Args:
+            axis: For a sharded parameter, the axis over which the slices of the gradient are gathered.
             holders: Coordinates of each rank of the axis.
         """
         self.is_full = True
@@ -159,7 +163,7 @@ class GradientSlot:
 
     @property
     def shape(self) -> torch.Size:
-        """Shape in the bucket."""
+        """Shape of the gradient in the bucket."""
         return torch.Size(self.entry.spec.shape) if self.is_shared else self.param.shape
 
     @property
@@ -168,21 +172,21 @@ class GradientSlot:
 
     @property
     def is_new(self) -> bool:
-        """Whether there is a gradient on this rank that was not reduced."""
+        """Whether this rank has a gradient that was not reduced over ranks yet."""
         return self.changed and self.param.grad is not None
 
     @property
     def is_sparse(self) -> bool:
-        """Whether the gradient is sparse, as from ``nn.Embedding(sparse=True)``."""
+        """Whether the gradient is a sparse tensor, as from ``nn.Embedding(sparse=True)``."""
         return self.param.grad is not None and self.param.grad.is_sparse
 
     @property
     def numel(self) -> int:
-        """Number of elements in the bucket."""
+        """Number of elements of the gradient in the bucket."""
         return self.shape.numel()
 
     def pack(self, out: Tensor, divisor: Tensor | float) -> None:
-        """Write the gradient divided by ``divisor`` into its range of a bucket. A missing gradient is zero."""
+        """Write the gradient, divided by ``divisor``, into its range of a bucket. Write zeros if it is missing."""
         grad = self.param.grad
         if grad is None:
             out.zero_()
@@ -196,7 +200,7 @@ class GradientSlot:
             full.div_(divisor.to(full) if isinstance(divisor, Tensor) else divisor)
 
     def unpack(self, flat: Tensor) -> Tensor:
-        """Return this rank's gradient from its range of a bucket."""
+        """Return this rank's gradient as a view of its range of a bucket."""
         if not self.is_shared:
             return flat.view(self.param.shape)
         return self.entry.spec.slice(flat.view(self.entry.spec.shape), self.coords)
@@ -209,7 +213,10 @@ class GradientSlot:
 
 @dataclass(eq=False)
 class Bucket:
-    """Gradients that one collective reduces over ``axis``, in ``dtype`` or by default the dtype of the parameters."""
+    """Gradients that one collective reduces together over the ranks of an axis.
+
+    ``dtype`` is the dtype of the reduction, by default that of the parameters.
+    """
 
     axis: Axis
     dtype: torch.dtype | None = None
@@ -227,7 +234,7 @@ class Bucket:
 
     @property
     def slices(self) -> SlicesToOwners | None:
-        """The transfer of slices, if owner ranks gather sharded parameters and the transport supports it."""
+        """Exchange of gradient slices with owner ranks, or None if the bucket uses a reduce-scatter."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
@@ -236,30 +243,38 @@ class Bucket:
 
     @property
     def has_gradient(self) -> list[float]:
-        """1 for each gradient that is new on this rank, -1 if it is sparse, otherwise 0."""
+        """Flag of each gradient: 1 if this rank has a new dense gradient, -1 if a new sparse one, otherwise 0."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_new else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
-        """Return numbers to sum with the gradients: ``has_gradient``, and those of the consistency monitor."""
+        """Return the numbers that are summed together with the gradients.
+
+        They are ``has_gradient``, and the numbers by which the consistency monitor compares ranks.
+        """
         if self.watch is None or self.axis.size == 1:
             return self.has_gradient
         return self.has_gradient + self.watch.values_to_reduce(self.axis)
 
     def check_extra_values(self, tail: Tensor) -> Tensor:
-        """Return the sums of ``has_gradient``. Raise InputError on every rank if the ranks diverged."""
+        """Check the summed extra values, and return for each gradient the number of ranks that had one.
+
+        Raises:
+            InputError: The consistency monitor found that the ranks diverged. Raised on every rank.
+        """
         count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
             self.watch.check_reduced(tail[count:], self.axis)
         return tail[:count]
 
     def packed_offsets(self) -> tuple[int, list[slice]]:
-        """Return the total number of elements, and the range of each gradient without alignment."""
+        """Return the number of elements of the bucket without alignment padding, and the range of each gradient."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
     def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
-        """Return the number of elements per rank, and the range of each gradient among the elements of all ranks.
+        """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
+        The ranges are relative to the concatenated shards of all ranks.
         Gradients are consecutive. A full gradient lies in the shard of one rank. The largest are assigned first, each
         to the rank with the fewest elements. Ranges start at multiples of ``ALIGNMENT_ELEMENTS``. Parameters use the
         same ranges, and kernels that depend on alignment would otherwise round differently on each rank.
@@ -288,7 +303,7 @@ class Bucket:
     def start_all_reduce(
         self, total: int, places: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
     ) -> None:
-        """Start to sum the gradients, divided by ``divisors``, and the extra values over all ranks."""
+        """Start to all-reduce the gradients, divided by ``divisors``, together with the extra values."""
         tail = self.extra_values()
         self.flat = flat = self.new_flat(total + len(tail))
         for gap in _gaps(places, total):
@@ -310,7 +325,9 @@ class Bucket:
 
 
 class AllReduceToGrad:
-    """Writes the sum into ``.grad`` of every rank. Communicates one all-reduce of the gradients and one number each.
+    """Sums the gradients of a bucket over ranks into ``.grad`` of every rank.
+
+    Communicates one all-reduce of the gradients, with one number for each gradient.
 
     ``.grad`` may contain an earlier sum s, which is identical on all ranks, plus a new local gradient. Therefore a new
     gradient g is scaled by copies / divisor, and the all-reduce averages over all copies: the result is
@@ -326,7 +343,7 @@ class AllReduceToGrad:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
 
     def scale(self, gradient: GradientSlot) -> Tensor | float:
-        """Return the factor of a new gradient, which is applied before accumulation."""
+        """Return the factor by which a new gradient is multiplied before autograd accumulates it."""
         copies = gradient.copies
         if isinstance(copies, Tensor):
             copies = gradient.entry.spec.slice(copies.expand(gradient.entry.spec.shape), gradient.coords)
@@ -336,7 +353,7 @@ class AllReduceToGrad:
         bucket.start_all_reduce(*bucket.packed_offsets(), [gradient.copies for gradient in bucket.gradients])
 
     def finish(self, bucket: Bucket) -> None:
-        """Wait for the sum and write it into ``.grad``."""
+        """Wait for the all-reduce, and write the summed gradients into ``.grad``."""
         flat = bucket.flat
         assert flat is not None
         if bucket.work is not None:
@@ -361,7 +378,10 @@ class AllReduceToGrad:
                 )
 
     def end_pass(self) -> None:
-        """Set sparse gradients to the rows of all ranks. It runs at the end, where all ranks can communicate."""
+        """Convert the sums of sparse gradients to sparse tensors that contain the rows of all ranks.
+
+        It runs at the end of the backward pass, where all ranks can communicate.
+        """
         sparse, self._sparse = self._sparse, []
         for gradient, value in sparse:
             grad = gradient.param.grad
@@ -376,8 +396,9 @@ class AllReduceToGrad:
 
 
 class ReduceScatterToShards:
-    """Gives every rank an equal shard of the sum, and clears ``.grad``. The last shard is padded with zeros.
+    """Sums the gradients of a bucket, delivers an equal shard of the sum to every rank, and clears ``.grad``.
 
+    The last shard is padded with zeros.
     Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. For
     slices of owner ranks see ``SlicesToOwners``.
 
@@ -434,7 +455,10 @@ class ReduceScatterToShards:
 
 
 class AllReduceToShards(ReduceScatterToShards):
-    """Gives every rank the full sum. Communicates one all-reduce of the gradients, with one number for each."""
+    """Sums the gradients of a bucket, delivers the full sum to every rank, and clears ``.grad``.
+
+    Communicates one all-reduce of the gradients, with one number for each gradient.
+    """
 
     def _start(self, bucket: Bucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
@@ -455,7 +479,7 @@ def _align(numel: int) -> int:
 
 
 def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
-    """Yield the ranges of ``total`` elements that no gradient uses."""
+    """Yield the ranges of a bucket of ``total`` elements that no gradient uses."""
     end = 0
     for place in [*sorted(places, key=lambda place: place.start), slice(total, total)]:
         if place.start > end:
@@ -464,14 +488,17 @@ def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
 
 
 def _split_at_rows(place: slice, each: int) -> Iterator[tuple[int, slice, slice]]:
-    """Yield (row, range in the row, range in ``place``) of each row of length ``each`` that a range overlaps."""
+    """Split a range of a flat tensor at the boundaries of rows of ``each`` elements.
+
+    Yields (row, range in the row, range in ``place``) for each row that the range overlaps.
+    """
     for row in range(place.start // each, -(-place.stop // each)):
         low, high = max(place.start, row * each), min(place.stop, (row + 1) * each)
         yield row, slice(low - row * each, high - row * each), slice(low - place.start, high - place.start)
 
 
 def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
-    """Write a gradient divided by its divisor into its range of consecutive rows."""
+    """Write a gradient, divided by its divisor, into its range of a bucket whose rows are not contiguous."""
     grad, parts = gradient.param.grad, list(_split_at_rows(place, rows.shape[1]))
     if len(parts) == 1:
         gradient.pack(rows[parts[0][:2]], gradient.divisor)

@@ -1,4 +1,4 @@
-"""Gradient norm of a sharded model, with each element counted once, and gradient clipping.
+"""Gradient norm and gradient clipping for a sharded model, in which each gradient element counts once.
 
 ``torch.nn.utils.clip_grad_norm_`` is patched to compute the same norm for the parameters of a sharded model.
 """
@@ -60,7 +60,7 @@ def clip_grad_norm_(
 
 
 def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients of the known norm ``norm`` so that it is at most ``max_norm``."""
+    """Scale the gradients of a model, whose norm is ``norm``, so that their norm is at most ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -70,7 +70,7 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the gradient norm of a model. See ``clip_grad_norm_``."""
+    """Return the global gradient norm of a model without clipping. See ``clip_grad_norm_``."""
     state = find_metadata(model)
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
@@ -80,7 +80,7 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
 
 
 def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
-    """Return the gradient norm of some parameters of one model, identical on all ranks.
+    """Return the global gradient norm of some parameters of a model, identical on all ranks.
 
     Communicates one all-reduce of one number over each axis over which a parameter of the model is sharded.
     """
@@ -103,7 +103,7 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
 
 
 def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
-    """Return this rank's share of a gradient's norm to the power p, or of its largest absolute value.
+    """Return the sum of p-th powers of this rank's gradient elements, or for ``inf`` their largest absolute value.
 
     Return None if there is no gradient, or if another rank with the same values counts it.
     """
@@ -139,7 +139,7 @@ CLIP_PATCH = Patch(
 
 
 def patch_clip_grad_norm() -> None:
-    """Patch torch's gradient clipping to use the global norm of each sharded model of this process.
+    """Patch torch's gradient clipping to use the global gradient norm of each sharded model.
 
     Scripts may have imported the functions, so the patch replaces the code below their ``no_grad`` decorator.
     """
@@ -205,7 +205,7 @@ def _check_finite(norm: Tensor) -> None:
 
 
 def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> None:
-    """Raise ConfigError for the parameters of a ZeroOptimizer, which are slices of the model's."""
+    """Raise ConfigError if the parameters belong to a ZeroOptimizer, whose parameters are slices of the model's."""
     clipped = {id(x) for x in (*params, *grads)}
     for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
@@ -214,7 +214,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
 
 
 def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the entries of these parameters with gradients, for each sharded model. A stage may have none."""
+    """Return the metadata entries of those parameters that have gradients, for each sharded model."""
     found = {}
     for state, entries in tables_of(params).items():
         entries = [e for e in entries if e.param.grad is not None]
@@ -224,7 +224,7 @@ def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[
 
 
 def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the entries that have these gradients, for each sharded model of this rank."""
+    """Return the metadata entries of the parameters with these gradients, for each sharded model."""
     if not grads:
         return _model_of_other_stage()
     missing = {id(g) for g in grads}
@@ -246,7 +246,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the model whose other pipeline stages clip parameters, if this stage has none of them."""
+    """Return the pipeline model whose gradients other stages clip, if this stage has no gradients to clip."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]
@@ -254,7 +254,8 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
         raise _zero_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
-            f"torch.nn.utils.clip_grad_norm_ got no gradients, but this process has stages of {len(states)} models",
+            "torch.nn.utils.clip_grad_norm_ received no gradients, so it cannot determine which of the "
+            f"{len(states)} pipeline models of this process to clip",
             remedy="Use shardformer.clip_grad_norm_(model, max_norm)",
         )
     return {state: [] for state in states}
@@ -262,7 +263,7 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
 
 def _zero_error(what: str) -> ConfigError:
     return ConfigError(
-        f"torch.nn.utils.clip_grad_norm_ received {what}, but ZeRO keeps the gradients of a model in this process",
+        f"torch.nn.utils.clip_grad_norm_ received {what}, but ZeRO stores the gradients separately from .grad",
         remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )

@@ -1,4 +1,4 @@
-"""Reduces gradients over ranks in buckets, overlapping with the backward pass. ``no_sync`` defers the reduction."""
+"""Reduce gradients over ranks in buckets during the backward pass. ``no_sync`` defers the reduction."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from shardformer.torch_compat import at_end_of_backward
 
 
 class PausableReducer:
-    """A reducer that can accumulate the gradients of several backward passes before it reduces them."""
+    """Base class of gradient reducers that can accumulate gradients of several backward passes before a reduction."""
 
     is_paused = was_paused = False
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate local gradients in this context. The next backward pass outside reduces all of them."""
+        """Accumulate local gradients in this context, which the next backward pass outside of it reduces."""
         before, self.is_paused = self.is_paused, True
         self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
@@ -50,16 +50,16 @@ class PausableReducer:
         return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        """Return a replacement of a new gradient, or None, before autograd accumulates it."""
+        """Handle a new gradient before autograd accumulates it. Return a tensor that replaces it, or None."""
         return None
 
     def _on_accumulated(self, gradient: GradientSlot) -> None:
-        """Handle a gradient after autograd accumulated it."""
+        """Handle a gradient after autograd accumulated it into ``.grad``."""
 
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate local gradients in this context. The next backward pass outside reduces all of them.
+    """Accumulate local gradients in this context, which the next backward pass outside of it reduces.
 
     For gradient accumulation, wrap all but the last backward pass of an optimizer step. Without it the result is the
     same, with more communication.
@@ -78,7 +78,7 @@ MAX_REDUCTIONS_IN_FLIGHT = 4
 
 
 class GradientReducer(PausableReducer):
-    """Reduces gradients during each backward pass.
+    """Reduces gradients over ranks in buckets while the backward pass computes further gradients.
 
     Buckets of about 25 MB (the first of 1 MB) are filled in reverse order of the parameters. A full bucket is reduced
     at once, in the same order on every rank. The remaining buckets follow at the end of the backward pass, with zeros
@@ -108,7 +108,7 @@ class GradientReducer(PausableReducer):
         self.refresh()
 
     def refresh(self) -> None:
-        """Hook parameters that were unfrozen, and reset after an interrupted backward pass."""
+        """Register hooks on parameters that were unfrozen, and reset the buckets after an interrupted backward pass."""
         if self._queued:
             self._queued = self._dirty = False
             self._num_started = self._num_finished = 0
@@ -134,7 +134,7 @@ class GradientReducer(PausableReducer):
     def reduce_to_shards(
         self, end: ReduceScatterToShards, dtype: torch.dtype | None, size: int, overlaps: bool
     ) -> Sequence[Bucket]:
-        """Reduce each bucket to one shard per rank from now on, in ``dtype``. See ``ReduceScatterToShards``.
+        """Switch to a reduction that delivers one shard of each bucket to each rank (``ReduceScatterToShards``).
 
         Args:
             size: Size of a bucket in bytes.
@@ -152,14 +152,14 @@ class GradientReducer(PausableReducer):
         return self._buckets
 
     def close(self) -> None:
-        """Remove the hooks. Gradients are no longer reduced."""
+        """Remove the hooks from the parameters, so that gradients are no longer reduced."""
         for handles in self._hooked.values():
             for handle in handles:
                 handle.remove()
         self._hooked = {}
 
     def start(self) -> None:
-        """Start to reduce the gradients that paused backward passes accumulated.
+        """Start to reduce the gradients that several backward passes accumulated without communication.
 
         All ranks call it, including ranks without gradients. ``finish`` waits for the result.
         """
@@ -167,7 +167,7 @@ class GradientReducer(PausableReducer):
             self._start_next()
 
     def finish(self) -> None:
-        """Wait for all buckets and deliver their results."""
+        """Wait for the reduction of all buckets, and deliver the reduced gradients."""
         while self._num_finished < self._num_started:
             self._finish_next()
         for bucket in self._buckets:
@@ -240,7 +240,10 @@ class GradientReducer(PausableReducer):
 
 
 def _fill_buckets(gradients: list[GradientSlot], bucket_bytes: int) -> list[Bucket]:
-    """Fill a bucket for each axis, dtype and device, in reverse order of the parameters."""
+    """Assign gradients to buckets of at most ``bucket_bytes``, in reverse order of the parameters.
+
+    All gradients of a bucket have the same axis, dtype and device.
+    """
     buckets: list[Bucket] = []
     open_ones: dict[tuple[Any, ...], tuple[Bucket, int]] = {}
     for gradient in reversed(gradients):

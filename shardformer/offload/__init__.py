@@ -1,4 +1,4 @@
-"""Offload of activations and optimizer state to host memory or files, and activations sharded over ranks."""
+"""Offload of activations and optimizer states to host memory or files, and sharding of saved activations over ranks."""
 
 from __future__ import annotations
 

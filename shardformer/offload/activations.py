@@ -1,6 +1,6 @@
-"""Keeps saved activations on the host, or sharded over tensor ranks, until the backward pass needs them.
+"""Store saved activations on the host, or sharded over tensor ranks, until the backward pass needs them.
 
-Sharding of ``size`` bytes over T = 4 ranks, m = ceil(size / T):
+A saved tensor of ``size`` bytes is sharded over T = 4 ranks in shards of m = ceil(size / T) bytes:
 
     bytes       0 ........ m ........ 2m ....... 3m ... size
     rank        |    0     |    1     |    2     |  3 + padding
@@ -49,12 +49,12 @@ PURPOSE = "activations"
 
 
 def partition_bytes(size: int, axis: Axis) -> int:
-    """Return the number of bytes that each rank stores."""
+    """Return the number of bytes that each rank stores of a saved tensor of ``size`` bytes."""
     return -(-size // axis.size)
 
 
 def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Return a copy of this rank's shard of the bytes ``full``, and their checksum. Communicates nothing."""
+    """Copy this rank's shard of a saved tensor. Return it with a checksum of the full tensor. Communicates nothing."""
     each = partition_bytes(len(full), axis)
     stored = full[axis.rank * each : (axis.rank + 1) * each]
     part = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
@@ -62,7 +62,7 @@ def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
 
 
 def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
-    """All-gather the shards of all ranks, including the padding of the last one.
+    """All-gather the shards of a saved tensor, including the padding of the last shard.
 
     Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T bytes: the checksum that
     each rank computed when it stored its shard.
@@ -104,7 +104,9 @@ StorageKey = tuple[int, int]
 
 
 class ActivationStore:
-    """Stores the activations that one model saves for its backward pass. ``offload_activations`` creates it.
+    """Stores the activations that a model saves for its backward pass, off the device or sharded over ranks.
+
+    ``offload_activations`` creates it.
 
     Args:
         to_host: Whether to move large tensors to the host.
@@ -136,7 +138,7 @@ class ActivationStore:
         return type(self), (self._to_host, self._axis, self._min_bytes)
 
     def stats(self) -> ActivationStats:
-        """Return the current and maximum number of bytes by location."""
+        """Return the current and the maximum number of bytes of activations on the device and on the host."""
         self._update_counts()
         rates = {
             way: self._link.bandwidth(way) if self._link is not None else None
@@ -146,12 +148,12 @@ class ActivationStore:
         return ActivationStats(dict(account.now), account.host, account.most, account.most_host, rates)
 
     def reset(self) -> None:
-        """Reset the maximum number of bytes."""
+        """Reset the maximum number of bytes to the current number."""
         self._update_counts()
         self.account.reset()
 
     def remove(self) -> None:
-        """Stop storing activations. Stored activations remain available to their backward pass."""
+        """Stop storing the activations of later forward passes. Stored ones remain available to their backward pass."""
         while self.undo:
             self.undo.pop()()
         if self._hooks.is_entered:
@@ -163,7 +165,7 @@ class ActivationStore:
     # --- the forward
 
     def enter(self, model: nn.Module, args: Any) -> None:
-        """Start a forward pass."""
+        """Activate the hooks for saved tensors at the start of a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
         is_recomputation = torch_compat.current_graph_task_id() >= 0
@@ -179,7 +181,7 @@ class ActivationStore:
         self._hooks.enter()
 
     def leave(self, *_: Any) -> None:
-        """End a forward pass."""
+        """Remove the hooks for saved tensors at the end of a forward pass."""
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
@@ -189,7 +191,7 @@ class ActivationStore:
         self._update_counts()
 
     def enter_layer(self, name: str, x: Any) -> None:
-        """Register ``x`` as the input of a layer, which is identical on all ranks of the axis."""
+        """Register a tensor as the input of a layer, which is identical on all ranks and can be sharded over them."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
         key, (start, end) = (torch_compat.memory_of(x), x._version), storage_range(x)
@@ -204,12 +206,12 @@ class ActivationStore:
                 self._shard(stored, name)
 
     def _move_undecided(self, among: int) -> None:
-        """Move tensors that are not layer inputs, except for the last ``among`` saved tensors."""
+        """Offload saved tensors that did not become layer inputs, except for the most recently saved ones."""
         while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
             self._move(self._undecided.popleft()[1])
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
-        """Store a tensor. Return None for a parameter, and for a tensor that is not plain strided memory."""
+        """Store a saved tensor and return its handle. Return None for parameters and unsupported tensors."""
         if not _is_plain(x) or self._link is None or x.device != self._link.device:
             return None
         storage = x.untyped_storage()
@@ -239,7 +241,7 @@ class ActivationStore:
         return SavedTensorHandle(stored, self._graph, x)
 
     def _shard(self, stored: StoredStorage, name: str) -> None:
-        """Replace the data of a layer input by this rank's shard."""
+        """Replace the stored data of a layer input by this rank's shard."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
             stored.data, stored.number = local_partition(stored.data, self._axis)
@@ -248,7 +250,7 @@ class ActivationStore:
         self._move(stored)
 
     def _move(self, stored: StoredStorage) -> None:
-        """Start to copy the data to the host. If too many copies are in progress, wait for an earlier one."""
+        """Start to copy stored data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
         assert stored.data is not None and self._link is not None
@@ -264,7 +266,7 @@ class ActivationStore:
         self._leaving.append(stored)
 
     def _release(self, stored: StoredStorage) -> None:
-        """Wait for the copy to the host, and free the device memory unless the backward pass needs it next."""
+        """Wait for a copy to the host, then free the device memory unless the backward pass needs it next."""
         assert stored.copy is not None and stored.data is not None
         stored.copy.finish()
         stored.copy, stored.is_leaving = None, False
@@ -276,7 +278,7 @@ class ActivationStore:
             stored.count_data(COPYING_TO_HOST)
 
     def _update_counts(self) -> None:
-        """Update the counters after completed copies and freed memory."""
+        """Update the byte counters after completed copies to the host and freed device memory."""
         while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
             self._release(self._leaving.popleft())
         if any(source.expired() for source, _ in self._read):
@@ -320,7 +322,7 @@ class ActivationStore:
         self._brought.add(stored)
 
     def _gather_full(self, stored: StoredStorage) -> Tensor:
-        """Return the full data of a sharded storage. Communicates as ``gather_partitions``."""
+        """Return the full data of a sharded layer input. The first call all-gathers the shards."""
         if stored.joined is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
@@ -331,7 +333,7 @@ class ActivationStore:
         return stored.joined
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
-        """Transfer the ownership of fetched memory to the backward pass, which then frees it."""
+        """Drop the references to fetched memory, which the backward pass then owns and frees."""
         fetched_memory = [stored.joined]
         stored.joined, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
@@ -367,7 +369,7 @@ class ActivationStore:
             torch_compat.at_end_of_backward(self._end_backward)
 
     def _end_backward(self) -> None:
-        """End a backward pass. The remaining storages belong to another backward pass of the same graph."""
+        """Release fetched memory at the end of a backward pass. Another backward pass can fetch it again."""
         self._task = -1
         self._ahead.clear()
         for stored in list(self._brought):
@@ -379,7 +381,7 @@ class ActivationStore:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether ``x`` is a strided tensor in plain memory with a version counter."""
+    """Whether an object is a strided tensor in plain memory with a version counter."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -390,7 +392,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Whether ``x`` is a view or a cast of a parameter, such as the weights that autocast converts."""
+    """Whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
     node: Any = x.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]
@@ -404,7 +406,7 @@ STORE = "_shardformer_activations"
 
 @renamed_parameters({"on": "to"})
 def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 2**16) -> ActivationStore:
-    """Store the activations of a model on the host or sharded over tensor ranks, to save device memory.
+    """Store saved activations of a model on the host or sharded over tensor ranks, to reduce device memory.
 
     Call it once before training. Losses and gradients are bitwise unchanged.
 
@@ -469,7 +471,7 @@ def _enter_layer(store: ActivationStore, path: str, layer: nn.Module, args: Any,
 
 
 def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
-    """Return the layers, by path, whose hidden states are identical on all tensor ranks."""
+    """Return the layers, by module path, whose hidden states are identical on all tensor ranks."""
     layers, cut = dict[str, nn.Module](), ""
     for module, state in _sharded_models(model):
         policy: Any = state.request.policy

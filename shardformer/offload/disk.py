@@ -1,4 +1,4 @@
-"""Optimizer state and master weights in a file, with reads ahead of the update and writes after it.
+"""Offload of optimizer states and master weights to a file, which is read before an update and written after it.
 
 Rajbhandari et al., "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021), section 6.3.
 """
@@ -30,7 +30,9 @@ READ, WRITE = "read", "written"
 
 
 class OffloadFile:
-    """The temporary file of one rank, and its buffers. The operating system deletes it when the process ends.
+    """Temporary file of one rank with its offloaded optimizer states, and the host buffers for its content.
+
+    The operating system deletes the file when the process ends.
 
     Args:
         buffers: Number of shards in memory at a time.
@@ -68,7 +70,7 @@ class OffloadFile:
         return self._workers[READ].submit(self._transfer, READ, at, [out])
 
     def write(self, at: int, tensors: Sequence[Tensor], buffer: Tensor | None) -> None:
-        """Start to write consecutive tensors. The buffer is released when the write is complete."""
+        """Start to write tensors to the file one after another. Release their buffer when the write is complete."""
         self._writing.append((self._workers[WRITE].submit(self._transfer, WRITE, at, tensors), buffer))
 
     def _transfer(self, way: str, at: int, tensors: Sequence[Tensor]) -> None:
@@ -86,7 +88,7 @@ class OffloadFile:
         self.moved[way] = size + total, seconds + time.perf_counter() - begin
 
     def acquire_buffer(self, size: int) -> Tensor:
-        """Return a buffer in host memory. If all are in use, wait for a write to complete."""
+        """Return a free buffer in host memory. If all are in use, wait for a write to complete."""
         while not self._free and self._num_made >= self.buffers and self._writing:
             self._finish_oldest_write()
         if not self._free:
@@ -109,18 +111,18 @@ class OffloadFile:
             self.release_buffer(buffer)
 
     def bandwidth(self, way: str) -> float | None:
-        """Return the measured bytes per second, or None before the first transfer."""
+        """Return the measured bytes per second of reads or writes, or None before the first one."""
         size, seconds = self.moved[way]
         return size / seconds if seconds else None
 
     def flush(self) -> None:
-        """Wait for all writes. ``error`` contains the first failure."""
+        """Wait until all writes to the file are complete. ``error`` contains the first failure."""
         while self._writing:
             self._finish_oldest_write()
 
 
 def check_room(folder: str, size: int) -> None:
-    """Raise OSError if a directory cannot hold a file of ``size`` bytes."""
+    """Raise OSError if a directory does not exist, or has no disk space for a file of ``size`` bytes."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))
 
@@ -130,7 +132,7 @@ def round_up_to_block(size: int) -> int:
 
 
 class FileStore(HostMemory):
-    """Host memory of one device, with a file for master weights and optimizer states."""
+    """Host memory for offloaded shards, with a file for their master weights and optimizer states."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         super().__init__(config, device, overlaps=overlaps)
@@ -141,15 +143,17 @@ class FileStore(HostMemory):
         return FileShard(self.disk, self, length, dtype)
 
     def end_writing(self, context: ParallelContext) -> None:
-        """Raise InputError, on all ranks, if a write between two steps failed on one rank."""
+        """Wait for writes between two steps. Raise InputError on all ranks if a write failed on one rank."""
         if failure := self.end_step([], context):
             raise InputError(
                 f"The optimizer's files in {self.disk.folder} could not be written: {failure}",
-                remedy="Free disk space, then load the state again",
+                remedy="Free disk space, then load the optimizer state again",
             )
 
     def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:
-        """Commit the written shards if all ranks succeeded, otherwise roll them back. Return the error, or None.
+        """Commit the written shards if all ranks succeeded, otherwise roll them back to the previous step.
+
+        Return a description of the first error on any rank, or None.
 
         Communicates one object over each axis.
         """
@@ -175,7 +179,7 @@ _IN_FILE = torch.empty(0)
 
 @dataclass
 class FileLayout:
-    """Layout of a shard in the file: the master weights, then the optimizer states of each parameter slice.
+    """Layout of one shard in the offload file: master weights, then the optimizer states of each parameter slice.
 
     Args:
         fields: (index of the slice, name, dtype, shape) of each tensor. The master weights have index -1.
@@ -188,7 +192,7 @@ class FileLayout:
         return sum(round_up_to_block(dtype.itemsize * shape.numel()) for *_, dtype, shape in self.fields)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
-        """Return the tensors in a buffer that was read."""
+        """Return the tensors of the shard as views of a buffer that was read from the file."""
         found, at = [], 0
         for *_, dtype, shape in self.fields:
             size = dtype.itemsize * shape.numel()
@@ -199,7 +203,7 @@ class FileLayout:
 
 @dataclass
 class FileSlot:
-    """A reserved range of the file, and the layout of its content."""
+    """Reserved byte range of the offload file, and the layout of its content."""
 
     at: int
     capacity: int
@@ -207,7 +211,7 @@ class FileSlot:
 
 
 class FileShard(HostShard):
-    """Master weights and optimizer states of one shard in a file. Gradients stay in host memory.
+    """Shard whose master weights and optimizer states are in a file, and whose gradients are in host memory.
 
     An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """
@@ -228,7 +232,7 @@ class FileShard(HostShard):
     def set_slices(
         self, slices: Sequence[tuple[nn.Parameter, slice]], states: OptimizerStateDict, expected: int
     ) -> None:
-        """Write the master weights of these parameter slices, and their optimizer states.
+        """Set the parameter slices of this shard, and write their master weights and optimizer states to the file.
 
         Args:
             expected: Number of bytes of the optimizer states.
@@ -251,7 +255,7 @@ class FileShard(HostShard):
         return sum(place.capacity for place in (self._committed, self._other) if place is not None)
 
     def fetch(self) -> None:
-        """Start to read the master weights and states."""
+        """Start to read the master weights and optimizer states of this shard from the file."""
         if self.is_loaded or self._reading is not None or self._disk.error is not None or self._committed is None:
             return
         size = self._committed.record.size
@@ -259,7 +263,10 @@ class FileShard(HostShard):
         self._reading = self._disk.read(self._committed.at, self._buffer[:size])
 
     def load(self) -> bool:
-        """Return whether the master weights and states are loaded. ``disk.error`` contains a failure."""
+        """Read the master weights and optimizer states from the file. Return whether they are loaded.
+
+        ``disk.error`` contains a failure.
+        """
         if self.is_loaded:
             return True
         self.fetch()
@@ -285,7 +292,7 @@ class FileShard(HostShard):
         return True
 
     def evict(self) -> None:
-        """Start to write the loaded tensors to the uncommitted slot, and release them."""
+        """Start to write the updated tensors to the file, and release them. The previous version is not overwritten."""
         self.wait()
         record, tensors = self._layout_and_tensors()
         try:
@@ -320,13 +327,13 @@ class FileShard(HostShard):
             value.data = torch.full((), torch.nan, dtype=self.dtype).expand(value.shape)
 
     def commit(self) -> None:
-        """Make the last write the committed one."""
+        """Make the tensors that were written last the current version of the shard."""
         if self._is_written:
             self._committed, self._other, self._is_written = self._other, self._committed, False
         self._small = []
 
     def roll_back(self) -> None:
-        """Restore the previous commit, including the states that are not in the file."""
+        """Restore the previous version of the shard, including optimizer states that are not in the file."""
         if self.is_loaded:
             self.discard()
         for (value, _), small in zip(self._slices, self._small, strict=False):
@@ -336,7 +343,7 @@ class FileShard(HostShard):
         self._is_written, self._small = False, []
 
     def save(self) -> None:
-        """Write and commit the loaded tensors. Call it between two steps."""
+        """Write the loaded tensors to the file, and wait until they are written. Call it between two steps."""
         self.evict()
         self._disk.flush()
         if self._disk.error is None:

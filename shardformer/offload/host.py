@@ -1,4 +1,4 @@
-"""Optimizer state in host memory, and asynchronous copies between host and device.
+"""Offload of optimizer states to host memory, with asynchronous copies between host and device.
 
 On a GPU, copies run on their own streams and use pinned memory. If the device is the CPU, host and device are two pools
 of the same memory, and threads copy between them. This makes overlap and memory use testable without a GPU.
@@ -29,7 +29,9 @@ MAX_LOGGED_COPIES = 4096
 
 @dataclass(frozen=True)
 class FinishedCopy:
-    """A completed copy: direction, bytes, and begin and end in seconds of ``time.perf_counter``.
+    """Log entry of a completed copy between host and device, with its direction, bytes and times.
+
+    Times are in seconds of ``time.perf_counter``.
 
     On a GPU ``begin`` is 0, because GPU events have no common clock with the host.
     """
@@ -41,9 +43,10 @@ class FinishedCopy:
 
 
 class AsyncCopy:
-    """A copy in progress. Later computation waits for it after ``wait``; ``finish`` blocks until it is complete.
+    """Asynchronous copy between host and device.
 
-    It keeps a reference to the source until it is complete, so that the memory is not reused.
+    After ``wait``, later operations on the device wait for the copy. ``finish`` blocks until the copy is complete.
+    The copy keeps a reference to its source until it is complete, so that the memory is not reused.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class AsyncCopy:
 
 
 class HostDeviceCopier:
-    """Copies between one device and its host. Copies in one direction run in order.
+    """Copies tensors asynchronously between one device and its host, in order for each direction.
 
     Args:
         bandwidth: For a CPU device: bytes per second in each direction, to simulate a slower link. None is unlimited.
@@ -93,15 +96,15 @@ class HostDeviceCopier:
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
     def to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Start ``out.copy_(x)`` from the device to the host. ``x`` must not change until the copy is complete."""
+        """Start to copy a tensor from the device to the host. It must not change until the copy is complete."""
         return self._start(DEVICE_TO_HOST, out, x)
 
     def to_device(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Start ``out.copy_(x)`` from the host to the device. Both must not change until the copy is complete."""
+        """Start to copy a tensor from the host to the device. It must not change until the copy is complete."""
         return self._start(HOST_TO_DEVICE, out, x)
 
     def bandwidth(self, way: str) -> float | None:
-        """Return the measured bytes per second, or None before the first copy."""
+        """Return the measured bytes per second in one direction, or None before the first copy."""
         while self._timed and self._timed[0][3].query():
             timed, size, begin, end = self._timed.popleft()
             self.log.append(FinishedCopy(timed, size, 0.0, begin.elapsed_time(end) / 1e3))
@@ -149,7 +152,7 @@ FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
 
 @dataclass(frozen=True)
 class OffloadConfig:
-    """Offload of optimizer state, gradients and parameters by ``shard_optimizer``.
+    """Options of ``shard_optimizer`` for the offload of optimizer states, gradients and parameters.
 
     Ren et al., "ZeRO-Offload: Democratizing Billion-Scale Model Training" (2021). For files, Rajbhandari et al.,
     "ZeRO-Infinity: Breaking the GPU Memory Wall for Extreme Scale Deep Learning" (2021).
@@ -194,7 +197,7 @@ class OffloadConfig:
 
     @classmethod
     def of(cls, offload: Any, optimizers: Sequence[Any] = ()) -> OffloadConfig:
-        """Convert the ``offload`` argument. ``on_device`` may be set by an optimizer.
+        """Convert the ``offload`` argument of ``shard_optimizer`` to options. An optimizer may set ``on_device``.
 
         Raises:
             ConfigError: The argument is invalid.
@@ -204,7 +207,7 @@ class OffloadConfig:
 
     @property
     def folder(self) -> str | None:
-        """Directory of the files, or None."""
+        """Directory of the offload files, or None if nothing is offloaded to files."""
         return None if self.to is None or self.to == TO_CPU else os.path.expanduser(self.to[len(TO_NVME) :])
 
 
@@ -213,7 +216,7 @@ MAX_COPIES_IN_FLIGHT = 4
 
 
 class HostMemory:
-    """Host memory of one device, and the copies between them."""
+    """Host memory for the offloaded shards of one device, and the copies between host and device."""
 
     def __init__(self, config: OffloadConfig, device: torch.device, *, overlaps: bool = True) -> None:
         self.link = HostDeviceCopier(device, bandwidth=config.bandwidth)
@@ -224,7 +227,7 @@ class HostMemory:
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
     def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
-        """Start a copy to the host. If too many are in progress, wait for an earlier one."""
+        """Start to copy a gradient to the host. If too many copies are in progress, wait for an earlier one."""
         copy = self.link.to_host(out, x)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
@@ -232,12 +235,12 @@ class HostMemory:
         return copy
 
     def part(self, length: int, dtype: torch.dtype) -> HostShard:
-        """Allocate the host memory of a new shard."""
+        """Allocate host memory for the master weights and gradients of a shard."""
         return HostShard(self, length, dtype)
 
     @contextmanager
     def updating(self) -> Iterator[None]:
-        """Set the number of CPU threads for the update, because launchers limit each process to one."""
+        """Use more CPU threads for the optimizer step in this context, because launchers limit each process to one."""
         before = torch.get_num_threads()
         try:
             if self._threads is not None:
@@ -253,30 +256,33 @@ def _processes_on_host() -> int:
 
 
 class WeightStore:
-    """Loads the values of a shard's master weights, and releases them. This base class keeps them on the device."""
+    """Base class of stores that load the master weights of a shard for the optimizer step, and release them after it.
+
+    This class keeps them on the device.
+    """
 
     def fetch(self) -> None:
-        """Start to read the values, for ``load``."""
+        """Start to read the master weights, before ``load`` waits for them."""
 
     def load(self) -> bool:
-        """Load the values. Return whether they are loaded."""
+        """Load the master weights for the optimizer step. Return whether they are loaded."""
         return True
 
     def wait(self) -> None:
-        """Wait until the values may be overwritten."""
+        """Wait for copies of the master weights in progress, so that they may be overwritten."""
 
     def evict(self) -> None:
-        """Allow the values to be written back and released until the next step."""
+        """Write the updated master weights back, and release them until the next optimizer step."""
 
     def discard(self, *, keeps_memory: bool = False) -> None:
-        """Release the values, which have not changed.
+        """Release master weights that did not change, without writing them back.
 
         Args:
             keeps_memory: Whether the released tensors are still referenced, so that their memory must not be reused.
         """
 
     def save(self) -> None:
-        """Store values that changed between two steps."""
+        """Write back master weights that were changed between two steps."""
 
 
 class HostShard(WeightStore):
@@ -297,11 +303,11 @@ class HostShard(WeightStore):
         self._leaving: AsyncCopy | None = None
 
     def tensors(self) -> list[Tensor]:
-        """Return the host memory of this shard, without shared buffers."""
+        """Return the tensors in host memory that belong to this shard, without shared buffers."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
     def receive(self, part: Tensor, scale: float) -> None:
-        """Start to copy gradients to the host, where they are divided by ``scale`` and accumulated."""
+        """Start to copy reduced gradients to the host, where they are divided by the loss scale and accumulated."""
         self._accumulate_copied()
         self._arriving = self.host.copy_to_host(self._staging_buffer(part.dtype), part), scale
 
@@ -324,24 +330,27 @@ class HostShard(WeightStore):
 
     @property
     def sum(self) -> Tensor | None:
-        """Reduced gradients, or None. Waits for copies in progress."""
+        """Reduced gradients in host memory, or None. Reading it waits for copies in progress."""
         self._accumulate_copied()
         return self._sum if self._has_sum else None
 
     def clear_gradients(self) -> None:
-        """Discard the gradients."""
+        """Discard the accumulated gradients of this shard."""
         self._accumulate_copied()
         self._has_sum = False
 
     def copy_to_device(self, own: Tensor) -> AsyncCopy:
-        """Start to copy the master weights to the device, in the dtype of ``own``. They must not change until then."""
+        """Start to copy the master weights to this rank's shard of the parameters on the device, in its dtype.
+
+        The master weights must not change until ``wait`` returns.
+        """
         self.wait()
         values = self.values if own.dtype == self.dtype else self._staging_buffer(own.dtype).copy_(self.values)
         self._leaving = self.host.link.to_device(own, values)
         return self._leaving
 
     def wait(self) -> None:
-        """Wait until the master weights may be overwritten."""
+        """Wait until the copy of the master weights to the device is complete, so that they may be overwritten."""
         if self._leaving is not None:
             self._leaving.finish()
             self._leaving = None

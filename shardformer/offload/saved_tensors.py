@@ -1,4 +1,4 @@
-"""Composable hooks for saved tensors, and counters of the memory that saved tensors use.
+"""Composable hooks for tensors that autograd saves, and counters of the memory that these tensors use.
 
 torch calls only the innermost pair of ``saved_tensors_hooks``. Here all pairs are called in turn until one accepts the
 tensor. A tensor that no pair accepts is saved as autograd does, with its version.
@@ -24,7 +24,9 @@ HookPair = tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]
 
 
 class SavedTensorHooks:
-    """One pair of hooks, active from ``enter`` to ``leave``.
+    """Pair of pack and unpack hooks for saved tensors that can be nested with other pairs.
+
+    The pair is active from ``enter`` to ``leave``.
 
     Args:
         pack: Returns a replacement of a tensor, or None to leave it to other hooks.
@@ -47,7 +49,10 @@ class SavedTensorHooks:
         torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
 
     def leave(self) -> None:
-        """Remove this pair from any position, because an inner pair may have been interrupted before its removal."""
+        """Remove this pair of hooks from the stack of active hooks.
+
+        It may have any position, because an exception may have interrupted an inner pair before its removal.
+        """
         self.is_entered = False
         above: list[HookPair] = []
         while (top := torch_compat.top_saved_tensors_hooks()) is not None:
@@ -59,7 +64,7 @@ class SavedTensorHooks:
             torch_compat.push_saved_tensors_hooks(*pair)
 
     def _torch_hooks(self) -> HookPair:
-        """Return the hooks for torch, which torch.compile must not trace."""
+        """Return the pair of hooks to register in torch, wrapped so that torch.compile does not trace them."""
         if self._untraced is None and torch_compat.is_dynamo_loaded():
             self._untraced = torch.compiler.disable(self.pack), torch.compiler.disable(self.unpack)
         return self._untraced or (self.pack, self.unpack)
@@ -77,13 +82,13 @@ class SavedTensorHooks:
 
 
 def has_foreign_hooks() -> bool:
-    """Whether other hooks for saved tensors are active, such as a checkpoint of the caller or ``save_on_cpu``."""
+    """Whether saved-tensor hooks of other code are active, such as an activation checkpoint or ``save_on_cpu``."""
     top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _as_own_hooks(top) is None
 
 
 def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
-    """Raise RuntimeError if a saved tensor was modified in place, as autograd does."""
+    """Raise RuntimeError, as autograd does, if a saved tensor was modified in place."""
     if x._version != version:
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace operation: "
@@ -113,7 +118,7 @@ def _rate(value: float | None) -> str:
 
 @dataclass(frozen=True)
 class ActivationStats:
-    """Bytes of activations by location.
+    """Number of bytes of saved activations on the device and on the host.
 
     Args:
         device: Bytes on the device by kind.
@@ -139,7 +144,7 @@ class ActivationStats:
 
 
 class ActivationCounter:
-    """Counts bytes of activations by kind."""
+    """Counts the bytes of saved activations on the device, by kind, and on the host."""
 
     def __init__(self) -> None:
         self.now: Counter[str] = Counter()
@@ -164,7 +169,7 @@ class ActivationCounter:
 
 @dataclass(eq=False)
 class ForwardRecord:
-    """The storages that one forward pass saved, in order.
+    """Record of the tensor storages that autograd saved during one forward pass, in order.
 
     Args:
         fetched: Index from which all storages were fetched or are being fetched.
@@ -175,7 +180,7 @@ class ForwardRecord:
 
 
 class StoredStorage:
-    """Saved bytes of the storage of a tensor, from ``start`` to ``end``.
+    """Byte range of a tensor storage that autograd saved, which may be moved to the host or sharded over ranks.
 
     Attributes:
         source: The storage. This reference prevents another storage from getting the same address.
@@ -210,19 +215,19 @@ class StoredStorage:
         self.count(ON_DEVICE, self.size)
 
     def count(self, kind: str, size: int) -> None:
-        """Add bytes of a kind to the counters."""
+        """Add bytes of one kind to the counters of this storage and of its model."""
         self._counted[kind] += size
         self.account.add(kind, size)
 
     def count_data(self, kind: str) -> None:
-        """Count the stored bytes as another kind."""
+        """Count the stored bytes on the device as another kind, such as being copied to the host."""
         size = 0 if self.data is None else len(self.data)
         for was in (ON_DEVICE, COPYING_TO_HOST, PARTITIONED):
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
     def release_count(self, kind: str, size: int) -> None:
-        """Stop counting bytes that another owner counts."""
+        """Leave fetched bytes in the counter of the model when this storage is deleted."""
         self._counted[kind] -= size
 
     @property
@@ -231,7 +236,7 @@ class StoredStorage:
 
     @property
     def is_on_host(self) -> bool:
-        """Whether the data are only on the host."""
+        """Whether the stored bytes are only on the host."""
         return self.data is None
 
     def __del__(self) -> None:
@@ -242,7 +247,7 @@ class StoredStorage:
 
 
 class SavedTensorHandle:
-    """Replacement of a saved tensor: its position in a stored storage.
+    """Handle that autograd saves in place of a tensor, with the position of the tensor in a stored storage.
 
     Args:
         place: Index in the forward record.
@@ -258,7 +263,7 @@ class SavedTensorHandle:
         stored.waits.add(id(self))
 
     def tensor(self, full: Tensor, base: int) -> Tensor:
-        """Return the tensor as a view of ``full``, which starts at byte ``base`` of the original storage."""
+        """Return the saved tensor as a view of restored bytes, which start at byte ``base`` of its original storage."""
         out = torch.empty(0, dtype=self.dtype, device=full.device)
         offset = (self.offset - base) // out.element_size()
         return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
@@ -268,13 +273,13 @@ class SavedTensorHandle:
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:
-    """Return the byte range that a tensor uses in its storage."""
+    """Return the begin and end of the byte range that a tensor uses in its storage."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor has every element of its byte range exactly once."""
+    """Whether a tensor contains every element of its byte range in the storage exactly once."""
     start, end = storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

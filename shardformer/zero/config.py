@@ -17,7 +17,7 @@ ZERO_STAGES = (0, 1, 2, 3)
 
 @dataclass(frozen=True)
 class ZeroOptions:
-    """All options of ``shard_optimizer``."""
+    """Validated options of one ``shard_optimizer`` call."""
 
     stage: int = 1
     precision: MixedPrecision = field(default_factory=MixedPrecision)
@@ -45,9 +45,9 @@ class ZeroOptions:
             )
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
-                f"MixedPrecision(masters={self.precision.master_weights!r}) does not support "
+                f"MixedPrecision(master_weights={self.precision.master_weights!r}) does not support "
                 f"offload={self.offload.to!r}",
-                remedy="Omit either masters or offload",
+                remedy="Omit either master_weights or offload",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
@@ -58,7 +58,7 @@ class ZeroOptions:
 
 
 def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
-    """Return a list of optimizers. Raise ConfigError if an element is not an optimizer."""
+    """Convert an optimizer or a sequence of optimizers to a list. Raise ConfigError if an element is no optimizer."""
     found = list(optimizer) if isinstance(optimizer, list | tuple) and optimizer else [optimizer]
     are_right = all(isinstance(getattr(each, "param_groups", None), list) for each in found)
     rule = "It must be an optimizer or a list of optimizers of the model's parameters"
@@ -68,6 +68,6 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
 
 def offload_directory_error(folder: str, failure: str) -> ConfigError:
     return ConfigError(
-        f"offload='nvme:{folder}' cannot be used: {failure}",
+        f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}",
         remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size",
     )

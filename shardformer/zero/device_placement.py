@@ -1,4 +1,4 @@
-"""Use free GPU memory to keep optimizer shards on the device under offload, and layers gathered under ZeRO stage 3.
+"""Keep offloaded optimizer shards and gathered ZeRO-3 layers in GPU memory, as far as they fit.
 
 The user sets the amount, or ShardFormer measures the memory that is free after the first step. Optimizer shards whose
 gradients are reduced last stay on the device: the gradients of earlier shards can be copied to the host during the
@@ -39,7 +39,7 @@ def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> Non
 
 
 class DevicePlacement:
-    """Moves optimizer shards to the device, and lets gathered layers stay there, within a memory limit.
+    """Keeps offloaded optimizer shards and gathered layers on the device, up to a memory limit.
 
     A limit that the user set applies immediately. "free" applies after the first step.
 
@@ -67,7 +67,10 @@ class DevicePlacement:
             self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
-        """Use the memory that was free in the first step. Communicates one number over each axis, once."""
+        """After the first step, move shards and layers into the free GPU memory.
+
+        Communicates one number over each axis, once.
+        """
         if not self._is_open:
             return
         self._is_open = False
@@ -80,7 +83,7 @@ class DevicePlacement:
             self._residents.room = room
 
     def _move_shards(self, room: float, sizes: Sequence[float]) -> float:
-        """Move shards that fit into ``room`` bytes to the device. Return the remaining bytes."""
+        """Move the offloaded shards that fit into a memory budget to the device, and return the remaining budget."""
         for shard, size in zip(self._shards, sizes, strict=True):
             if size <= room:
                 room -= size
@@ -97,13 +100,13 @@ class DevicePlacement:
 
 
 def free_bytes(device: torch.device) -> float:
-    """Return the device memory that was free at peak usage, in bytes."""
+    """Return the number of bytes of GPU memory that were free when memory use was highest."""
     free, _ = torch.cuda.mem_get_info(device)
     return free + torch.cuda.memory_reserved(device) - torch.cuda.max_memory_allocated(device)
 
 
 def move_shard_to_device(shard: FlatShard, optimizers: Sequence[Optimizer]) -> None:
-    """Move the master weights of a shard and their optimizer states to the device. Call it between two steps."""
+    """Move the offloaded master weights and optimizer states of a shard to the device. Call it between two steps."""
     shard.move_to_device()
     values = {id(p.value): p.value for p in shard.slices}
     for optimizer in optimizers:

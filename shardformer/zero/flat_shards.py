@@ -1,4 +1,4 @@
-"""A rank's shard of one gradient bucket under ZeRO: the reduced gradients, the parameters, and their master weights.
+"""Local shard of a gradient bucket under ZeRO, with its reduced gradients, parameters and master weights.
 
 The parameters of a bucket are concatenated and split into equal shards, one for each rank of the reduction. A shard
 boundary can divide a parameter, so the optimizer of a rank receives slices of parameters, as 1-D tensors.
@@ -33,7 +33,7 @@ EDITS = 2**12
 
 @dataclass(eq=False)
 class ParamSlice:
-    """A contiguous slice of one parameter, or the full parameter, that this rank's optimizer updates.
+    """Contiguous slice of one parameter (or the full parameter) that this rank's optimizer updates.
 
     Args:
         number: Index of the parameter in its bucket.
@@ -56,7 +56,7 @@ class ParamSlice:
 
 @dataclass(frozen=True)
 class UnshardOptions:
-    """How stage 3 allocates and gathers parameters.
+    """Options for gathering the parameters of a shard on demand under ZeRO stage 3.
 
     Args:
         memory: Allocates a buffer of (number of elements, dtype, device).
@@ -68,7 +68,9 @@ class UnshardOptions:
 
 
 class FlatShard:
-    """This rank's shard of a bucket. Each ``start_gather`` communicates one all-gather of the parameters.
+    """This rank's shard of the parameters and gradients of one gradient bucket.
+
+    Each ``start_gather`` communicates one all-gather of the parameters.
 
     The model's parameters become views of ``full``, a buffer with the shards of all ranks, into which the all-gather
     writes. If parameters are gathered on demand (stage 3) or sharded over the ranks, only the local shard is kept.
@@ -125,7 +127,7 @@ class FlatShard:
         self.sync_versions()
 
     def enable_rounding(self, keys: Mapping[int, int]) -> None:
-        """Round the parameters to bf16, if they have no fp32 master weights.
+        """Start to round the bf16 parameters after each update, if the shard has no fp32 master weights.
 
         Args:
             keys: Seed of the random rounding of each ParamEntry, by its id.
@@ -137,22 +139,22 @@ class FlatShard:
 
     @property
     def masters(self) -> WeightStore:
-        """Loads and evicts the values of the slices."""
+        """Storage that loads and evicts the master weights of this shard."""
         return self.host or self.rounded or self._always_loaded
 
     @property
     def rests_on_host(self) -> bool:
-        """Whether ``local`` is in host memory."""
+        """Whether this rank's shard of the parameters is stored in host memory."""
         return self._link is not None
 
     @property
     def sum(self) -> Tensor | None:
-        """Reduced gradients of this shard. None if no gradient was received."""
+        """Reduced gradients of this shard, or None if no parameter received a gradient."""
         return self._sum if self.host is None else self.host.sum
 
     @property
     def has_gradient(self) -> list[bool]:
-        """For each parameter, whether any rank had a gradient. On a GPU the first access synchronizes."""
+        """Whether any rank had a gradient, for each parameter. On a GPU the first access synchronizes."""
         if self._counts is not None:
             counts: list[float] = to_list(self._counts)
             self._had, self._counts = [a or b > 0 for a, b in zip(self._had, counts, strict=True)], None
@@ -160,7 +162,7 @@ class FlatShard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether any parameter received a gradient, even if it was discarded later. Identical on all ranks."""
+        """Whether any parameter of the shard received a gradient, even if the user discarded it. Same on all ranks."""
         return any(self.has_gradient) or self._is_discarded
 
     def find_moved_param(self) -> str | None:
@@ -174,7 +176,7 @@ class FlatShard:
         return None
 
     def adopt_written_params(self) -> None:
-        """Copy parameters that were written to since the last step, as by ``load_state_dict``, into the shard.
+        """Copy parameters that changed outside of the optimizer, as by ``model.load_state_dict``, into the shard.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -199,7 +201,7 @@ class FlatShard:
             value.copy_(torch.where(value.to(self.dtype) == written, value, written.to(self.wide)))
 
     def sync_versions(self) -> None:
-        """Mark the current values of the parameters as equal to those of the shard."""
+        """Record the versions of the parameters, which now have the same values as the shard."""
         self._versions = [gradient.param._version for gradient in self.gradients]
 
     def _new(self, numel: int) -> Tensor:
@@ -211,7 +213,7 @@ class FlatShard:
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
 
     def _add_param(self, number: int, gradient: GradientSlot) -> ParamSlice | None:
-        """Copy a parameter into this shard. Return this rank's slice, or None.
+        """Copy a parameter into the shard. Return this rank's slice of it, or None if this rank stores none.
 
         A parameter without elements gets a slice on every rank, as in a single process. Communicates one all-reduce if
         several ranks store slices of the parameter.
@@ -235,7 +237,7 @@ class FlatShard:
         return ParamSlice(gradient, number, here, at, nn.Parameter(value, gradient.param.requires_grad))
 
     def shard_state(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
-        """Return this rank's slice of an optimizer state of a full parameter."""
+        """Return this rank's slice of the optimizer state of an unsharded parameter."""
         gradient, here = self.gradients[number], self._local_range(number)
         found = {}
         for name, x in state.items():
@@ -247,10 +249,10 @@ class FlatShard:
         return found
 
     def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
-        """Add a reduced gradient, divided by ``scale``, to this shard.
+        """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
 
         Args:
-            had: For each parameter, the number of ranks that had a gradient.
+            had: Number of ranks that had a gradient, for each parameter.
         """
         self._counts = had.clone() if self._counts is None else self._counts + had  # a view would keep the bucket alive
         if self.host is not None:
@@ -260,7 +262,7 @@ class FlatShard:
         self._sum = part if self._sum is None else self._sum.add_(part)
 
     def give_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters. It is None for parameters without a gradient on any rank."""
+        """Set ``.grad`` of the optimizer's parameters, or None for parameters without a gradient on any rank."""
         total = self.sum
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient[param_slice.number]
@@ -271,7 +273,10 @@ class FlatShard:
     # --- gradients as the user sees them between backward and zero_grad
 
     def show_gradients(self) -> None:
-        """Set ``.grad`` of the model's and the optimizer's parameters. On a GPU, missing gradients are zeros."""
+        """Set ``.grad`` of the model's parameters to views of the reduced gradients, and that of the optimizer's.
+
+        On a GPU, missing gradients are zeros.
+        """
         if not has_data(self.local) or (total := self.sum) is None:
             return
         known = self.has_gradient if self._counts is None or not self._counts.is_cuda else [True] * len(self.gradients)
@@ -318,7 +323,7 @@ class FlatShard:
             self.local_gradient(number).copy_(local.reshape(-1))
 
     def _assign_gradient(self, number: int, numbers: Tensor) -> None:
-        """Set the gradient of a parameter, after zero_grad, to a tensor that was computed from earlier gradients."""
+        """Store a gradient that the user assigned to ``p.grad`` after zero_grad, computed from earlier gradients."""
         self.gradients[number].param.grad = None
         self.record_edit(number, "put back")
         if self.sum is None:
@@ -336,11 +341,11 @@ class FlatShard:
             param_slice.value.grad = None
 
     def record_edit(self, number: int, what: str) -> None:
-        """Add an edit of a gradient to the fingerprint that the step compares across ranks."""
+        """Add a user's edit of ``p.grad`` to the fingerprint of edits that the step compares across ranks."""
         self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
 
     def local_gradient(self, number: int) -> Tensor:
-        """Return this rank's slice of a parameter's gradient, flat."""
+        """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
         if (total := self.sum) is None:
             raise ConfigError(
                 f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
@@ -350,11 +355,11 @@ class FlatShard:
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
     def has_full_gradient(self, number: int) -> bool:
-        """Whether this rank has the full gradient of a parameter."""
+        """Whether this rank stores the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
     def local_slice_of(self, number: int, x: Tensor) -> Tensor:
-        """Return this rank's slice of a tensor that has the shape of a parameter."""
+        """Return the slice of a parameter-shaped tensor that matches this rank's slice of the gradient."""
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
@@ -365,12 +370,12 @@ class FlatShard:
         return x.reshape(-1)[self._local_range(number)]
 
     def zero(self) -> None:
-        """Set the gradients to zero. They still count as present."""
+        """Set the gradients of the shard to zero, so that the optimizer still steps their parameters."""
         if (total := self.sum) is not None:
             total.zero_()
 
     def clear_gradients(self) -> None:
-        """Discard all gradients."""
+        """Discard the gradients of the shard, and set ``.grad`` of its parameters to None."""
         self._sum, self._counts, self._had = None, None, [False] * len(self.gradients)
         self._is_discarded, self.edits = False, 0
         if self.host is not None:
@@ -384,7 +389,7 @@ class FlatShard:
     # --- values
 
     def store(self) -> None:
-        """Copy the optimizer's values to the parameters' dtype and device. ``start_gather`` waits for the copy."""
+        """Start to copy updated master weights to this rank's shard of the parameters, in their dtype and device."""
         if self.host is not None and self._link is not None:
             self.local.copy_(self.host.values)
         elif self.host is not None:
@@ -396,7 +401,7 @@ class FlatShard:
                 self.local[param_slice.shard_range] = param_slice.value.detach().reshape(-1)
 
     def move_to_device(self) -> None:
-        """Move the optimizer's parameters to the device permanently. Call it between two steps."""
+        """Move offloaded master weights to the device permanently. Call it between two steps."""
         assert self.host is not None
         self.host.load()
         self.host.wait()
@@ -409,7 +414,7 @@ class FlatShard:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Allow writes to the optimizer's values in this context. Use it between two steps."""
+        """Load the master weights, and save the changes that are made in this context. Use it between two steps."""
         self.masters.load()
         self.masters.wait()
         try:
@@ -418,7 +423,7 @@ class FlatShard:
             self.masters.save()
 
     def start_gather(self) -> PendingCollective:
-        """Start the all-gather of the parameters in the model's precision."""
+        """Start to all-gather the parameters of the bucket, in the dtype of the model."""
         if self._going_up is not None:
             self._going_up.wait()
             self._going_up = None
@@ -434,13 +439,13 @@ class FlatShard:
         return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
-        """Start to copy this rank's shard from the host to the device, if it is there."""
+        """Start to copy this rank's shard of the parameters to the device, if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
             full_buffer = self._new_full()
             self._fetched = full_buffer, self._link.to_device(self._local_part(full_buffer), self.local)
 
     def forget_fetched(self) -> None:
-        """Release the copy that ``fetch_parameters`` started."""
+        """Free the device copy of the parameters that ``fetch_parameters`` made."""
         if self._fetched is not None:
             self._fetched[1].finish()
             self._fetched = None
@@ -461,7 +466,7 @@ class FlatShard:
         return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Copy gathered values into parameters of which this rank stores a slice."""
+        """Copy all-gathered values into the parameters of which this rank stores only a slice."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))
@@ -479,7 +484,10 @@ def assigned_gradient_error(name: str) -> ConfigError:
 
 
 def _flatten(gradient: GradientSlot, value: Tensor) -> Tensor:
-    """Flatten a parameter or its state into the order of the bucket. Communicates one all-reduce if it is sharded."""
+    """Return a parameter or its optimizer state as a flat tensor in the order of the bucket.
+
+    Communicates one all-reduce if several ranks store slices of the parameter.
+    """
     if not gradient.is_shared:
         return value.reshape(-1)
     spec = gradient.entry.spec

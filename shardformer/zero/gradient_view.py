@@ -24,7 +24,7 @@ UNTAGGED_ELEMENTWISE = frozenset({"zero_", "fill_", "copy_", "clone", "detach", 
 
 
 class GradientStorage(Protocol):
-    """Storage of the gradients: a ``FlatShard``."""
+    """Protocol of the shard that stores the gradients of a bucket (``FlatShard``)."""
 
     @property
     def gradients(self) -> Sequence[GradientSlot]: ...
@@ -37,7 +37,9 @@ class GradientStorage(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """A gradient, or the result of an element-wise function of it.
+    """Gradient in the shape of its parameter, of which this rank stores only a slice.
+
+    It is the gradient itself, or the result of an element-wise function of it.
 
     Attributes:
         shard: Weak reference to the storage of the gradient. A strong one would be a cycle through the parameter.
@@ -70,14 +72,14 @@ class ShardedGradient(Tensor):
     def owner(self) -> GradientStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
-                "The model of this gradient no longer exists",
+                "This gradient cannot be read, because its model or optimizer no longer exists",
                 remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name)",
             )
         return shard
 
     @property
     def local(self) -> Tensor:
-        """This rank's slice, flat."""
+        """This rank's slice of the gradient, as a flat tensor."""
         return self.result if self.result is not None else self.owner.local_gradient(self.number)
 
     def is_of(self, shard: GradientStorage, number: int) -> bool:
@@ -91,7 +93,7 @@ class ShardedGradient(Tensor):
             self.owner.record_edit(self.number, str(func))
 
     def local_operand(self, x: Tensor, func: Any) -> Tensor:
-        """Return the slice of an operand of ``func`` that this rank has of this gradient."""
+        """Return the slice of another operand of a function that matches this rank's slice of the gradient."""
         local = self.local
         if isinstance(x, ShardedGradient):
             if not x.is_of(self.owner, self.number):
@@ -153,7 +155,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
-    """Call a ``_foreach_`` function, which combines the n-th tensors of its lists."""
+    """Call a ``torch._foreach_`` function on this rank's slices of the gradients in its lists."""
     lists = [x for x in (*args, *kwargs.values()) if isinstance(x, (list, tuple))]
     firsts = [next((x for x in row if isinstance(x, ShardedGradient)), None) for row in zip(*lists, strict=False)]
 
@@ -173,7 +175,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _empty_like(x: Tensor) -> Tensor:
-    """Return a tensor of the same shape, dtype and device without values."""
+    """Replace a gradient by a tensor of the same shape, dtype and device that takes the memory of one element."""
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 

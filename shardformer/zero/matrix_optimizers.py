@@ -1,4 +1,4 @@
-"""Full parameters for optimizers that need them (Muon, Adafactor): detection by trial, and one owner rank for each."""
+"""Detect optimizers that need full matrices (Muon, Adafactor), and assign each parameter to one owner rank."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _test_matrices() -> list[Tensor]:
 
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Whether the optimizer updates a matrix differently from two slices of it.
+    """Test whether an optimizer needs full matrices, because it updates a matrix differently from two slices of it.
 
     The optimizer runs a few steps on small matrices, with the settings of each parameter group.
 
@@ -45,7 +45,7 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
     except Exception as error:
         raise _probe_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
     if (difference := _difference(together, alone)) >= BOUND:
-        raise _probe_error(optimizer, f"its update of one matrix changes by {difference:.1e} if there is another one")
+        raise _probe_error(optimizer, f"the update of one matrix differs by {difference:.1e} if it also steps another")
     try:
         slices = _run_steps(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
     except Exception:  # some optimizers accept only matrices
@@ -55,7 +55,7 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
 
 @without_fake_tensors()
 def can_step_separately(optimizer: Optimizer) -> bool:
-    """Whether the optimizer computes the same updates if each parameter is stepped separately.
+    """Test whether an optimizer computes the same updates if it steps each parameter separately.
 
     This is false for an optimizer that counts steps globally or per group. It is also false for one with step hooks,
     which would run several times.
@@ -84,7 +84,7 @@ def _run_steps(
     *,
     steps_params_separately: bool = False,
 ) -> list[Tensor]:
-    """Return the values after a few steps.
+    """Run a few steps of a copied optimizer on small test matrices, and return the updated matrices.
 
     Args:
         like: Matrices of which ``values`` are slices. The slices get slices of their gradients.
@@ -104,7 +104,7 @@ def _run_steps(
 
 
 def _copy_optimizer(optimizer: Optimizer, group: dict[str, Any], params: list[nn.Parameter]) -> Any:
-    """Copy an optimizer for other parameters, without its state and hooks.
+    """Create a copy of an optimizer that steps other parameters, without the state and hooks of the original.
 
     Instance attributes that replace methods are dropped: a scheduler's ``step`` would step the original optimizer.
     """
@@ -131,7 +131,7 @@ def state_after_step(optimizer: Optimizer, group: dict[str, Any], value: Tensor)
 
 
 def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, itemsize: int = 0) -> float:
-    """Estimate the bytes of an optimizer's state of one parameter, measured with a small parameter.
+    """Estimate the bytes of optimizer state of one parameter, by a trial step on a smaller parameter.
 
     Args:
         itemsize: Bytes of an element that the optimizer updates. By default that of ``param``.
@@ -148,16 +148,17 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
 
 def _probe_error(optimizer: Optimizer, why: str) -> ConfigError:
     return ConfigError(
-        f"{type(optimizer).__name__} failed on small test matrices: {why}",
+        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {why}",
         rule="ZeRO passes each rank's optimizer only some parameters, so the update of one must not depend on others",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
     )
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Assign each of these parameters, selected by id, to an owner rank. All processes call it in the same order.
+    """Assign an owner rank to each selected parameter, which gathers the full gradient of the parameter.
 
-    Communicates the names of the required axes and the ranks' coordinates, and creates process groups.
+    All processes call it in the same order. Communicates the names of the required axes and the ranks' coordinates, and
+    creates process groups.
 
     Raises:
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.

@@ -1,4 +1,4 @@
-"""Training memory of one rank, in bytes by kind, computed from shapes without allocating tensors.
+"""Estimate or measure the training memory of one rank: parameters, gradients, master weights, optimizer states.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
 figure 1. Activations are not included, because they depend on the batch.
@@ -31,7 +31,7 @@ GB = 1e9
 
 @dataclass(frozen=True)
 class MemoryEstimate:
-    """Memory of one rank in bytes, by kind. ``print`` shows a table.
+    """Training memory of one rank in bytes, by kind of tensor. ``print`` shows a table.
 
     Args:
         gathered: Stage 3: the largest two consecutive layers, which are gathered at the same time.
@@ -53,7 +53,7 @@ class MemoryEstimate:
 
     @property
     def total(self) -> float:
-        """Bytes on the device."""
+        """Total number of bytes on the device."""
         return self.parameters + self.gathered + self.gradients + self.masters + self.states
 
     def __str__(self) -> str:
@@ -124,7 +124,7 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 
 
 def _offload(found: MemoryEstimate, options: ZeroOptions, sharded_wide: float, sharded: float) -> MemoryEstimate:
-    """Return the estimate with master weights, states and gradients in host memory or files."""
+    """Return the estimate after moving master weights, optimizer states and gradients to host memory or files."""
     share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
     parameters = found.parameters if options.offload.parameters else 0.0
@@ -142,7 +142,7 @@ def _offload(found: MemoryEstimate, options: ZeroOptions, sharded_wide: float, s
 
 
 def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
-    """Return the number of ranks over which ZeRO shards each parameter, by the parameter's id."""
+    """Return a mapping from parameter ids to the number of ranks over which ZeRO shards the parameter."""
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if not isinstance(state, ShardingMetadata):
         return {id(p): data or 1 for p in model.parameters()}
@@ -164,7 +164,7 @@ def format_bytes(value: float) -> str:
 def measure_memory(
     table: ShardingMetadata, shards: Sequence[FlatShard], units: Sequence[ParamGroup], optimizers: Sequence[Optimizer]
 ) -> MemoryEstimate:
-    """Measure the memory that the tensors of this rank use now. Shared storage counts once."""
+    """Measure the memory that the model and optimizer tensors of this rank use now. Shared storage counts once."""
     unit_shards = [shard for unit in units for shard in unit.shards]
     in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradients}
     params = [entry.param for entry in table.entries if id(entry.param) not in in_units]

@@ -56,7 +56,7 @@ class LossScale:
             check_int(f"LossScale.{name}", getattr(self, name), least, unit="steps")
 
     def update(self, is_finite: bool) -> None:
-        """Update the scale after a step."""
+        """Grow or reduce the loss scale after a step, depending on whether its gradients were finite."""
         if is_finite:
             self.good += 1
             if self.good == self.growth_interval:
@@ -96,34 +96,34 @@ class MixedPrecision:
         supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
         if self.master_weights not in supported:
             raise ConfigError(
-                f"MixedPrecision({self.parameters!r}, masters={self.master_weights!r}) is not supported",
-                rule=f"{self.parameters} supports masters={' or '.join(map(repr, supported))}",
-                remedy="Omit masters to use fp32 master weights",
+                f"MixedPrecision({self.parameters!r}, master_weights={self.master_weights!r}) is not supported",
+                rule=f"{self.parameters} supports master_weights={' or '.join(map(repr, supported))}",
+                remedy="Omit master_weights to use fp32 master weights",
             )
 
     @classmethod
     def of(cls, precision: Any) -> MixedPrecision:
-        """Convert the ``precision`` argument of ``shard_optimizer``. Raise ConfigError if it is invalid."""
+        """Convert the ``precision`` argument of ``shard_optimizer`` to options. Raise ConfigError if it is invalid."""
         return precision if isinstance(precision, cls) else cls(precision)
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """Dtype of the parameters. None keeps their dtype."""
+        """Dtype to which the parameters are converted, or None to keep their dtype."""
         return PARAMETER_DTYPES[self.parameters]
 
     @property
     def rounding(self) -> str | None:
-        """Rounding method of parameters without master weights, or None."""
+        """Method that rounds updated parameters to bf16, or None if there are fp32 master weights."""
         return self.master_weights if self.master_weights != "fp32" else None
 
     @property
     def reduce_dtype(self) -> torch.dtype | None:
-        """Dtype of the gradient reduction. None keeps the dtype of the gradients."""
+        """Dtype in which gradients are reduced, or None for the dtype of the gradients."""
         return torch.float32 if self.gradients else None
 
     @property
     def scale(self) -> float:
-        """Factor by which the loss is multiplied."""
+        """Factor by which the loss is multiplied before the backward pass."""
         return self.loss_scale.value if self.parameters == "fp16" else 1.0
 
 
@@ -133,7 +133,14 @@ _MIX = tuple(factor - 2**64 for factor in SPLITMIX64)  # as int64
 
 @dataclass(frozen=True, eq=False)
 class RoundedSlice:
-    """An optimizer parameter, its range in the shard, the index of its first element, and the seed of its rounding."""
+    """Slice of a bf16 parameter without master weights, which the optimizer updates in fp32.
+
+    Args:
+        value: The optimizer's parameter.
+        at: Range in the shard.
+        first: Index in the parameter of the first element.
+        key: Seed of the stochastic rounding of the parameter.
+    """
 
     value: nn.Parameter
     at: slice
@@ -142,7 +149,7 @@ class RoundedSlice:
 
 
 class RoundedWeights(WeightStore):
-    """Weights of one shard that are widened to fp32 during the optimizer step only.
+    """Stores the bf16 weights of one shard, and converts them to fp32 only for the optimizer step.
 
     Args:
         own: This rank's shard in bf16.
@@ -156,7 +163,7 @@ class RoundedWeights(WeightStore):
         self.step = 0  # number of stochastic roundings
 
     def set_slices(self, slices: Sequence[RoundedSlice]) -> None:
-        """Take the fp32 values of ``slices``, and round them to bf16."""
+        """Set the parameter slices of this shard, and round their fp32 values to bf16."""
         self._slices = list(slices)
         self._values = torch.zeros_like(self._own, dtype=torch.float32)
         for param_slice in slices:
@@ -166,7 +173,7 @@ class RoundedWeights(WeightStore):
         self.evict()
 
     def load(self) -> bool:
-        """Widen the weights to fp32."""
+        """Convert the bf16 weights of the shard to fp32 for the optimizer step."""
         if self._values is None:
             self._values = self._own.float()
             if self.rest is not None:
@@ -176,7 +183,7 @@ class RoundedWeights(WeightStore):
         return True
 
     def store(self) -> None:
-        """Round the fp32 values to bf16."""
+        """Round the updated fp32 weights of the shard to bf16."""
         assert self._values is not None
         if self.rest is not None:
             new = self._values.to(self._own.dtype)
@@ -196,7 +203,7 @@ class RoundedWeights(WeightStore):
             self.rest.copy_(self._values - self._own)
 
     def evict(self) -> None:
-        """Free the fp32 values."""
+        """Free the fp32 copy of the weights after the optimizer step."""
         self._values = None
         for param_slice in self._slices:
             value = torch.full((), torch.nan, dtype=torch.float32, device=self._own.device)
@@ -211,7 +218,7 @@ class RoundedWeights(WeightStore):
 
 
 def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
-    """Return 16 random bits for each element. They do not depend on the rank that stores the element.
+    """Return 16 random bits for each element of a tensor, independent of the rank that stores the element.
 
     Args:
         first: Index in the parameter of the first element.
@@ -229,6 +236,9 @@ def _mix_bits(x: Tensor) -> Tensor:
 
 
 def stochastic_round(wide: Tensor, bits: Tensor) -> Tensor:
-    """Round fp32 to bf16, up with the probability that keeps the expected value. NaN and infinity are unchanged."""
+    """Round an fp32 tensor to bf16 up or down at random, so that the expected value does not change.
+
+    NaN and infinity are unchanged.
+    """
     rounded = ((wide.view(torch.int32) + bits) & -0x10000).view(torch.float32)
     return torch.where(torch.isfinite(wide), rounded, wide).to(torch.bfloat16)

@@ -1,4 +1,4 @@
-"""``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad`` of optimizers with sharded parameters or states."""
+"""Access to sharded optimizer states: ``state``, ``state_dict``, ``load_state_dict`` and ``zero_grad``."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 @contextmanager
 def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> Iterator[None]:
-    """Restore optimizers and other objects if the body raises.
+    """Restore optimizers, schedulers and hooks to their current state if the body of the context raises.
 
     Args:
         optimizers: Restores their attributes, groups, lists of parameters and states, in place. Tensors are not copied:
@@ -85,7 +85,10 @@ ZERO_OPTIMIZER_ATTRIBUTE = "_shardformer_held_by"
 
 
 class ZeroGradMethod:
-    """``zero_grad()`` that also clears the gradients of the ZeroOptimizer. Copies of the owner get the original one."""
+    """Replacement of ``zero_grad()`` of a model or optimizer, which also clears the gradients that ZeRO stores.
+
+    A copied model or optimizer gets the original method.
+    """
 
     def __init__(self, owner: nn.Module | Optimizer, optimizer: Optimizer | None) -> None:
         self._owner = weakref.ref(owner)
@@ -110,13 +113,16 @@ def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
 
 
 def let_go(optimizer: Any) -> None:
-    """Undo ``attach_zero_optimizer``."""
+    """Detach an optimizer from its ZeroOptimizer, and restore its ``zero_grad``."""
     if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
 
 
 def zero_optimizer_of(optimizer: Any) -> Any:
-    """Return the ZeroOptimizer that steps an optimizer, or None. A copy of the optimizer has none."""
+    """Return the ZeroOptimizer that steps an optimizer passed to ``shard_optimizer``, or None.
+
+    A copy of the optimizer has none.
+    """
     zero = optimizer.__dict__[ZERO_OPTIMIZER_ATTRIBUTE]() if ZERO_OPTIMIZER_ATTRIBUTE in optimizer.__dict__ else None
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
@@ -139,7 +145,7 @@ STATE_PATCHES = tuple(
 
 
 def patch_state_dicts() -> None:
-    """Make the optimizers of torch record and check the coordinates of their rank."""
+    """Patch torch's optimizers to save the mesh coordinates of the rank with their state, and check them on load."""
     saving, loading = STATE_PATCHES
     install(saving, lambda: replace_attribute(Optimizer, "state_dict", _with_place(Optimizer.state_dict)))
     install(
@@ -174,7 +180,7 @@ def _with_place_check(original: Any) -> Any:
 
 
 def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
-    """Return the metadata of the model that an optimizer steps, if its ranks have different parameters."""
+    """Return the sharding metadata of the model that an optimizer steps, or None if all ranks have equal parameters."""
     if (holder := zero_optimizer_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
     params = [p for group in optimizer.param_groups for p in group["params"]]
@@ -186,7 +192,7 @@ def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
 
 
 def place_of(optimizer: Any) -> Place:
-    """Return (size, rank) of each axis along which ranks have different shards of the state."""
+    """Return (size, rank) of each mesh axis over which the state of an optimizer is sharded."""
     table, holder = _metadata_of(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
@@ -200,7 +206,9 @@ def place_of(optimizer: Any) -> Place:
 
 
 def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Return this rank's shard of the state. Communicates one object, with the norm of each tensor if needed.
+    """Check that an optimizer state belongs to this rank, and shard it if it is the state of an unsharded model.
+
+    Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 
     Raises:
         ConfigError: The state does not belong to this rank. Raised on all ranks.
@@ -211,10 +219,10 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
         state_dict = _shard_state(optimizer, state_dict, table)
         saved = state_dict.get(PLACE)
         if saved is not None and saved != own:
-            problem = f"The state of {kind} was saved by the rank at {_describe_place(saved)}"
-            problem += f"; this rank is at {_describe_place(own)}"
+            problem = f"The {kind} state was saved by the rank with mesh coordinates {_describe_place(saved)}"
+            problem += f", but this rank has {_describe_place(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
-            problem = f"The parameter groups of the state differ from those of this {kind}"
+            problem = f"The parameter groups of the loaded state differ in size from those of this {kind}"
         elif saved is None and own:
             sums = _sums(optimizer, state_dict, table)
     except (AttributeError, KeyError, TypeError) as error:
@@ -230,15 +238,15 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     if problem is not None:
         raise ConfigError(
             problem,
-            rule="Each rank has its own shards of the parameters, and loads the state that it saved",
-            remedy="Load on each rank the result of its own state_dict(), or use shardformer.save_checkpoint, whose "
-            "checkpoints can be loaded under any layout",
+            rule="Each rank has its own shards of the parameters, and must load the state that it saved",
+            remedy="Load on each rank the state that this rank saved with state_dict(), or use "
+            "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
         )
     return state_dict
 
 
 def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Shard the optimizer state of a plain model for this rank. Return a sharded state unchanged."""
+    """Return this rank's shard of the optimizer state of an unsharded model. A sharded state is returned unchanged."""
     pairs = _pairs(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
@@ -261,7 +269,7 @@ def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
 
 
 def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
-    """Return pairs (key in the state, parameter). Stops at the shorter list if the groups differ."""
+    """Return pairs of a state key and the parameter that it belongs to, up to the end of the shorter list."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
@@ -274,7 +282,7 @@ def _describe_place(place: Any) -> str:
 
 
 def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
-    """Return the L1 norm of each state tensor of the parameters of which ranks have different shards."""
+    """Return the L1 norm of each optimizer state tensor that differs between ranks, because it is sharded."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
@@ -286,7 +294,7 @@ def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata
 
 
 class LiveState(MutableMapping[Tensor, State]):
-    """The states of several optimizers, by parameter.
+    """Mapping from parameters to the states of several optimizers, through which states can be changed.
 
     A key may be a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank the
     state contains empty tensors, so that a script can edit the states of all parameters on every rank.
@@ -300,7 +308,7 @@ class LiveState(MutableMapping[Tensor, State]):
         self._slices |= {id(p.gradient.param): p for shard in shards for p in shard.slices}
 
     def _find(self, key: Tensor) -> tuple[Any, Tensor] | None:
-        """Return (state of the optimizer, its parameter), or None if this rank has no slice of the parameter."""
+        """Return the optimizer's state and its parameter for a key, or None if this rank has no slice of it."""
         if id(key) in self._slices:
             if (param_slice := self._slices[id(key)]) is None:
                 return None
@@ -345,7 +353,7 @@ class LiveState(MutableMapping[Tensor, State]):
 
 
 class RemoteState(dict[str, Any]):
-    """State of a parameter that is on other ranks. Every key returns an empty tensor."""
+    """Placeholder for the optimizer state of a parameter that other ranks store. Every key returns an empty tensor."""
 
     def __init__(self, like: Tensor) -> None:
         self._like = like
@@ -355,7 +363,7 @@ class RemoteState(dict[str, Any]):
 
 
 def load_in_place(optimizer: Any, state_dict: dict[str, Any]) -> None:
-    """Call ``optimizer.load_state_dict`` and keep the dictionaries in ``param_groups``.
+    """Load an optimizer state without replacing the dictionaries in ``optimizer.param_groups``.
 
     torch replaces these dictionaries. Schedulers and scripts with a reference to the old ones would then have no
     effect.

@@ -1,4 +1,4 @@
-"""The optimizer step under ZeRO: gradient norm, update of the shards, all-gather of the parameters.
+"""Optimizer step under ZeRO: compute the gradient norm, update the shards and all-gather the parameters.
 
 Shards on the device are updated first, in one call. On a GPU this overlaps with the host. Shards on the host follow one
 by one: while one is updated, the previous one is copied to the device and gathered.
@@ -30,7 +30,7 @@ MAX_UPDATES_IN_FLIGHT = 8
 
 
 class OptimizerUpdate:
-    """Steps several optimizers on the slices of shards.
+    """Updates this rank's shards of the parameters with one or several optimizers.
 
     Args:
         host: Where shards are offloaded to. None if all are on the device.
@@ -48,7 +48,7 @@ class OptimizerUpdate:
         self._steps_separately = comes and all(can_step_separately(optimizer) for optimizer in optimizers)
 
     def run(self) -> None:
-        """Update and all-gather the parameters of each shard that received a gradient.
+        """Update this rank's shards that received gradients, and all-gather the updated parameters.
 
         All ranks gather the shards in the same order, those on the device first. With files these come last, after all
         ranks have confirmed that their files are written, which communicates one number over each axis.
@@ -103,7 +103,7 @@ class OptimizerUpdate:
         raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model")
 
     def _step(self, turn: Sequence[FlatShard] | None) -> None:
-        """Step the optimizers, on the parameters of ``turn`` if it is not None."""
+        """Step the optimizers on the parameters of some shards, or on all their parameters for None."""
         if turn is None:
             for optimizer in self._optimizers:
                 optimizer.step()
@@ -116,14 +116,14 @@ class OptimizerUpdate:
 
 
 class ParamAllGather:
-    """Gathers updated parameters on all ranks while the next shards are stored."""
+    """All-gathers updated parameters while the next shards are still being copied to the device."""
 
     def __init__(self) -> None:
         self._stored: list[FlatShard] = []
         self._under_way: deque[tuple[FlatShard, PendingCollective]] = deque()
 
     def add(self, shards: Sequence[FlatShard]) -> None:
-        """Start to gather the previously added shards, and queue these, whose new values are stored."""
+        """Start to all-gather the shards of the previous call, and queue these shards for the next call."""
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
@@ -136,14 +136,14 @@ class ParamAllGather:
             shard.write(values.wait())
 
     def finish(self) -> None:
-        """Wait until the model's parameters have the new values."""
+        """All-gather the remaining shards, and wait until the model's parameters have the updated values."""
         self.add(())
         self._finish_until(0)
 
 
 @contextmanager
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """Restrict an optimizer to the parameters with these ids."""
+    """Let an optimizer step only the parameters with these ids inside of the context."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -172,7 +172,9 @@ def sharded_grad_norm(
     *,
     in_stage: bool = False,
 ) -> Tensor:
-    """Return the gradient norm of the model, identical on all ranks. Communicates four numbers over each axis.
+    """Return the 2-norm of the model's sharded gradients, identical on all ranks.
+
+    Communicates one all-reduce of four numbers over each axis.
 
     Args:
         problem: An error on this rank. Every rank then raises.
@@ -208,26 +210,29 @@ def sharded_grad_norm(
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
             "Ranks edited gradients differently since the last zero_grad",
-            remedy="Apply the same edits of p.grad on all ranks; look for edits under `if rank == 0:`, or edits that "
-            "depend on the rank's loss or batch",
+            remedy="Apply the same edits to p.grad on all ranks. Look for edits under `if rank == 0:`, and for edits "
+            "that depend on the rank's loss or batch",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
-            "Another rank rejected its gradients or parameters, so no rank performed the step",
-            remedy="Read the error of that rank",
+            "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters",
+            remedy="Read the error of that rank for the reason",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
 
 
 def _flag_different_edits(total: Tensor, count: int) -> Tensor:
-    """Set the error flag of a sum over ``count`` ranks if their edits differ: n * sum(x^2) > sum(x)^2."""
+    """Set the error flag in the summed numbers if ``count`` ranks edited gradients differently.
+
+    The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
+    """
     differs = (count * total[3] - total[2] ** 2).clamp(min=0.0, max=1.0) * float(count > 0)
     return torch.stack([total[0], total[1] + EDITS_DIFFER * differs, total[2], total[3]])
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Whether this rank's gradient counts in the norm. Of several ranks with the same values only the first counts."""
+    """Whether this rank adds a gradient to the norm: it is the first of the ranks that store the same values."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:
@@ -242,7 +247,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
 
 
 def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
-    """Return an error with the first parameter whose gradient is not finite, and its rank. All ranks call it."""
+    """Create the error that names the first parameter with a non-finite gradient, and its rank. All ranks call it."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
         (order[id(p.entry)], table.context.rank, p.entry.name)
@@ -254,7 +259,7 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
         found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} is not finite on rank {rank}; the gradient norm is {norm}",
+        f"The gradient of {name} is not finite on rank {rank}, and the gradient norm is {norm}",
         rule="The weights were not changed, because the step would make them NaN",
         remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'",
     )

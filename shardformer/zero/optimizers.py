@@ -1,4 +1,4 @@
-"""HybridAdam, and the layer-wise optimizers LAMB and LARS."""
+"""Optimizers for sharded models: HybridAdam, and the layer-wise optimizers LAMB and LARS."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class LAMB(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One step. Communicates nothing."""
+        """Perform one optimizer step. Communicates nothing."""
         loss = _evaluate_closure(closure)
         for group in self.param_groups:
             first, second = group["betas"]
@@ -115,7 +115,7 @@ class LARS(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Perform one step. Communicates nothing."""
+        """Perform one optimizer step. Communicates nothing."""
         loss = _evaluate_closure(closure)
         for group in self.param_groups:
             for p in group["params"]:
@@ -134,7 +134,7 @@ class LARS(Optimizer):
 
 
 def _trust_ratio(p: Tensor, update: Tensor) -> Tensor:
-    """Return the norm of a parameter divided by that of its update, or 1 if either is 0."""
+    """Return the norm of a parameter divided by the norm of its update, or 1 if either norm is 0."""
     long, short = p.norm(), update.norm()
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 

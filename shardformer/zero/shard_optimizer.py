@@ -1,4 +1,4 @@
-"""``shard_optimizer`` (ZeRO): shards optimizer state, master weights, gradients and parameters over data ranks."""
+"""``shard_optimizer``: shard optimizer states, master weights, gradients and parameters over data ranks (ZeRO)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ ACTION = "train with these optimizers"
 
 
 def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
-    """Return lines that must be equal on all ranks."""
+    """Return the options and optimizer classes as lines of text, which must be equal on all ranks."""
     optimizers, options = made
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
@@ -58,7 +58,7 @@ def check_support(
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raise ConfigError unless each parameter of the optimizers is a parameter of the model and occurs once."""
+    """Raise ConfigError if the optimizers contain a parameter twice, or one that is not in the model."""
     if table.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model",
@@ -101,7 +101,7 @@ def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
 
 
 def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
-    """Raise ConfigError if master weights and states cannot be offloaded to files, or do not fit on the disk."""
+    """Raise ConfigError if the optimizers do not support offload to files, or their states do not fit on the disk."""
     if (folder := settings.offload.folder) is None:
         return
     if not all(map(can_step_separately, optimizers)):
@@ -128,7 +128,11 @@ WRAPPERS = ("DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
 def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> ShardingMetadata:
-    """Return the metadata of a sharded model, or create it. Raise ConfigError if the model is wrapped."""
+    """Return the sharding metadata of a model, or create it for an unsharded model.
+
+    Raises:
+        ConfigError: The model is wrapped, for example in DistributedDataParallel, or it belongs to another context.
+    """
     check_module(model)
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
@@ -139,8 +143,8 @@ def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> 
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "The context passed to shard_optimizer differs from that of the sharded model",
-                remedy="Omit context",
+                "The context passed to shard_optimizer differs from the context that the model was sharded with",
+                remedy="Omit context to use that of the model",
             )
         return table
     return _unsharded_metadata(model, context or _data_parallel_context())
@@ -153,7 +157,7 @@ def _data_parallel_context() -> ParallelContext:
 
 
 def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingMetadata:
-    """Create the metadata of a data-parallel model. Broadcasts the parameters and buffers of the first rank."""
+    """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
             f"This {type(model).__name__} is not sharded, but the mesh is {context}",

@@ -1,4 +1,4 @@
-"""ZeRO stage 3: the schedule of all-gathers, identical on all ranks.
+"""Schedule of the ZeRO-3 all-gathers of parameters, identical on all ranks.
 
 The first forward and backward pass negotiate the order of the groups: before each all-gather, the ranks exchange which
 group they need next. Later passes follow the recorded order without this communication.
@@ -43,9 +43,10 @@ END = -1
 
 @dataclass
 class GatherOrder:
-    """Indices of the parameter groups in the order of their all-gathers.
+    """Order in which all ranks gather the parameter groups during a forward or backward pass.
 
     Args:
+        units: Indices of the groups, in this order.
         complete: Maps a position to the groups whose gradients are complete when the schedule leaves it.
         unseen: Groups that no rank read. They are inserted in the order of module registration.
         is_open: Whether ranks differed, or all ranks left out layers. Later passes may then differ, so the ranks
@@ -58,16 +59,16 @@ class GatherOrder:
     is_open: bool = False
 
     def insert(self, index: int, at: int) -> None:
-        """Insert a group before a position."""
+        """Insert a parameter group into the order before a position."""
         self.units.insert(at, index)
         self.complete = {n + (n >= at): found for n, found in self.complete.items()}
 
     def place(self, index: int, at: int) -> int:
-        """Return the first position of a group at or after ``at``, or END."""
+        """Return the next position of a parameter group at or after a position, or END if there is none."""
         return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
 
     def positions(self, own: Sequence[int]) -> list[int]:
-        """Return the positions at which a rank that reads the groups ``own`` finds them."""
+        """Return the positions in the order at which one rank reads its parameter groups."""
         positions, at = [], 0
         for index in own:
             at = max(self.place(index, at), at)
@@ -75,7 +76,7 @@ class GatherOrder:
         return positions
 
     def insert_unseen_in_forward(self, units: Sequence[int], layers: Collection[int]) -> None:
-        """Insert the groups that no rank read in the forward pass, each after its predecessor in the model."""
+        """Insert each parameter group that no rank read in the forward pass after its predecessor in the model."""
         self.unseen = [index for index in units if index not in self.units]
         self.is_open |= any(index in layers for index in self.unseen)
         for index in self.unseen:
@@ -83,7 +84,7 @@ class GatherOrder:
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unseen_in_backward(self, forward: GatherOrder) -> None:
-        """Insert the groups that no rank read in the backward pass, in reverse order of the forward pass."""
+        """Insert the parameter groups that no rank read in the backward pass, in reverse order of the forward pass."""
         self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
         for index in (index for index in self.unseen if index not in self.units):
             higher = [n for n in self.units if n > index]
@@ -93,7 +94,7 @@ class GatherOrder:
 def recorded_order(
     record: Sequence[int], before: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
-    """Return the order that a pass recorded.
+    """Create the order of all-gathers from the parameter groups that each rank read in a pass.
 
     Args:
         record: The groups in the order in which they were gathered.
@@ -118,7 +119,7 @@ def recorded_order(
 
 
 def _merge_orders(first: list[int], second: list[int]) -> list[int]:
-    """Return a sequence that contains both sequences in their order."""
+    """Merge two sequences into one that contains both as subsequences."""
     out: list[int] = []
     for _, a, b, c, d in SequenceMatcher(None, first, second, autojunk=False).get_opcodes():
         out += first[a:b] if first[a:b] == second[c:d] else first[a:b] + second[c:d]
@@ -130,7 +131,7 @@ PassKind = tuple[Any, ...]
 
 
 class GatherScheduler:
-    """Gathers and frees the parameter groups of a model, and starts the reduction of their gradients.
+    """Gathers and frees the ZeRO-3 parameter groups of a model, and starts the reduction of their gradients.
 
     Args:
         axis: Axis of all ranks that run the model together.
@@ -175,7 +176,10 @@ class GatherScheduler:
     # --- start and end of a forward pass
 
     def _register_hooks(self, model: nn.Module) -> None:
-        """Register hooks. The outermost call of the model, or of a module with a complete group, is a forward pass."""
+        """Register forward hooks on the model, and on each module that contains a full parameter group.
+
+        The outermost call of such a module is a forward pass.
+        """
         params_of_groups = [{id(p) for p in unit.params} for unit in self.units]
         for path, module in model.named_modules():
             params = {id(p) for p in module.parameters()}
@@ -222,7 +226,7 @@ class GatherScheduler:
                     x.register_hook(self._register_end_callback)
 
     def end_forward_early(self, output: Any) -> None:
-        """End the forward pass before the called module returns."""
+        """End the current forward pass before the module that was called returns."""
         assert self._caller is not None
         module = self._caller
         self._end_forward(module, (), output)
@@ -234,7 +238,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather(self, param: Tensor) -> None:
-        """Gather the group of a parameter for saving, and free the other groups. All ranks call it."""
+        """Gather the parameter group that contains a parameter, and free the other groups. All ranks call it."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -243,7 +247,7 @@ class GatherScheduler:
             wanted.wait_for_unshard()
 
     def release(self) -> None:
-        """Free all groups."""
+        """Free the gathered parameters of all groups."""
         for unit in self.units:
             unit.reshard()
 
@@ -255,13 +259,13 @@ class GatherScheduler:
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
     def read(self, units: Sequence[ParamGroup]) -> None:
-        """Gather these groups before an operation reads their parameters."""
+        """Gather parameter groups before an operation reads their parameters."""
         if torch_compat.current_graph_task_id() >= 0:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read outside of a forward or backward pass",
-                rule="Stage 3 gathers parameters only during these passes",
+                f"A parameter of {units[0].name} was read outside of a forward or backward pass of the model",
+                rule="ZeRO stage 3 gathers parameters only during these passes",
                 remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model)",
             )
         self._keep = {unit.index for unit in units}
@@ -269,7 +273,10 @@ class GatherScheduler:
             self._gather_up_to(unit.index)
 
     def _gather_up_to(self, index: int) -> None:
-        """Gather up to this group, or to the end for END, including groups that other ranks need."""
+        """Gather all groups in the order up to this group, including groups that only other ranks need.
+
+        For END, gather the remaining groups of the pass.
+        """
         if index == self._current and index != END:
             return
         if index != END:
@@ -280,15 +287,15 @@ class GatherScheduler:
             self._negotiate(index)
 
     def _follow(self, plan: GatherOrder, index: int) -> None:
-        """Follow the recorded order. Drop it if a rank deviates."""
+        """Gather groups in the recorded order up to this group. Discard the order if a rank deviates from it."""
         end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
             return
         if leaves and not plan.is_open:
             raise InputError(
-                f"{self.units[index].name} was read in a different order than in the first step",
-                rule="Under stage 3, all ranks gather the layers in the order of the first forward and backward pass",
+                f"The parameters of {self.units[index].name} were read in a different order than in the first step",
+                rule="Under ZeRO stage 3, all ranks gather layers in the order of the first forward and backward pass",
                 remedy="Run the layers in the same order in every step, or use stage=2",
             )
         while self._at < (len(plan.units) - 1 if leaves else end):
@@ -297,7 +304,7 @@ class GatherScheduler:
             self._plan = None
 
     def _gather_next(self, index: int, coming: Sequence[int]) -> None:
-        """Gather one group, free the previous one, start the reduction of its gradients, and prefetch the next."""
+        """Gather a parameter group, free the previous group, reduce its gradients, and prefetch the next groups."""
         before, self._at = self._current, self._at + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
@@ -338,8 +345,9 @@ class GatherScheduler:
     # --- the first pass of a kind
 
     def _negotiate(self, want: int) -> None:
-        """Gather what any rank needs, until it is this rank's turn, or for END until no rank needs a group.
+        """Gather the groups that the ranks request, one by one, until the group that this rank requested is gathered.
 
+        For END, continue until no rank requests a group.
         Each all-gather communicates one gather of the needed groups and of those with complete gradients.
         """
         while True:
@@ -356,14 +364,14 @@ class GatherScheduler:
                 return
 
     def gradient_ready(self, unit: ParamGroup) -> None:
-        """Record that a parameter of this group received a gradient."""
+        """Record when a parameter of a group received its last gradient in the backward pass."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
             self._last_arrivals[unit.index] = len(self._own) - 1
 
     def _reduce_remaining(self) -> None:
-        """Reduce the gradients of the remaining groups, in the same order on all ranks."""
+        """Reduce the gradients of the remaining parameter groups, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
             again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
@@ -373,7 +381,7 @@ class GatherScheduler:
         self.reducer.end_pass()
 
     def _record_plan(self, before: GatherOrder | None) -> GatherOrder:
-        """Return the order that the ranks negotiated in this pass."""
+        """Return the order of all-gathers that the ranks negotiated in this pass, for the next passes of its kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._own, self._last_arrivals), self.axis)
         plan = recorded_order(self._record.units, before, reports)
@@ -388,7 +396,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
-        """Save the position of a gathered tensor instead of the tensor. Return None for other tensors."""
+        """Save the position of a gathered tensor in its group in place of the tensor. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._where.get(torch_compat.memory_of(x))
         if place is None:
             return None
@@ -403,9 +411,9 @@ class GatherScheduler:
         self._gather_up_to(packed.unit.index)
         if torch.is_grad_enabled():
             raise InputError(
-                f"A backward pass with create_graph=True used {packed.unit.name}",
+                f"A backward pass with create_graph=True used the parameters of {packed.unit.name}",
                 rule="ZeRO stage 3 does not support gradients of gradients",
-                remedy="Use stage=2",
+                remedy="Use stage=2, or remove create_graph=True",
             )
         if packed.param is not None:
             check_version(packed.param, packed.version)
@@ -415,13 +423,14 @@ class GatherScheduler:
     # --- start and end of a backward pass
 
     def _begin_backward(self, run: int | None) -> None:
-        """Begin a backward pass through the graph of forward ``run``. None means the current or the last one."""
+        """Begin a backward pass through the graph of a forward pass, by default the current or the last one."""
         if torch_compat.current_graph_task_id() < 0:
             return  # a saved tensor was read outside of a backward pass
         if self._caller is not None and not self._is_backward:
             raise InputError(
-                f"A backward pass was started inside of the forward pass of {type(self._caller).__name__}",
-                remedy="Use stage=2",
+                f"A backward pass was started inside of the forward pass of {type(self._caller).__name__}, which ZeRO "
+                "stage 3 does not support",
+                remedy="Use stage=2, or start the backward pass after the forward pass",
             )
         is_under_way = self._kind is not None and self._is_backward
         if is_under_way and run in (None, self._backward_of):
@@ -434,7 +443,7 @@ class GatherScheduler:
         self._begin_pass((*forward, "backward"), is_backward=True)
 
     def _register_end_callback(self, grad: Tensor | None = None) -> None:
-        """Register a callback at the end of the backward pass.
+        """Register a callback that ends the backward pass after autograd has finished.
 
         The model's output calls it first, so that it is not registered in the nested backward pass of a re-entrant
         checkpoint.
@@ -457,7 +466,7 @@ def set_up_stage3(
     end: ReduceScatterToShards,
     host: HostMemory | None,
 ) -> tuple[GatherScheduler, list[FlatShard]]:
-    """Create the scheduler, and the shards of trainable parameters.
+    """Shard the parameters of a model for ZeRO stage 3. Return the gather scheduler and the trainable shards.
 
     Parameters that several pipeline stages share keep their own reducer.
 
@@ -501,7 +510,7 @@ def _make_param_groups(
     host: HostMemory | None,
     chunks: GatherBufferPool,
 ) -> tuple[list[ParamGroup], dict[int, list[Bucket]]]:
-    """Return the groups, with their parameters replaced by placeholders, and the gradient buckets of each group."""
+    """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""
     precision = settings.precision
     gathered = UnshardOptions(chunks.take, host.link if host is not None and settings.offload.parameters else None)
     units: list[ParamGroup] = []
@@ -528,7 +537,7 @@ def _make_param_groups(
 
 
 def _gathered_bytes(shard: FlatShard) -> int:
-    """Return the bytes of the gathered parameters, or of the gradients with one count for each parameter and rank."""
+    """Return the number of bytes of the larger buffer of a shard: gathered parameters, or gradients with counts."""
     return (shard.length + len(shard.gradients)) * shard.axis.size * shard.dtype.itemsize
 
 
@@ -565,7 +574,7 @@ def _should_shard(param: nn.Parameter, keep_frozen: bool) -> bool:
 
 
 def _make_buckets(gradients: Sequence[GradientSlot], dtype: torch.dtype | None) -> list[Bucket]:
-    """Create a bucket for each axis, dtype and device, separately for trainable and frozen parameters."""
+    """Group gradients into one bucket per axis, dtype and device, with separate buckets for frozen parameters."""
     found: dict[tuple[Any, ...], Bucket] = {}
     for gradient in gradients:
         param = gradient.param

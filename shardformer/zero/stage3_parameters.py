@@ -1,4 +1,4 @@
-"""ZeRO stage 3: parameter groups that are gathered only while they are used.
+"""ZeRO-3 parameter groups, whose full parameters are gathered only while they are used.
 
 A parameter group contains the parameters of a layer, or of modules between layers. Each rank stores its shard of a
 group. The full parameters are gathered when one of them is read, and freed when the next group is used. The
@@ -35,7 +35,9 @@ GROUP_ATTRIBUTE = "_shardformer_unit"
 
 
 class UngatheredParameter(nn.Parameter):
-    """Parameter whose values are not on this rank. Reading it gathers its group, or raises an error.
+    """Parameter whose full values are not on this rank until its parameter group is gathered.
+
+    An operation that reads the values gathers the group, or raises an error outside of a forward or backward pass.
 
     Shape, dtype, device, hooks and ``.grad`` are available without a gather.
     """
@@ -57,7 +59,7 @@ class UngatheredParameter(nn.Parameter):
 
 @cache
 def _functions_without_values() -> frozenset[Any]:
-    """Return the functions of tensors that do not read their values."""
+    """Return the functions that can be called on an ungathered parameter, because they do not read tensor values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -76,7 +78,7 @@ def _functions_without_values() -> frozenset[Any]:
 
 @cache
 def ungathered_class(kind: Any) -> Any:
-    """Return the ungathered class of a parameter class."""
+    """Return the subclass of a parameter class that represents its ungathered parameters."""
     if issubclass(kind, UngatheredParameter) or kind is nn.Parameter:
         return kind if kind is not nn.Parameter else UngatheredParameter
     return type(f"Ungathered{kind.__name__}", (UngatheredParameter, kind), {})
@@ -98,7 +100,7 @@ _without_inference_mode = torch.inference_mode(False)
 
 
 class ParamGroup:
-    """Parameters that are gathered together.
+    """Group of parameters that ZeRO stage 3 gathers and frees together, such as one layer.
 
     Args:
         index: Index among the model's groups, in the order of module registration.
@@ -127,20 +129,20 @@ class ParamGroup:
 
     @_without_inference_mode
     def prefetch(self) -> None:
-        """Start to copy offloaded shards to the device, for ``unshard``."""
+        """Start to copy offloaded shards of the parameters to the device, before ``unshard`` gathers them."""
         if not self.is_gathered and not self._pending:
             for shard in self.shards:
                 shard.fetch_parameters()
 
     @_without_inference_mode
     def unshard(self) -> None:
-        """Start to gather the parameters. Communicates one all-gather for each shard."""
+        """Start to all-gather the full parameters. Communicates one all-gather for each shard."""
         if not self.is_gathered and not self._pending:
             self._pending = [shard.start_gather() for shard in self.shards]
 
     @_without_inference_mode
     def wait_for_unshard(self) -> None:
-        """Wait until the parameters are gathered."""
+        """Wait until the full parameters are gathered."""
         if self.is_gathered:
             return
         self.unshard()
@@ -161,7 +163,7 @@ class ParamGroup:
         self.bases.append(values)
 
     def reshard(self) -> None:
-        """Free the gathered parameters."""
+        """Free the full parameters, so that this rank stores only its shards."""
         for pending in self._pending:
             pending.wait()  # the all-gather started on all ranks but was not used
         self._pending = []
@@ -173,8 +175,8 @@ class ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"A parameter of {self.name} was modified while it was gathered",
-                rule="Stage 3 frees gathered parameters after use, so the change would be lost",
+                f"A parameter of {self.name} was modified in place while it was gathered",
+                rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost",
                 remedy="Use stage=2 if something other than the optimizer changes parameters",
             )
         memories = [memory_of(values) for values in self.bases]
@@ -198,8 +200,9 @@ class ParamGroup:
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
-    """Return (name, parameters) of each group: one for each layer, and for each module or several small ones between.
+    """Divide the parameters of a model into named groups that are gathered together.
 
+    Each layer is a group. Outside of layers, each large module is a group, and consecutive small modules share one.
     Layers are the elements of ModuleList and Sequential. The order is that of module registration, which is identical
     on all ranks. A shared parameter is in the first group that contains it.
     """
@@ -252,7 +255,7 @@ UNSHARED_USE_COUNT = 2
 
 
 class GatherBufferPool:
-    """Allocates and reuses buffers for gathered groups and their gradients.
+    """Allocates and reuses buffers for gathered parameter groups and their gradients.
 
     Requests near the most frequent group size reuse buffers. Other requests allocate memory. A buffer that is still
     referenced elsewhere is not reused.
@@ -264,7 +267,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def fit(self, sizes: Sequence[int]) -> None:
-        """Set the buffer size to the most frequent of these sizes, in bytes."""
+        """Set the size of the reused buffers to the most frequent of these sizes in bytes."""
         counts = Counter(sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -281,14 +284,14 @@ class GatherBufferPool:
         return found[:size].view(dtype)
 
     def give_back(self, memory: int) -> None:
-        """Return the buffer at this address (see ``memory_of``) to the pool."""
+        """Return the buffer at a memory address (see ``memory_of``) to the pool."""
         chunk = self._lent.pop(memory, None)
         if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
             self._free.append(chunk)
 
 
 class UnshardedCache(list[ParamGroup]):
-    """Groups that stay gathered after their use in the forward pass, because the backward pass reads them first.
+    """Cache of parameter groups that stay gathered after the forward pass, for the start of the backward pass.
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
 
@@ -299,7 +302,7 @@ class UnshardedCache(list[ParamGroup]):
     room: float = 0.0
 
     def add(self, unit: ParamGroup) -> list[ParamGroup]:
-        """Add a group after its use in the forward pass. Return the groups to evict, identical on all ranks."""
+        """Add a group to the cache after its use, and return the groups to free. They are identical on all ranks."""
         if unit in self:
             self.remove(unit)
         self.append(unit)
@@ -310,7 +313,7 @@ class UnshardedCache(list[ParamGroup]):
 
 
 class ParamGroupReducer(PausableReducer):
-    """Reduces the gradients of parameter groups one by one, on request.
+    """Reduces the gradients of ZeRO-3 parameter groups, one group at a time.
 
     Args:
         buckets: The buckets of each group, by its index.
@@ -354,24 +357,24 @@ class ParamGroupReducer(PausableReducer):
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
                 f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced",
-                rule="Stage 3 reduces the gradients of a layer at the position recorded in the first backward pass",
+                rule="ZeRO stage 3 reduces the gradients of a layer where the first backward pass reduced them",
                 remedy="Use stage=2, which waits for the end of the backward pass",
             )
         self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
-        """Whether all parameters of a group received gradients on this rank that were not sent."""
+        """Whether all parameters of a group received gradients on this rank, and none were reduced yet."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
     def has_new(self, unit: ParamGroup) -> bool:
-        """Whether a group has gradients on this rank that were not sent."""
+        """Whether a group has gradients on this rank that were not reduced yet."""
         return any(gradient.is_new for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients)
 
     def send(self, unit: ParamGroup) -> None:
-        """Start to reduce the gradients of a group. All ranks call it for the same groups in the same order.
+        """Start to reduce the gradients of a parameter group.
 
-        Communicates one reduce-scatter for each bucket.
+        All ranks call it for the same groups in the same order. Communicates one reduce-scatter for each bucket.
         """
         self.wait()
         self.sent.add(unit.index)
@@ -384,7 +387,7 @@ class ParamGroupReducer(PausableReducer):
             self.wait()
 
     def wait(self) -> None:
-        """Wait for the previous reduction and deliver its result."""
+        """Wait for the reduction in progress, and add its result to this rank's shards."""
         for bucket in self._under_way:
             self._end.finish(bucket)
             flat, bucket.flat, bucket.work = bucket.flat, None, None
@@ -395,7 +398,7 @@ class ParamGroupReducer(PausableReducer):
         self._under_way = []
 
     def end_pass(self) -> None:
-        """End a backward pass whose gradients were all sent."""
+        """End a backward pass after the reduction of all its gradients was started."""
         self.wait()
         self.sent = set()
         for gradient in self._gradients():
@@ -403,7 +406,7 @@ class ParamGroupReducer(PausableReducer):
         self._end.end_pass()
 
     def start(self) -> None:
-        """Reduce the gradients that paused backward passes accumulated."""
+        """Start to reduce the gradients that several backward passes accumulated without communication."""
         for unit in reversed(self._units):
             self.send(unit)
 
@@ -412,7 +415,7 @@ class ParamGroupReducer(PausableReducer):
         self.was_paused = False
 
     def refresh(self) -> None:
-        """Reset after an interrupted backward pass. Raise ConfigError if a frozen parameter became trainable."""
+        """Reset the reducer after an interrupted backward pass. Raise ConfigError if a parameter was unfrozen."""
         for found in self._buckets.values():
             for bucket in found:
                 bucket.reset()
@@ -426,7 +429,7 @@ class ParamGroupReducer(PausableReducer):
 
 @dataclass
 class SavedParamView:
-    """A gathered tensor that autograd saved: the parameter, or the position of a view in gathered memory."""
+    """Position in a parameter group of a gathered tensor that autograd saved for the backward pass."""
 
     run: int
     unit: ParamGroup

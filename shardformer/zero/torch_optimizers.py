@@ -48,7 +48,7 @@ STEP_PATCH = Patch(
 
 
 def patch_optimizers_and_scaler() -> None:
-    """Patch torch's gradient scaler and optimizers for the sharded models of this process. Idempotent."""
+    """Patch torch's gradient scaler and optimizers to support sharded models. Later calls have no effect."""
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
     patch_state_dicts()
     install(SCALER_PATCH, lambda: replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name))))
@@ -75,8 +75,8 @@ def _unscale_on_all_ranks(original: Any) -> Any:
 def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
-            f"step() was called on the {type(optimizer).__name__} that was passed to shard_optimizer",
-            remedy="Call step() on its result: optimizer = shardformer.shard_optimizer(model, optimizer)",
+            f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer",
+            remedy="Use the optimizer that it returns: optimizer = shardformer.shard_optimizer(model, optimizer)",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return

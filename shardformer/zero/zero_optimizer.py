@@ -1,4 +1,4 @@
-"""ZeroOptimizer, the optimizer that ``shard_optimizer`` returns. Its parameters are slices of the model's."""
+"""ZeroOptimizer, the optimizer that ``shard_optimizer`` returns, which updates this rank's slices of the parameters."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from shardformer.zero.stage3_parameters import ParamGroup
 
 
 def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence[FlatShard]) -> None:
-    """Raise ConfigError if a parameter was replaced or moved, or its gradient was assigned, after shard_optimizer."""
+    """Raise ConfigError if a parameter was replaced or moved, or its ``.grad`` was set, after shard_optimizer."""
     here = {id(p) for p in model.parameters()}
     rule = "ZeRO moves each parameter to a range of a flat buffer, and keeps the gradients itself"
     for entry in table.entries:
@@ -61,7 +61,7 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
 
 
 class ZeroOptimizer(Optimizer):
-    """Optimizer with sharded states, which ``shard_optimizer`` returns. Use it like any optimizer of torch.
+    """Optimizer with sharded states, returned by ``shard_optimizer`` and used like any other torch optimizer.
 
     Attributes:
         grad_norm: Gradient norm of the last step before clipping. None if it was not computed.
@@ -123,7 +123,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """Groups of the inner optimizers, read on each access because loading a state replaces them."""
+        """Parameter groups of the inner optimizers, with this rank's slices of the parameters."""
         if self._is_initialized:
             self._groups[:] = [group for optimizer in self.inner for group in optimizer.param_groups]
         return self._groups
@@ -136,7 +136,7 @@ class ZeroOptimizer(Optimizer):
 
     @property  # type: ignore[override]  # torch has an attribute
     def state(self) -> MutableMapping[Tensor, dict[str, Any]]:
-        """States of the inner optimizers. With files, use it inside of ``readable_state()`` or ``writable_state()``."""
+        """States of the inner optimizers. If they are in files, access it within ``readable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'",
@@ -152,7 +152,7 @@ class ZeroOptimizer(Optimizer):
             self.state.clear()
 
     def _create_shards(self, full_params: Collection[int]) -> list[FlatShard]:
-        """Create the shards of all buckets. Parameters without a reduction get their own buckets on a one-rank axis."""
+        """Shard all gradient buckets. Parameters without a gradient reduction get buckets on an axis of one rank."""
         table = self.table
         held = {id(gradient.param) for reducer in self._reducers() for gradient in reducer.gradients}
         if alone := [GradientSlot(e, Axis("none"), table.coords) for e in table.entries if id(e.param) not in held]:
@@ -172,7 +172,11 @@ class ZeroOptimizer(Optimizer):
         return [reducer for reducer in self.table.reducers if isinstance(reducer, GradientReducer)]
 
     def _move_to_files(self, files: FileStore) -> None:
-        """Move shards to files. Raise ConfigError on all ranks if the directory or the disk space is missing."""
+        """Move this rank's master weights and optimizer states to a file.
+
+        Raises:
+            ConfigError: The directory or the disk space is missing on a rank. Raised on all ranks.
+        """
         held = {id(p): (o, group) for o in self.inner for group in o.param_groups for p in group["params"]}
 
         def states(value: Tensor) -> dict[str, Any]:
@@ -197,7 +201,7 @@ class ZeroOptimizer(Optimizer):
             shard.show_gradients()
 
     def _replace_parameters(self) -> None:
-        """Replace the optimizers' parameters and states by this rank's slices.
+        """Replace the parameters and states of the inner optimizers by this rank's slices.
 
         Communicates one all-reduce for each state tensor of which several ranks store slices.
         """
@@ -242,7 +246,7 @@ class ZeroOptimizer(Optimizer):
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
-        """Apply the user's edits of gradients. Return an error of this rank, which all ranks will raise."""
+        """Apply the user's edits of ``p.grad`` to the shards. Return an error, which all ranks will raise, or None."""
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
@@ -253,7 +257,12 @@ class ZeroOptimizer(Optimizer):
         return None
 
     def _check_and_clip(self, problem: Exception | None) -> bool:
-        """Check that gradients are finite, and clip them. Return whether to step. Raise an error of any rank."""
+        """Compute and clip the gradient norm. Return whether the optimizer should step.
+
+        Raises:
+            InputError: A gradient is not finite, and ``on_nonfinite`` is "raise".
+            Exception: ``problem``, or on other ranks a ConfigError.
+        """
         rules, scale = self._settings, self._precision.loss_scale
         is_scaled = self._precision.parameters == "fp16"
         if rules.max_grad_norm is None and rules.on_nonfinite == "ignore" and not is_scaled:
@@ -276,7 +285,7 @@ class ZeroOptimizer(Optimizer):
         return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
 
     def agree(self) -> None:
-        """Reduce gradients that were accumulated in ``no_sync``. All ranks call it."""
+        """Reduce the gradients that backward passes within ``no_sync`` accumulated. All ranks call it."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
                 reducer.start()
@@ -284,9 +293,9 @@ class ZeroOptimizer(Optimizer):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the gradient norm of the model to ``max_norm``. Return the norm before, identical on all ranks.
+        """Clip the gradients so that their norm is at most ``max_norm``, and return the norm before clipping.
 
-        Communicates one all-reduce of four numbers over each axis.
+        The norm is identical on all ranks. Communicates one all-reduce of four numbers over each axis.
 
         Args:
             error_if_nonfinite: If the norm is not finite, leave the gradients unchanged. The caller raises.
@@ -297,15 +306,15 @@ class ZeroOptimizer(Optimizer):
         return self.grad_norm
 
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
-        """Return the gradient norm of ``params``, or of all parameters, identical on all ranks.
+        """Return the 2-norm of the gradients of some parameters, or of all parameters for None.
 
-        All ranks call it. Communicates one all-reduce of four numbers over each axis.
+        The norm is identical on all ranks. All ranks call it. Communicates one all-reduce of four numbers per axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
                 f"norm_type={norm_type} is not supported under ZeRO",
-                rule="ZeRO only computes the 2-norm",
-                remedy="Omit norm_type",
+                rule="ZeRO only computes the 2-norm of the gradients",
+                remedy="Omit norm_type to use the 2-norm",
             )
         self.agree()
         problem = self._apply_gradient_edits()
@@ -322,7 +331,7 @@ class ZeroOptimizer(Optimizer):
                 shard.sum.mul_(scale.to(shard.sum))
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear all gradients, including those accumulated in ``no_sync``.
+        """Clear all gradients, including those that were accumulated within ``no_sync``.
 
         Args:
             set_to_none: False sets them to zero. The next step then still applies momentum and weight decay.
@@ -337,18 +346,21 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Defer the reduction of gradients, for all but the last backward of a step. No effect in stages 2 and 3."""
+        """Accumulate gradients without reducing them, for all but the last backward pass of a step.
+
+        It has no effect in stages 2 and 3.
+        """
         with self.table.paused() if self._stage < 2 else nullcontext():
             yield
 
     def backward(self, loss: Tensor) -> None:
-        """Run ``loss.backward()``. In fp16 the loss is scaled."""
+        """Run the backward pass of a loss, which is scaled in fp16."""
         with self.scaled() as scale:
             (loss if scale == 1 else loss.float() * scale).backward()
 
     @contextmanager
     def scaled(self) -> Iterator[float]:
-        """Allow backward passes in this context, and yield the factor for the loss."""
+        """Yield the loss scale, by which the caller multiplies the loss before ``loss.backward()`` in this context."""
         self._is_scaled = True
         try:
             yield self._precision.scale
@@ -365,14 +377,14 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Attribute that ``torch.amp.GradScaler`` reads before a step."""
+        """Attribute that ``torch.amp.GradScaler`` reads before a step, which raises because ZeRO scales the loss."""
         raise ConfigError(
             "A GradScaler was used with the optimizer that shard_optimizer returned",
             remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step()",
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the gradient of a parameter for the next step, in the shape of the parameter on this rank, or None.
+        """Return the reduced gradient of a parameter, in the shape of the parameter on this rank, or None.
 
         All ranks of the parameter's pipeline stage call it. Communicates one all-gather of a bucket and a few numbers.
         """
@@ -389,7 +401,7 @@ class ZeroOptimizer(Optimizer):
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's optimizer states and master weights. Each rank saves its own."""
+        """Return this rank's shard of the optimizer states and master weights, which each rank saves separately."""
         return hooked_state(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
@@ -406,7 +418,9 @@ class ZeroOptimizer(Optimizer):
             }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load the state that ``state_dict`` of the same rank returned for the same layout. All ranks call it.
+        """Load the optimizer state that the same rank saved with ``state_dict`` under the same layout.
+
+        All ranks call it.
 
         Raises:
             ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.
@@ -463,7 +477,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def readable_state(self) -> Iterator[None]:
-        """Load the optimizer's values and states for reading. Use it between two steps."""
+        """Load the master weights and optimizer states of this rank for reading. Use it between two steps."""
         for shard in self.shards:
             shard.masters.load()
         try:
@@ -475,7 +489,9 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
-        """Allow writes to the optimizer's values and states. Use it between two steps, on all ranks.
+        """Allow changes to the master weights and optimizer states in this context. Use it between two steps.
+
+        All ranks enter it together.
 
         On exit the parameters of all ranks get the new values, which communicates one all-gather.
         """
@@ -509,12 +525,12 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def shards_states(self) -> bool:
-        """Whether ranks with the same parameters have different shards of the state."""
+        """Whether ranks that store the same parameters store different shards of the optimizer state."""
         return any(s.axis.size > 1 or any(gradient.is_shared for gradient in s.gradients) for s in self.shards)
 
     @property
     def rounding_counts(self) -> list[int]:
-        """Number of stochastic roundings of each shard."""
+        """Number of stochastic roundings of each shard, which seeds the next rounding."""
         return [shard.rounded.step for shard in self.shards if shard.rounded is not None]
 
     @rounding_counts.setter
@@ -524,7 +540,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def param_groups_stage3(self) -> Sequence[ParamGroup]:
-        """Parameter groups of stage 3, each of which is gathered together. Empty for other stages."""
+        """Groups of parameters that ZeRO stage 3 gathers together. Empty for other stages."""
         return self._scheduler.units if self._scheduler is not None else ()
 
     @property
@@ -532,11 +548,11 @@ class ZeroOptimizer(Optimizer):
         return self._precision.loss_scale
 
     def memory(self) -> MemoryEstimate:
-        """Measure the memory of this rank in bytes, by kind."""
+        """Measure the memory that the model and optimizer use on this rank, in bytes by kind."""
         return measure_memory(self.table, self.shards, self.param_groups_stage3, self.inner)
 
     def describe(self) -> str:
-        """Describe the options, the memory of this rank and the offload bandwidth."""
+        """Return a report of the ZeRO options, the memory of this rank and the offload bandwidth."""
         return format_memory_report(self._settings, self.inner, self.memory(), self._host)
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
@@ -547,14 +563,14 @@ class ZeroOptimizer(Optimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Raise ConfigError: parameters cannot be added after ``shard_optimizer``."""
+        """Raise ConfigError, because parameters cannot be added after ``shard_optimizer``."""
         if self._is_initialized:
             raise _unsupported_error("add_param_group was called on")
         super().add_param_group(param_group)
 
 
 def _signature_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
-    """Return the shapes, group sizes and keys that all states of this rank have in common."""
+    """Return the shapes, group sizes and keys of a saved optimizer state, to compare it with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
@@ -563,5 +579,5 @@ def _signature_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
 def _unsupported_error(what: str) -> ConfigError:
     return ConfigError(
         f"{what} the optimizer that shard_optimizer returned",
-        remedy="Change your optimizer before shard_optimizer; use load_state_dict to load a state",
+        remedy="Change your optimizer before calling shard_optimizer, and use load_state_dict to load a state",
     )

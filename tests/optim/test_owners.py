@@ -201,7 +201,8 @@ class Coupled(Optimizer):
 def test_optimizer_with_coupled_parameters_is_rejected() -> None:
     model = nn.Linear(3, 3)
     with pytest.raises(
-        ConfigError, match=r"Coupled failed .* its update of one matrix changes by .* if there is another"
+        ConfigError,
+        match=r"shard Coupled, which failed .* the update of one matrix differs by .* if it also steps another",
     ):
         shard_optimizer(model, Coupled(model.parameters()))
 

@@ -102,8 +102,8 @@ def test_rounded_training_resumes_exactly(masters: str) -> None:
 @pytest.mark.parametrize(
     ("precision", "offload", "said"),
     [
-        (lambda: MixedPrecision("bf16", master_weights="none"), None, "masters='none'"),
-        (lambda: MixedPrecision("fp16", master_weights="kahan"), None, "MixedPrecision('fp16', masters='kahan')"),
+        (lambda: MixedPrecision("bf16", master_weights="none"), None, "master_weights='none'"),
+        (lambda: MixedPrecision("fp16", master_weights="kahan"), None, "MixedPrecision('fp16', master_weights='kahan"),
         (lambda: MixedPrecision("bf16", master_weights="kahan"), "cpu", "does not support offload='cpu'"),
     ],
 )

@@ -412,7 +412,11 @@ def sharing(model: Any) -> nn.Module:
         (lambda model: adam(net()), {}, "has a parameter of shape .7, 5. that is not a parameter of the model"),
         (lambda model: adam(sharing(model)), {}, "c.bias and a.weight share the same memory"),
         (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain parameter a.weight"),
-        (lambda model: torch.optim.LBFGS(model.parameters()), {}, "LBFGS failed on small test matrices: it raised"),
+        (
+            lambda model: torch.optim.LBFGS(model.parameters()),
+            {},
+            "LBFGS, which failed a trial on small matrices: it raised",
+        ),
     ],
 )
 def test_unsupported_arguments_are_rejected(make: Callable[[nn.Module], Any], how: dict[str, Any], said: str) -> None:
