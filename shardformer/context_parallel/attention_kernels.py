@@ -58,15 +58,15 @@ def _hash(x: Tensor) -> Tensor:
 class RelativePositionBias:
     """A bias of the scores that depends on the distance between key and query."""
 
-    line: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
+    distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
     def values(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the bias (N, Q, S)."""
-        return self.line[:, self.indices(rows, cols)]
+        return self.distance_bias[:, self.indices(rows, cols)]
 
     def indices(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Return the indices (Q, S) into the line."""
-        return cols[None, :] - rows[:, None] + self.line.shape[1] // 2
+        return cols[None, :] - rows[:, None] + self.distance_bias.shape[1] // 2
 
 
 @dataclass(frozen=True)
@@ -85,7 +85,7 @@ class ScoreOptions:
 
 
 @dataclass(frozen=True)
-class VisibleBlock:
+class BlockMask:
     """Attention mask between some queries and some keys."""
 
     causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
@@ -95,7 +95,7 @@ class VisibleBlock:
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options: ScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
     """Attend from q (B, N, Q, D) to k, v (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q).
 
@@ -114,7 +114,7 @@ def partial_attention(
 
 
 def partial_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, options: ScoreOptions
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """Return the gradients of q, k, v and the bias's line, from the output and log-sum-exp over all keys."""
     if options.is_plain and q.device.type == "cpu":
@@ -132,7 +132,7 @@ def mask_value(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).min / 4
 
 
-def _additive_mask(block: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
+def _additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
     if block.mask is None:
         return None
     return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill(
@@ -140,7 +140,7 @@ def _additive_mask(block: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
+def _masked_bias(block: BlockMask, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
     """Return the bias (B or 1, N, Q, S) with masked keys."""
     added = bias.values(block.rows, block.cols)[None].to(dtype)
     if block.mask is not None:
@@ -153,7 +153,7 @@ def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.d
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     if block.mask is None and q.dtype in HALF:
@@ -165,7 +165,7 @@ def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, scale: fl
 
 
 def _attend_cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
@@ -185,7 +185,7 @@ def _attend_cuda_backward(
     return dq, dk, dv
 
 
-def _bias_cuda(block: VisibleBlock, q: Tensor) -> Tensor | None:
+def _bias_cuda(block: BlockMask, q: Tensor) -> Tensor | None:
     """Return the mask for all heads, with rows aligned to 8 elements as the kernel requires."""
     added = _additive_mask(block, q.dtype)
     if added is None:
@@ -197,7 +197,7 @@ def _bias_cuda(block: VisibleBlock, q: Tensor) -> Tensor | None:
 # --- in Python
 
 
-def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options: ScoreOptions) -> tuple[Tensor, Tensor]:
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     outs, sums = [], []
@@ -215,10 +215,10 @@ def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options:
 
 
 def _attend_plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, options: ScoreOptions
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    line = None if options.bias is None else torch.zeros_like(options.bias.line, dtype=acc_dtype)
+    distance_bias = None if options.bias is None else torch.zeros_like(options.bias.distance_bias, dtype=acc_dtype)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
@@ -240,9 +240,9 @@ def _attend_plain_backward(
             weights_grad = weights_grad * kept
         dot = (grad[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
         scores_grad = weights * (weights_grad - dot)
-        if line is not None and options.bias is not None:
+        if distance_bias is not None and options.bias is not None:
             at = options.bias.indices(block.rows[rows], block.cols).flatten()
-            line.index_add_(1, at, scores_grad.sum(0).flatten(1))
+            distance_bias.index_add_(1, at, scores_grad.sum(0).flatten(1))
         scores_grad = scores_grad * options.scale
         if slope is not None:
             scores_grad = scores_grad * slope
@@ -250,7 +250,7 @@ def _attend_plain_backward(
         dqs.append(scores_grad @ k)
         dk += (scores_grad.transpose(2, 3) @ q[:, :, rows]).to(acc_dtype)
     dk, dv = (x.unflatten(1, (heads, groups)).sum(2).to(q.dtype) for x in (dk, dv))
-    return torch.cat(dqs, 2), dk, dv, line
+    return torch.cat(dqs, 2), dk, dv, distance_bias
 
 
 def _scores(q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor | None]:
@@ -263,7 +263,7 @@ def _scores(q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOpti
     return scores if options.bias is None else scores + options.bias.values(rows, cols).to(scores.dtype), slope
 
 
-def _hidden_keys(block: VisibleBlock, rows: slice) -> Tensor | None:
+def _hidden_keys(block: BlockMask, rows: slice) -> Tensor | None:
     if block.mask is not None:
         return ~block.mask[:, :, rows]
     if block.causal:

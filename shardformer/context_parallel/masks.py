@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.context_parallel.attention_kernels import VisibleBlock
+from shardformer.context_parallel.attention_kernels import BlockMask
 from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import has_data, is_true, without_fake_tensors
@@ -35,7 +35,7 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 POSITIONS_PER_CALL = 2**24
 """The number of pairs of positions to evaluate per call."""
-REMEMBERED = 64
+MAX_CACHED_MASKS = 64
 
 
 class Visibility(Enum):
@@ -47,7 +47,7 @@ class Visibility(Enum):
     SOME = "some"
 
 
-def unknown_attribute(name: str, source: str, reason: str) -> Exception:
+def unknown_attribute_error(name: str, source: str, reason: str) -> Exception:
     """Return the error for reading an attribute of a value that replaces a tensor in the arguments of an attention."""
     if name.startswith("_"):
         return AttributeError(name)
@@ -84,11 +84,11 @@ class ChunkedMask:
         self.by_vmap, self.seed = by_vmap, seed
         self.padding = None if padding is None or is_true(padding.all()) else padding
         key = None if self.padding is not None else mask_fingerprint(predicate)
-        self._visibility = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
+        self._visibility = _find_cached_visibility((key, queries, keys, by_vmap)) if key is not None else {}
 
     @property
     def may_hide_all(self) -> bool:
-        return self.padding is not None or self.predicate not in (None, causal)
+        return self.padding is not None or self.predicate not in (None, causal_predicate)
 
     def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
         """Evaluate the mask for positions of queries and keys: (B or 1, 1, Q, S) bool."""
@@ -96,7 +96,7 @@ class ChunkedMask:
         if self.predicate is None:
             visible = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
         elif self.by_vmap:
-            visible = _by_vmap(self.predicate)(
+            visible = _vmap_over_indices(self.predicate)(
                 torch.arange(self.batch, device=device), rows[:0].new_zeros(1), rows, cols
             )
         else:
@@ -151,13 +151,13 @@ class ChunkedMask:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
 
-    def block_mask(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
+    def block_mask(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> BlockMask:
         """Return the mask between chunks of queries and chunks of keys, for the kernel."""
         positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
         is_causal = rows == cols and self.is_causal(rows)
         if is_causal or all(self.visibility(r, c) is Visibility.ALL for r in rows for c in cols):
-            return VisibleBlock(is_causal, None, *positions)
-        return VisibleBlock(False, self.evaluate(*positions), *positions)
+            return BlockMask(is_causal, None, *positions)
+        return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
         """Whether the mask between chunks, in the order of their positions, is causal."""
@@ -179,15 +179,15 @@ class ChunkedMask:
         return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(name, "its attention mask", "not a tensor of all scores")
+        raise unknown_attribute_error(name, "its attention mask", "not a tensor of all scores")
 
 
-def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
     """Mask function of a decoder."""
     return keys <= queries
 
 
-def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
+def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
     mapped: Any = predicate
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
@@ -198,35 +198,35 @@ def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
 # --- masks that repeat in every forward
 
 
-class _Remembered(threading.local):
+class _VisibilityCache(threading.local):
     """Visibility of chunks per mask and thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
 
 
-_REMEMBERED = _Remembered()
+_VISIBILITY_CACHE = _VisibilityCache()
 
 
-def _remembered(key: Hashable) -> dict[tuple[int, int], Visibility]:
-    masks = _REMEMBERED.masks
-    if key not in masks and len(masks) >= REMEMBERED:
+def _find_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
+    masks = _VISIBILITY_CACHE.masks
+    if key not in masks and len(masks) >= MAX_CACHED_MASKS:
         del masks[next(iter(masks))]
     return masks.setdefault(key, {})
 
 
-def mask_fingerprint(thing: Any) -> Hashable | None:
+def mask_fingerprint(value: Any) -> Hashable | None:
     """Return a hashable of a function's code and the constants it closes over; None if it uses tensors or objects."""
-    if thing is None or isinstance(thing, int | float | str | CodeType):
-        return (type(thing).__name__, thing)
-    if isinstance(thing, tuple | list):
-        parts = tuple(map(mask_fingerprint, thing))
+    if value is None or isinstance(value, int | float | str | CodeType):
+        return (type(value).__name__, value)
+    if isinstance(value, tuple | list):
+        parts = tuple(map(mask_fingerprint, value))
         return None if None in parts else parts
-    if not isinstance(thing, FunctionType):
+    if not isinstance(value, FunctionType):
         return None
     try:
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError:
         return None
-    parts = tuple(map(mask_fingerprint, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))
+    parts = tuple(map(mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__]))
     return None if None in parts else parts

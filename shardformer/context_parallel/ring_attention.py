@@ -46,14 +46,19 @@ class RingExchange:
     options: ScoreOptions
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
-    def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
+    def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
         """Return the chunks of an owner's keys that a rank needs."""
         chunks = self.mask.keys.chunks_of(owner)
         return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: RingExchange, sinks: Tensor | None = None, line: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    exchange: RingExchange,
+    sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Attend from the local queries q (B, N, s, D) to the keys and values k, v (B, K, s, D) of all ranks.
 
@@ -68,16 +73,26 @@ def ring_attention(
         line: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query to L - 1
             positions after it.
     """
-    out: Tensor = _Ring.apply(q, k, v, sinks, line, exchange)
+    out: Tensor = _Ring.apply(q, k, v, sinks, distance_bias, exchange)
     return out
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, exchange: RingExchange
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        distance_bias: Tensor | None,
+        exchange: RingExchange,
     ) -> Tensor:
-        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        options = (
+            exchange.options
+            if distance_bias is None
+            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
+        )
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
         lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
@@ -100,18 +115,22 @@ class _Ring(Function):
             out = out.masked_fill(sees_nothing[..., None], 0.0)
         out = out.to(q.dtype)
         ctx.exchange, ctx.sees_nothing = exchange, sees_nothing
-        ctx.save_for_backward(q, k, v, sinks, line, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, distance_bias, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, line, out, lse = ctx.saved_tensors
+        q, k, v, sinks, distance_bias, out, lse = ctx.saved_tensors
         exchange: RingExchange = ctx.exchange
-        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        options = (
+            exchange.options
+            if distance_bias is None
+            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
+        )
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        line_dtype = None if line is None else torch.promote_types(line.dtype, torch.float32)
-        line_grad = None if line is None else torch.zeros_like(line, dtype=line_dtype)
+        bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
+        bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
         if ctx.sees_nothing is not None:
             grad = grad.masked_fill(ctx.sees_nothing[..., None], 0.0)
         dq = torch.zeros_like(q, dtype=acc_dtype)
@@ -123,21 +142,21 @@ class _Ring(Function):
             for at, keys, block in _kernel_calls(exchange, chunks, q.device):
                 d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
                 key, value = arrived[:, :, :, keys]
-                q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
+                q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
                     d_out, query, key, value, block_out, block_lse, block, options
                 )
-                if line_grad is not None and block_line_grad is not None:
-                    line_grad += block_line_grad
+                if bias_grad is not None and block_bias_grad is not None:
+                    bias_grad += block_bias_grad
                 dq[:, :, at] += q_grad
                 total[:, :, :, keys] += torch.stack((k_grad, v_grad))
-            key_value_grads.take(owner, total)
-        key_value_grads.finish()
+            key_value_grads.send(owner, total)
+        key_value_grads.receive()
         sinks_grad = None
         if sinks is not None:
             weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
             sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        line_grad = None if line_grad is None else line_grad.to(line.dtype)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, line_grad, None
+        bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad, None
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
@@ -146,7 +165,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
     me, ranks = axis.rank, axis.size
     local_chunks = exchange.mask.keys.chunks_of(me)
     if exchange.gathers and ranks > 1:
-        lengths = [_length(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
+        lengths = [_count_positions(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
@@ -161,7 +180,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
         following = _start_exchange(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
-        elif exchange.needed_by(me, owner):
+        elif exchange.chunks_needed_by(me, owner):
             raise AssertionError("a chunk that is needed was not received")
         else:
             yield owner, (), into
@@ -176,9 +195,9 @@ def _start_exchange(
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
-    leaving, chunks = exchange.needed_by(to, axis.rank), exchange.needed_by(axis.rank, source)
+    leaving, chunks = exchange.chunks_needed_by(to, axis.rank), exchange.chunks_needed_by(axis.rank, source)
     out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
-    into = kv.new_empty((*kv.shape[:3], _length(exchange, chunks), kv.shape[4]))
+    into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
 
@@ -196,7 +215,7 @@ class _KeyValueGradients:
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
-    def take(self, owner: int, total: Tensor) -> None:
+    def send(self, owner: int, total: Tensor) -> None:
         """Send this rank's gradients of the keys of ``owner`` to that rank, in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
@@ -207,15 +226,15 @@ class _KeyValueGradients:
             self._dkv += total
             return
         reader = (axis.rank + step) % axis.size
-        chunks = exchange.needed_by(reader, axis.rank)
-        into = total.new_empty((*total.shape[:3], _length(exchange, chunks), total.shape[4]))
+        chunks = exchange.chunks_needed_by(reader, axis.rank)
+        into = total.new_empty((*total.shape[:3], _count_positions(exchange, chunks), total.shape[4]))
         out = total.contiguous()
         self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
 
-    def finish(self) -> None:
+    def receive(self) -> None:
         exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
-            self._scatter()
+            self._exchange_all()
         for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
@@ -223,7 +242,7 @@ class _KeyValueGradients:
                 at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
-    def _scatter(self) -> None:
+    def _exchange_all(self) -> None:
         axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
         local = self._gathered[axis.rank]
@@ -240,7 +259,7 @@ class _KeyValueGradients:
 
 def _kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
-) -> Iterator[tuple[slice, slice, kernels.VisibleBlock]]:
+) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
     """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
     mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.attending_queries(rank, chunks)
@@ -265,6 +284,6 @@ def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: t
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _length(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+def _count_positions(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
     positions = exchange.mask.keys
     return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))

@@ -128,26 +128,28 @@ class IndexShards:
     def local(self) -> Tensor:
         return self.parts[self.axis.rank]
 
-    def take(self, x: Tensor, dim: int) -> Tensor:
+    def slice_local(self, x: Tensor, dim: int) -> Tensor:
         """Return the local slice of a full tensor."""
         return x.index_select(dim, self.local.to(x.device))
 
-    def repeat_samples(self, lead: int) -> IndexShards:
+    def repeat_samples(self, num_samples: int) -> IndexShards:
         """Return the shards of a dim that concatenates the sequences of ``lead`` samples."""
-        if lead == 1:
+        if num_samples == 1:
             return self
-        offsets = torch.arange(lead)[:, None] * self.full
-        return IndexShards(self.axis, tuple((offsets + indices).flatten() for indices in self.parts), lead * self.full)
+        offsets = torch.arange(num_samples)[:, None] * self.full
+        return IndexShards(
+            self.axis, tuple((offsets + indices).flatten() for indices in self.parts), num_samples * self.full
+        )
 
-    def slice_rows(self, taken: slice) -> tuple[IndexShards, Tensor]:
+    def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
         """Return the shards of a slice of the dim, and the local rows that are in the slice."""
-        start, stop, step = taken.indices(self.full)
+        start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
         parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))
         return IndexShards(self.axis, parts, full), kept[self.axis.rank].nonzero()[:, 0]
 
-    def is_like(self, other: IndexShards) -> bool:
+    def is_same_sharding(self, other: IndexShards) -> bool:
         if self is other:
             return True
         pairs = zip(self.parts, other.parts, strict=True)
@@ -267,6 +269,6 @@ def set_current_state(state: ContextParallelState | None) -> None:
     _THREAD.state = state
 
 
-def new_seed() -> int:
+def draw_shared_seed() -> int:
     """Draw a seed from the random state that is shared by all ranks."""
     return int(to_list(torch.randint(2**31, (), device="cpu")))

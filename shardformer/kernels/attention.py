@@ -87,21 +87,21 @@ def attention(
     if causal and key.shape[2] > query.shape[2]:  # a static cache with unused positions at its end
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = None if bias is None else bias[..., : query.shape[2]]
-    if query.is_cuda and attention_mask is None and bias is None and _fits_flash_attn(query, value):
+    if query.is_cuda and attention_mask is None and bias is None and _flash_attn_supports(query, value):
         out = flash_attn()(*(t.transpose(1, 2) for t in (query, key, value)), dropout, scale, causal)
         return out.contiguous(), None
     if bias is not None and causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if bias is None and attention_mask is not None and attention_mask.requires_grad:
         bias, attention_mask = attention_mask, None
-    query, key, value = _same_batch(query, key, value)
+    query, key, value = _expand_to_same_batch(query, key, value)
     out_width = value.shape[-1]
-    query, key, value = _same_width(query, key, value)
-    bias, attention_mask = _four_dims(bias), _four_dims(attention_mask)
+    query, key, value = _pad_to_same_width(query, key, value)
+    bias, attention_mask = _view_as_4d(bias), _view_as_4d(attention_mask)
     if bias is None:
         out = _fused_attention(query, key, value, attention_mask, dropout, scale, causal)
     elif query.is_cuda:  # the memory-efficient kernel computes the gradient of the bias
-        out = _fused_attention(query, key, value, _combined_bias(bias, attention_mask, query), dropout, scale, False)
+        out = _fused_attention(query, key, value, _add_mask_to_bias(bias, attention_mask, query), dropout, scale, False)
     else:
         out = _biased_attention(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
@@ -147,20 +147,20 @@ def check_attention_arguments(what: str, kwargs: Mapping[str, Any], names: Seque
             raise unsupported_error(called, f"Call the model without {name}", rule)
 
 
-def _fits_flash_attn(query: Tensor, value: Tensor) -> bool:
+def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
     widths = {query.shape[-1], value.shape[-1]}
     return (
         query.dtype in HALF and len(widths) == 1 and max(widths) <= FLASH_ATTN_MAX_HEAD_DIM and flash_attn() is not None
     )
 
 
-def _same_batch(*tensors: Tensor) -> list[Tensor]:
+def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
     """Expand learned queries, whose batch is 1."""
     batch = max(t.shape[0] for t in tensors)
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
 
 
-def _same_width(*tensors: Tensor) -> list[Tensor]:
+def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
     """Pad the head dims with zeros to one size, and make them contiguous, as the kernels require."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
@@ -169,11 +169,11 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in padded]
 
 
-def _four_dims(mask: Tensor | None) -> Tensor | None:
+def _view_as_4d(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
-def _combined_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+def _add_mask_to_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
     """Return the sum of bias and mask, which is added to the scores."""
     if mask is None:
         added = bias
@@ -213,7 +213,7 @@ def _fused_attention(
         try:
             return run()
         except (RuntimeError, UserWarning) as error:  # UserWarning if the user turned warnings into errors
-            reasons = _reasons_of_kernels(run)
+            reasons = _collect_kernel_rejections(run)
             if reasons is None:
                 raise
             mask_shape = None if mask is None else tuple(mask.shape)
@@ -225,7 +225,7 @@ def _fused_attention(
             ) from error
 
 
-def _reasons_of_kernels(run: Callable[[], Tensor]) -> str | None:
+def _collect_kernel_rejections(run: Callable[[], Tensor]) -> str | None:
     """Return torch's reasons against each kernel, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
@@ -249,7 +249,7 @@ def _biased_attention(
     groups = query.shape[1] // key.shape[1]
     is_trained = bias.requires_grad and torch.is_grad_enabled()
     if not is_trained and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-        return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+        return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     out: Tensor = _BiasedAttention.apply(query, key, value, bias, mask, scale)
     return out
@@ -271,12 +271,12 @@ class _BiasedAttention(Function):
         ctx.scale = scale
         bias = bias.detach()  # the kernel raises for a bias that requires a gradient, even under no_grad
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-            return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+            return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
         outs = []
-        for chunk in _chunks(query, key):
+        for chunk in _batch_chunks(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
-            outs.append(_fused_attention(q, k, v, _combined_bias(bias_b, mask_b, q), 0.0, scale, False))
+            outs.append(_fused_attention(q, k, v, _add_mask_to_bias(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
 
     @staticmethod
@@ -287,7 +287,7 @@ class _BiasedAttention(Function):
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in needed else None for i, t in enumerate((query, key, value, bias))
         ]
-        for chunk in _chunks(query, key):
+        for chunk in _batch_chunks(query, key):
             parts = _slice_batch(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -300,7 +300,7 @@ class _BiasedAttention(Function):
         return (*grads, None, None)
 
 
-def _chunks(query: Tensor, key: Tensor) -> list[slice]:
+def _batch_chunks(query: Tensor, key: Tensor) -> list[slice]:
     """Return slices of the batch with at most SCORES_AT_ONCE scores, or one sequence each."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
@@ -317,5 +317,5 @@ def _reference_attention(
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * scale
     wide = torch.float32 if scores.dtype in HALF else scores.dtype
-    weights = (scores.to(wide) + _combined_bias(bias, mask, query)).softmax(-1)
+    weights = (scores.to(wide) + _add_mask_to_bias(bias, mask, query)).softmax(-1)
     return weights.to(value.dtype) @ value

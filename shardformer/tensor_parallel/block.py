@@ -47,11 +47,11 @@ from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
-    cache_gathered,
     column_projections,
     enter_region,
+    store_gathered,
 )
-from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import StackActivations, map_first_tensor
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
@@ -88,15 +88,15 @@ class LocalWidthTensor(Tensor):
         with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalWidthTensor):
                 if func == SHAPE or func is Tensor.size:
-                    return _local_size(func(*args, **kwargs), args[0], *args[1:], **kwargs)
+                    return _report_local_width(func(*args, **kwargs), args[0], *args[1:], **kwargs)
                 if func is F.linear:
-                    return _linear(*args, **kwargs)
+                    return _linear_through_block(*args, **kwargs)
                 if func in PERMUTING_FUNCTIONS:
-                    return _permuted(func(*args, **kwargs), args[0])
+                    return _wrap_permuted(func(*args, **kwargs), args[0])
             return func(*args, **kwargs)
 
 
-def _local_size(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
+def _report_local_width(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
     width = x.block.width
     assert width is not None
     if isinstance(size, torch.Size):
@@ -104,12 +104,12 @@ def _local_size(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = N
     return width if dim in (-1, x.dim() - 1) else size
 
 
-def _permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
+def _wrap_permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
     keeps_last_dim = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
     return LocalWidthTensor.of(y, x.block) if keeps_last_dim else y
 
 
-def _linear(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x.block.project_by_weight(weight, x)
     if y is None:
         return F.linear(x, weight, bias)
@@ -128,7 +128,7 @@ class TensorParallelBlock:
     width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
-    _edges: TpRegion | None = None
+    _region: TpRegion | None = None
     _source: Tensor | None = None
     _entered: Tensor | None = None
     _pending: DeferredTensor | None = None
@@ -147,23 +147,23 @@ class TensorParallelBlock:
         return self._source is not None
 
     @property
-    def edges(self) -> TpRegion:
+    def region(self) -> TpRegion:
         """The region that communicates in the current forward; without an entry, that of a replicated input."""
-        return self._edges or ReplicatedRegion(self.axis)
+        return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Return the block's input (B, S, H) for a local activation x. Communicates as ``edges``."""
         self._outputs = {}
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
-        self._edges = edges = self.stream.edges(x)
-        self.is_flat = isinstance(edges, SequenceShardedRegion) and x.dim() == 2
+        self._region = region = self.stream.select_region(x)
+        self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
         if self.is_flat:
             x = self.stream.unflatten(x)
-        if isinstance(edges, SequenceShardedRegion):
-            self.stream.check(x)
+        if isinstance(region, SequenceShardedRegion):
+            self.stream.check_local_length(x)
         self._source = x
-        entered = edges.enter(x)
+        entered = region.enter(x)
         self._pending = entered if isinstance(entered, DeferredTensor) else None
         self._node = entered if self._is_watched else None
         if self.width is not None:
@@ -182,7 +182,7 @@ class TensorParallelBlock:
             module.register_forward_hook(self.check_closed)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
+        return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
         """Return the output (B, S, f) of a column-parallel linear that was called with x.
@@ -197,16 +197,16 @@ class TensorParallelBlock:
             if x is self._entered and all(c is not column for c in self.columns):
                 return column.multiply(x)  # a linear that also reads other states, which enter separately
             pending = self._pending
-            known = pending.computed_value if pending is not None and pending.is_pending else None
-            seen, outputs = self._project_all(known)
-            if pending is not None and seen is not None:
-                cache_gathered(pending, seen)
+            gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
+            full_x, outputs = self._project_all_columns(gathered_x)
+            if pending is not None and full_x is not None:
+                store_gathered(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
 
-    def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         assert self._source is not None
-        return column_projections(self._source, self.edges, self.columns, known)
+        return column_projections(self._source, self.region, self.columns, gathered_x)
 
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
@@ -256,7 +256,7 @@ class TensorParallelBlock:
 
     def leave(self, training: bool) -> None:
         """Leave the block after its row-parallel linear, or after a forward that raised."""
-        self._source = self._entered = self._pending = self._edges = None
+        self._source = self._entered = self._pending = self._region = None
         self._outputs = {}
         if training:
             self._random.leave()
@@ -324,14 +324,14 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
     def enter(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        tokens = stream.per_token(x)
+        tokens = stream.view_per_token(x)
         if tokens is not None:
             full = stream.gather_tokens(tokens)
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
         return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
 
     def leave(output: Tensor) -> Tensor:
-        if not stream.is_cut:
+        if not stream.is_sharded:
             return reduce_from_tp_region(output, axis)
         by_sample = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
         local = reduce_scatter_to_sp_region(by_sample, axis, SEQUENCE)

@@ -24,9 +24,9 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
 from shardformer.torch_compat import without_fake_tensors
 
-RUNNING = "running_mean"
+STATISTICS_BUFFER = "running_mean"
 """A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
-_NARROW = "_shardformer_narrow"
+_SAVED_PARAMETERS = "_shardformer_narrow"
 """The attribute that keeps the 16-bit parameters of such a norm while its forward runs."""
 
 
@@ -56,12 +56,12 @@ def accept_wide_inputs(model: nn.Module) -> None:
         )
         if not has_torch_forward or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
             continue
-        if isinstance(module._buffers.get(RUNNING), Tensor):
+        if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_widen_parameters)
                 module.register_forward_hook(_restore_parameters, always_call=True)
-        elif _narrow_inputs not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
+        elif _cast_wide_inputs not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_cast_wide_inputs, with_kwargs=True)
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
@@ -70,7 +70,7 @@ def _floating_point_parameter(module: nn.Module) -> Tensor | None:
     return next((x for x in tensors if x.is_floating_point()), None)
 
 
-def _narrow_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight = _floating_point_parameter(module)
     inputs = [*args, *kwargs.values()]
     if weight is None or not any(is_wider(x, weight) for x in inputs):
@@ -85,15 +85,15 @@ def _narrow_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
     """Cast the weight and the bias to the dtype of the statistics for one forward."""
-    statistics: Any = module._buffers[RUNNING]
+    statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
-    module.__dict__[_NARROW] = narrow
+    module.__dict__[_SAVED_PARAMETERS] = narrow
     wide: dict[str, Any] = {name: param.to(statistics.dtype) for name, param in narrow.items()}
     module._parameters.update(wide)
 
 
 def _restore_parameters(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    module._parameters.update(module.__dict__.pop(_NARROW, {}))
+    module._parameters.update(module.__dict__.pop(_SAVED_PARAMETERS, {}))
 
 
 MODULE_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -138,21 +138,23 @@ class ParallelModule(nn.Module, ABC):
         if full is None:
             self.register_parameter(name, None)
             return
-        shard = _shard_of(full, spec, self.coords, shared)
+        shard = _get_or_create_shard(full, spec, self.coords, shared)
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
             mark_slices(self, [name])
 
 
-def _shard_of(full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None) -> nn.Parameter:
+def _get_or_create_shard(
+    full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None
+) -> nn.Parameter:
     shared = {} if shared is None else shared
     if id(full) not in shared:
         shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
     return shared[id(full)]
 
 
-def keep_hooks(new: nn.Module, native: nn.Module) -> None:
+def move_hooks(new: nn.Module, native: nn.Module) -> None:
     """Move the hooks of ``native`` to ``new``, after the hooks of ``new``. The handles of the hooks keep working.
 
     Hooks that would see a shard instead of the full tensor raise an error later.
@@ -165,7 +167,7 @@ def keep_hooks(new: nn.Module, native: nn.Module) -> None:
             setattr(new, table, hooks)
 
 
-def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
+def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
     """Raise ConfigError if ``module`` computes something other than the plain classes ``kinds``.
 
     Reasons are a custom forward, a computed weight (weight norm), and hooks.
@@ -174,7 +176,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
-        found = None if _is_plain(module) else "a custom forward"
+        found = None if _computes_plain_product(module) else "a custom forward"
     if found is None and is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         found = "hooks"
     if found is not None:
@@ -188,7 +190,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 @without_fake_tensors()
-def _is_plain(module: nn.Module) -> bool:
+def _computes_plain_product(module: nn.Module) -> bool:
     """Whether a custom forward equals the forward of the plain class on test values (FalconLinear, Conv1D).
 
     The weights may be on the meta device, so the forward runs on a copy with other values of the same shapes.
@@ -197,7 +199,7 @@ def _is_plain(module: nn.Module) -> bool:
         return embedding_scale(module) == 1
     probe = copy.copy(module)
     probe._parameters = {
-        name: None if p is None else nn.Parameter(_probe_values(p)) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(_make_test_values(p)) for name, p in module._parameters.items()
     }
     weight: Any = probe.weight
     matrix = weight.t() if type(probe).__name__ == "Conv1D" else weight
@@ -234,7 +236,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
 
     try:
         with torch.no_grad():
-            table = _probe_values(weight)
+            table = _make_test_values(weight)
             out, plain = output(table, ids), F.embedding(ids, table)
             dtypes = (weight.dtype, torch.float64)
             factors = [output(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes]
@@ -245,7 +247,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
         return None
 
 
-def _probe_values(like: Tensor) -> Tensor:
+def _make_test_values(like: Tensor) -> Tensor:
     """Return nonzero values in (-1, 1) of this shape that depend on the index, in a view of a small vector."""
     strides = [dim + 1 for dim in range(like.dim())]
     num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
@@ -256,7 +258,7 @@ def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> C
     return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}", remedy=remedy)
 
 
-def check_divides(what: str, size: int, axis: Axis) -> None:
+def check_shardable(what: str, size: int, axis: Axis) -> None:
     """Raise ConfigError if sharding ``size`` elements over the axis leaves a rank without any."""
     if size < axis.size:
         raise ConfigError(
@@ -286,7 +288,7 @@ def shard_parameter(
     if name in module._buffers:
         module._buffers[name] = spec.slice(full, coords)
         return full
-    module.register_parameter(name, _shard_of(full, spec, coords, shared))
+    module.register_parameter(name, _get_or_create_shard(full, spec, coords, shared))
     module.__dict__.setdefault("shard_specs", {})[name] = spec
     module.__dict__["shard_axis"] = axis
     return full

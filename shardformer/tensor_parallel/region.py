@@ -57,7 +57,7 @@ class ReplicatedRegion:
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
         """Gather x, unless the full tensor is passed as ``known``, and return it and ``multiply`` of it."""
         return x, multiply(x)
@@ -90,17 +90,17 @@ class SequenceShardedRegion:
         return DeferredTensor.make(x, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        if known is not None or not self.overlap:
-            joined = all_gather(x, self.axis, SEQUENCE, self.full) if known is None else known
+        if gathered_x is not None or not self.overlap:
+            joined = all_gather(x, self.axis, SEQUENCE, self.full) if gathered_x is None else gathered_x
             return joined, multiply(joined)
         products: dict[int, list[Tensor]] = {}
 
-        def use(chunk: Tensor, start: int, end: int) -> None:
+        def multiply_chunk(chunk: Tensor, start: int, end: int) -> None:
             products[start] = multiply(chunk)
 
-        joined = all_gather_matmul(x, self.axis, self.full, use)
+        joined = all_gather_matmul(x, self.axis, self.full, multiply_chunk)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
@@ -174,19 +174,19 @@ class ColumnParallel(Protocol):
     def multiply(self, x: Tensor) -> Tensor: ...
 
 
-def projection_operands(
-    x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
+def cast_projection_operands(
+    x: Tensor, columns: Sequence[ColumnParallel], gathered_x: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
     """Cast x, the gathered input, and the weights and biases of the columns to the dtype of the products."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
     if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
+        x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
-    return x, known, weights
+    return x, gathered_x, weights
 
 
 def column_projections(
-    x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
+    x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
     """Return the detached full input of the column-parallel linears, and their outputs (B, S, f).
 
@@ -194,12 +194,12 @@ def column_projections(
     backward overlaps the communication of the input gradient with the weight gradients. ``known`` is the full tensor of
     x, if it is already gathered.
     """
-    x, known, weights = projection_operands(x, columns, known)
-    seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
-    return seen, outputs
+    x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
+    full_x, *outputs = _ColumnProjections.apply(x, gathered_x, region, [c.transposed for c in columns], *weights)
+    return full_x, outputs
 
 
-def cache_gathered(x: DeferredTensor, full: Tensor) -> None:
+def store_gathered(x: DeferredTensor, full: Tensor) -> None:
     if x.computed_value is None and full.dtype == x.dtype:
         x.set_computed(full)
 
@@ -211,8 +211,8 @@ def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
-            seen, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
-            cache_gathered(x, seen)
+            full_x, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
+            store_gathered(x, full_x)
             return y
         x = x.full_tensor()
     return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
@@ -238,32 +238,37 @@ class _ColumnProjections(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        gathered_x: Tensor | None,
+        region: TpRegion,
+        transposed: list[bool],
+        *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         matrices, biases = cast("tuple[Tensor, ...]", weights[::2]), weights[1::2]
 
         def multiply(chunk: Tensor) -> list[Tensor]:
             return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
-        seen, outputs = edges.gather_then_matmul(x, multiply, known)
-        ctx.edges, ctx.transposed = edges, transposed
-        ctx.save_for_backward(seen, *matrices)
+        full_x, outputs = region.gather_then_matmul(x, multiply, gathered_x)
+        ctx.region, ctx.transposed = region, transposed
+        ctx.save_for_backward(full_x, *matrices)
         ctx.set_materialize_grads(False)
-        visible = seen.detach()
+        visible = full_x.detach()
         ctx.mark_non_differentiable(visible)
         return (visible, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        seen, *weights = ctx.saved_tensors
+        full_x, *weights = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = ctx.edges.start_reduce(_input_grad(seen, weights, ctx.transposed, grads))
+            pending = ctx.region.start_reduce(_input_grad(full_x, weights, ctx.transposed, grads))
         out: list[Tensor | None] = []
         for i, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
-            out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
+            out.append(weight_grad(full_x, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
             out.append(bias_grad(grad) if needs_bias else None)
         return (None if pending is None else pending.wait(), None, None, None, *out)
 
@@ -273,7 +278,7 @@ def bias_grad(grad: Tensor | None) -> Tensor | None:
 
 
 def _input_grad(
-    seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
+    full_x: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
     """Return the gradient of the input, summed over the columns."""
     total = None
@@ -283,7 +288,7 @@ def _input_grad(
         flat = grad.reshape(-1, grad.shape[-1])
         matrix = weight.t() if t else weight
         total = flat @ matrix if total is None else total.addmm_(flat, matrix)
-    return torch.zeros_like(seen) if total is None else total.view(seen.shape)
+    return torch.zeros_like(full_x) if total is None else total.view(full_x.shape)
 
 
 class RowParallelMatmul(Function):
@@ -296,10 +301,10 @@ class RowParallelMatmul(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: TpRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
+        ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
+        return region.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
@@ -310,8 +315,8 @@ class RowParallelMatmul(Function):
         def multiply(chunk: Tensor) -> list[Tensor]:
             return [linear_matmul(chunk, weight, None, not ctx.transposed)] if needs_x else []
 
-        known, ctx.gathered = ctx.gathered, None
-        full, x_grad = ctx.edges.gather_then_matmul(grad, multiply, known)
+        gathered_x, ctx.gathered = ctx.gathered, None
+        full, x_grad = ctx.region.gather_then_matmul(grad, multiply, gathered_x)
         if needs_x and not needs_weight:
             ctx.gathered = full
         w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None
@@ -365,7 +370,7 @@ class LocalRandomState:
         self._outer = []
 
 
-def same_random_in(axis: Axis, module: nn.Module) -> None:
+def align_random_state(axis: Axis, module: nn.Module) -> None:
     """Make a module draw the same random numbers on all ranks, within a region where each rank draws its own.
 
     Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by

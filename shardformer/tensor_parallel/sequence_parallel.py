@@ -65,16 +65,16 @@ class StackActivations:
         self._random, self._is_random = LocalRandomState(axis, enabled=random and self._dim is not None), False
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the activations of the current forward are sharded."""
         return self._dim is not None and self._is_open
 
     @property
-    def shares_samples(self) -> Axis | None:
+    def sample_sharing_axis(self) -> Axis | None:
         """The ranks that have different positions of the same samples; None if nothing is sharded."""
         return self.axis if self._dim is not None else None
 
-    def edges(self, x: Tensor) -> TpRegion:
+    def select_region(self, x: Tensor) -> TpRegion:
         """Return the region that communicates at the entry and the exit of a block with input x."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
@@ -118,7 +118,7 @@ class StackActivations:
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
         """
-        if not self.is_cut:
+        if not self.is_sharded:
             return x_BsH
         if self._is_random:
             self._random.leave()
@@ -139,12 +139,12 @@ class StackActivations:
             last.register_forward_hook(self._leave_module)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
+        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_first_output(output, self.leave_stack)
+        return map_first_output(output, self.leave_stack)
 
-    def recall_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    def restore_length_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """Forward pre-hook of a module whose arguments are sharded or gathered: see ``restore_length``."""
         self.restore_length(first_tensor(args, kwargs))
 
@@ -153,17 +153,17 @@ class StackActivations:
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
-        is_full = self.is_cut and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
+        is_full = self.is_sharded and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
         return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if is_full else x_BS
 
     def gather_argument(self, x_Bs: Tensor) -> Tensor:
         """Return all positions of a per-token argument of a full-sequence module. Backward: the local slice."""
-        is_local = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
+        is_local = self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
 
     def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Replicate a module without token inputs over the ranks. Backward: one all-reduce of its output gradient."""
-        return None if self._dim is None else TokenFreeModule(self, module, random)
+        return None if self._dim is None else TokenFreeHook(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Gather the full sequence for ``module``, which needs it outside of its block (for its residual).
@@ -171,7 +171,7 @@ class StackActivations:
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside of a block.
         """
-        return None if self._dim is None else FullSequenceModule(self, module, random)
+        return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
         """Restore the outer random state after a forward that raised."""
@@ -194,7 +194,7 @@ class StackActivations:
         local = x_BsH.shape[SEQUENCE]
         self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
 
-    def check(self, x_BsH: Tensor) -> None:
+    def check_local_length(self, x_BsH: Tensor) -> None:
         """Raise ConfigError if x does not have the local length, because gathering it would hang."""
         length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
@@ -204,9 +204,9 @@ class StackActivations:
                 remedy="Disable sequence parallelism, or the option that splits the sequence (chunk_size_feed_forward)",
             )
 
-    def per_token(self, x: Tensor) -> Tensor | None:
+    def view_per_token(self, x: Tensor) -> Tensor | None:
         """Return x as (B, s, ...) if its rows are the local tokens, (B, s, ...) or (B*s, ...); otherwise None."""
-        if not self.is_cut:
+        if not self.is_sharded:
             return None
         length = local_length(self.full, self.axis)
         if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
@@ -237,7 +237,7 @@ class GatherHook:
         self._random.leave()
 
 
-class FullSequenceModule(GatherHook):
+class GatherSequenceHook(GatherHook):
     """Hooks of a module that needs the full sequence: see ``StackActivations.register_full_sequence``."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
@@ -250,19 +250,19 @@ class FullSequenceModule(GatherHook):
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, x = self._stream, first_tensor(args, kwargs)
         stream.restore_length(x)
-        if not stream.is_cut:
+        if not stream.is_sharded:
             return None
-        stream.check(x)
+        stream.check_local_length(x)
         self._random.enter(x, module.training)
         full = gather_from_region(x, stream.axis, SEQUENCE, stream._split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return with_first_output(output, self._local_positions)
+        return map_first_output(output, self._local_positions)
 
     def _local_positions(self, x: Tensor) -> Tensor:
         """Return the local positions of (B, S, ...), or of flattened tokens (B*S, H)."""
@@ -272,24 +272,24 @@ class FullSequenceModule(GatherHook):
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
 
 
-class TokenFreeModule(FullSequenceModule):
+class TokenFreeHook(GatherSequenceHook):
     """Hooks of a module that takes no tokens: see ``StackActivations.register_token_free``."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stream.is_cut and self._random.is_enabled:
+        if self._stream.is_sharded and self._random.is_enabled:
             self._random.enter(first_tensor(args, kwargs), module.training)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:
             return enter_region(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
 
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return output
         self.reset_after_error()
         return tree_map(enter, output)
 
 
-def with_first_tensor(
+def map_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply ``change`` to the hidden states, the first tensor in the arguments of a module."""
@@ -312,7 +312,7 @@ def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
-def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``change`` to the hidden states in the output of a module: the output, or its first element."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]

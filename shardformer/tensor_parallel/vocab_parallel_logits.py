@@ -303,11 +303,11 @@ def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     # the hook must not refer to the logits: they own the graph, which would then never be freed
     layout = x.placed(local.new_empty([0] * local.dim()))
 
-    def on_local(grad: Tensor) -> Tensor | None:
+    def call_hook_on_local_gradient(grad: Tensor) -> Tensor | None:
         replaced = hook(layout.placed(grad, dtype=grad.dtype))
         return None if replaced is None else local_slice_like(replaced, layout)
 
-    return local.register_hook(on_local)
+    return local.register_hook(call_hook_on_local_gradient)
 
 
 def _get_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:

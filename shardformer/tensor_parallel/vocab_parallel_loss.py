@@ -101,14 +101,14 @@ class _CrossEntropy(Function):
         valid_T = targets_T != options.ignore_index
         label_T1 = (targets_T - options.bounds[options.axis.rank])[:, None]
         column_T1 = label_T1.clamp(0, max(logits_Tv.shape[1] - 1, 0))
-        is_mine_T1 = column_T1 == label_T1
-        local_KT = _local_statistics(logits_Tv, column_T1, is_mine_T1, options)
+        is_local_T1 = column_T1 == label_T1
+        local_KT = _compute_local_statistics(logits_Tv, column_T1, is_local_T1, options)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss")
-        max_T, sum_T, loss_T = _combine(gathered.view(options.axis.size, *local_KT.shape), options)
+        max_T, sum_T, loss_T = _combine_statistics(gathered.view(options.axis.size, *local_KT.shape), options)
         loss_T = torch.where(valid_T, loss_T, 0.0)
         num_valid = valid_T.sum()
         ctx.options = options
-        ctx.save_for_backward(logits_Tv, valid_T, column_T1, is_mine_T1, max_T, sum_T, num_valid)
+        ctx.save_for_backward(logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid)
         if options.reduction != "none":
             loss_T = loss_T.sum()
         if options.reduction == "mean":
@@ -118,19 +118,19 @@ class _CrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        logits_Tv, valid_T, column_T1, is_mine_T1, max_T, sum_T, num_valid = ctx.saved_tensors
+        logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid = ctx.saved_tensors
         options: _Options = ctx.options
         grad = grad.to(max_T.dtype)
         if options.reduction == "mean":
             grad = grad / num_valid
         weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]
-        at_label_T1 = torch.where(is_mine_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
+        at_label_T1 = torch.where(is_local_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
         uniform_T1 = weight_T1 * (options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None
         statistics = (max_T[:, None], weight_T1 / sum_T[:, None])
-        return _gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
+        return _compute_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
 
 
-def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, options: _Options) -> Tensor:
+def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
     """Return (K, T): maximum, sum of exponentials, logit of the label or 0; with smoothing also the sum of the logits.
 
     Both sums are relative to the maximum.
@@ -141,19 +141,19 @@ def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, 
     if width == 0:
         out_KT[0] = -torch.inf
         return out_KT
-    for rows in _chunks(logits_Tv, dtype):
+    for rows in _row_chunks(logits_Tv, dtype):
         x_tv = logits_Tv[rows]
         max_t = x_tv.amax(1).to(dtype)
-        shifted_tv = torch.sub(x_tv, _finite(max_t)[:, None])
+        shifted_tv = torch.sub(x_tv, _clamp_infinite(max_t)[:, None])
         if options.label_smoothing:
             out_KT[3, rows] = shifted_tv.sum(1)
         out_KT[0, rows] = max_t
         out_KT[1, rows] = shifted_tv.exp_().sum(1)
-    out_KT[2] = torch.where(is_mine_T1, logits_Tv.gather(1, column_T1), 0.0)[:, 0]
+    out_KT[2] = torch.where(is_local_T1, logits_Tv.gather(1, column_T1), 0.0)[:, 0]
     return out_KT
 
 
-def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
+def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
     """Return M, S and the loss of each token, each (T,), bitwise identical on all ranks."""
     max_RT, sum_RT, target_RT = stats_RKT[:, 0], stats_RKT[:, 1], stats_RKT[:, 2]
     max_T = max_RT.amax(0)
@@ -162,14 +162,14 @@ def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tens
     if options.label_smoothing:
         # -log p summed over the vocabulary is V log S - sum (x - M)
         spread_T = stats_RKT[:, 3].sum(0)
-        for rank, offset_T in enumerate(_finite(max_RT) - max_T):
+        for rank, offset_T in enumerate(_clamp_infinite(max_RT) - max_T):
             spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T
         uniform_T = sum_T.log() - spread_T / options.bounds[-1]
         loss_T = (1 - options.label_smoothing) * loss_T + options.label_smoothing * uniform_T
     return max_T, sum_T, loss_T
 
 
-def _gradient(
+def _compute_gradient(
     logits_Tv: Tensor,
     max_T1: Tensor,
     scale_T1: Tensor,
@@ -181,7 +181,7 @@ def _gradient(
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
-    for rows in _chunks(logits_Tv, max_T1.dtype):
+    for rows in _row_chunks(logits_Tv, max_T1.dtype):
         out_tv = grad_Tv[rows]
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
@@ -194,12 +194,12 @@ def _gradient(
     return grad_Tv
 
 
-def _finite(max_T: Tensor) -> Tensor:
+def _clamp_infinite(max_T: Tensor) -> Tensor:
     """Clamp a maximum of -inf, so that a rank whose columns are all masked adds exp(-inf) = 0 instead of NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
-def _chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+def _row_chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     """Yield slices of rows whose values in ``dtype`` fit CHUNK_BYTES, with at least one row each."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)

@@ -84,7 +84,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
     In a block, the block communicates. Outside of a block it gathers its weight (backward: a reduce-scatter).
     """
 
-    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim = hidden_dim(self.transposed)
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = hidden_splits(self.in_features, self.grid)
@@ -101,21 +101,21 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
     Shards its weight like ``GridLinear_Col``, and its bias along H like the activations.
     """
 
-    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim, grid = 1 - hidden_dim(self.transposed), self.grid
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = hidden_splits(self.out_features, grid)
         bias_split = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: bias_split})
 
-    def _output_width(self, edges: TpRegion) -> int:
-        if not isinstance(edges, GridRegion):
+    def _output_width(self, region: TpRegion) -> int:
+        if not isinstance(region, GridRegion):
             return self.out_features
         return local_length(self.out_features, self.grid.hidden)
 
-    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        if isinstance(edges, GridRegion):
-            y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, edges)
+    def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+        if isinstance(region, GridRegion):
+            y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, region)
             return y
         weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
         return reduce_from_tp_region(linear_matmul(x, weight, None, self.transposed), self.grid.column)
