@@ -28,7 +28,7 @@ from torch import Tensor
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel.masks import ChunkedMask, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.context_parallel.ulysses import (

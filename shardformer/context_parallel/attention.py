@@ -54,7 +54,9 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers: query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D), None.
+    """Compute context-parallel attention, with the signature that transformers calls.
+
+    query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
 
     Communicates as ``ring_attention`` and ``exchange_positions_for_heads``.
 
@@ -62,7 +64,7 @@ def context_attention(
         ConfigError, InputError: for arguments that a sharded sequence does not support.
     """
     state: ContextParallelState | None = module.__dict__.get(RUN)
-    positions = None if state is None else _query_positions(state, query, attention_mask)
+    positions = None if state is None else _find_query_positions(state, query, attention_mask)
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
             attention_mask = attention_mask.full_mask(query.device)
@@ -75,12 +77,12 @@ def context_attention(
     _check_arguments(module, attention_mask, kwargs)
     mask = attention_mask
     if mask is None:
-        mask = _mask_of_module(module, query, key, state, positions, is_causal)
+        mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
     query, key, value = _pad_to_same_width(query, key, value)
-    of_queries, of_keys = _head_exchanges(state, query.shape[1], key.shape[1], mask)
+    of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], mask)
     heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
     weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), heads) if dropout > 0 else None
     options = ScoreOptions(scale, kwargs.get("softcap"), weights_dropout)
@@ -98,7 +100,7 @@ def context_attention(
 
 @dataclass(frozen=True)
 class RelativeBiasArgument:
-    """Replaces the bias of all pairs of positions, which a model passes to its layers: see RelativePositionBias."""
+    """Relative position bias by distance, in place of the bias tensor that a model passes to its layers."""
 
     distance_bias: Tensor
 
@@ -111,10 +113,10 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
-        module.__dict__["compute_bias"] = MethodType(_compute_distance_bias, module)
+        module.__dict__["compute_bias"] = MethodType(_compute_bias_by_distance, module)
 
 
-def _compute_distance_bias(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
     state: ContextParallelState = self.__dict__[RUN]
     original: Any = getattr(type(self), "compute_bias")  # noqa: B009  # nn.Module declares no such attribute
     is_recomputing = current_graph_task_id() >= 0
@@ -127,7 +129,7 @@ def _compute_distance_bias(self: nn.Module, query_length: int, key_length: int, 
     return RelativeBiasArgument(distance_bias[0, :, 0])
 
 
-def _head_exchanges(
+def _make_head_exchanges(
     state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
     """Return the exchanges of query heads and of key heads in the Ulysses group."""
@@ -143,8 +145,8 @@ def _head_exchanges(
     return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
 
 
-def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
-    """Return the positions of the queries; None if they are not sharded."""
+def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
+    """Return the sequence positions of the queries on each rank; None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
         return mask.queries if count == state.local_length(mask.queries.length) else None
@@ -153,7 +155,7 @@ def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> S
     return state.find_by_local_length(count)  # a recomputation; a later forward may have replaced state.current
 
 
-def _mask_of_module(
+def _make_mask_of_module(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -182,7 +184,7 @@ def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
 def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}",
+            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported",
             rule="With a sharded sequence, only padding is passed as a tensor, (batch, sequence); the model's mask "
             "function describes all other masks",
             remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document",

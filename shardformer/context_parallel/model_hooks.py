@@ -45,7 +45,7 @@ from shardformer.transformers_compat import arguments_of, caches_in, without_cac
 
 
 class ModelInputHook:
-    """Hooks before and after a forward of the model.
+    """Hooks that start and end context parallelism around each forward of a model.
 
     Args:
         draws: whether the model draws random numbers in training.
@@ -79,7 +79,7 @@ class ModelInputHook:
         return tree_map(lambda x: share_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Remove caches from the output, because their keys and values are those of the local positions."""
+        """Remove key-value caches from the model's output, because they contain only local positions."""
         state = self._state
         state.current = None
         set_current_state(None)
@@ -88,7 +88,7 @@ class ModelInputHook:
 
 
 class StackHook:
-    """Hooks of the layers of one stack.
+    """Hooks that shard the sequence for the layers of one stack, and make its output a sharded tensor.
 
     Args:
         path: the path of the stack.
@@ -181,34 +181,34 @@ class StackHook:
 
 
 def run_on_local_positions(module: nn.Module) -> None:
-    """Let a parallel layer outside of the stacks work on the local positions of its input."""
+    """Make a parallel layer outside of the stacks compute only the local positions of its input."""
     sharded: list[SequenceShardedTensor] = []
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
         sharded[:] = inputs[:1]
         return tree_map(
             lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
         )
 
-    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+    def wrap_output(_: nn.Module, args: Any, output: Any) -> Any:
         if not sharded:
             return output
         x = sharded.pop()
         return map_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(unwrap_inputs, with_kwargs=True, prepend=True)
+    module.register_forward_hook(wrap_output)
 
 
 # B batch, S sequence, H hidden; s: local positions
 
 
 class FullSequenceHook:
-    """Gathers the inputs of a module over the sequence (state spaces, convolutions), and shards its output again.
+    """Hooks that gather the sequence for a module that needs all positions, and shard its output again.
 
-    Every rank computes the module for all positions. Communicates: forward one all-gather of B*S*H, backward one
-    reduce-scatter of it.
+    Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward
+    one all-gather of B*S*H, backward one reduce-scatter of it.
 
     Args:
         path: the path of the stack, and of the module in a layer.

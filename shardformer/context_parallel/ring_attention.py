@@ -39,7 +39,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingExchange:
-    """The exchange of keys and values in a ring."""
+    """Settings of the exchange of keys and values between the ranks of a ring."""
 
     axis: Axis
     mask: ChunkedMask
@@ -47,7 +47,7 @@ class RingExchange:
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
     def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return the chunks of an owner's keys that a rank needs."""
+        """Return the chunks of keys of rank ``owner`` that rank ``rank`` needs."""
         chunks = self.mask.keys.chunks_of(owner)
         return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
@@ -160,7 +160,10 @@ class _Ring(Function):
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """Yield (owner, its chunks, its keys and values (2, B, K, n, D)) of this rank, then of the ranks it attends to."""
+    """Yield the keys and values of this rank, then those of each other rank of the ring.
+
+    Each item is (owner, its chunks, its keys and values (2, B, K, n, D)).
+    """
     axis = exchange.axis
     me, ranks = axis.rank, axis.size
     local_chunks = exchange.mask.keys.chunks_of(me)
@@ -181,7 +184,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
         if chunks:
             yield owner, chunks, into
         elif exchange.chunks_needed_by(me, owner):
-            raise AssertionError("a chunk that is needed was not received")
+            raise AssertionError(f"Rank {me} needs keys of rank {owner}, but received none")
         else:
             yield owner, (), into
         incoming = following
@@ -190,13 +193,15 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
 def _start_exchange(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start to send the local keys to the rank ``step`` positions after it, and to receive those of the rank before."""
+    """Start ring step ``step``: send the local keys to a later rank, and receive those of an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
     leaving, chunks = exchange.chunks_needed_by(to, axis.rank), exchange.chunks_needed_by(axis.rank, source)
-    out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
+    out = kv[
+        :, :, :, _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)
+    ].contiguous()
     into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
@@ -239,7 +244,7 @@ class _KeyValueGradients:
             for work in works:
                 work.wait()
             if chunks:
-                at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
+                at = _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
     def _exchange_all(self) -> None:
@@ -260,7 +265,10 @@ class _KeyValueGradients:
 def _kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
 ) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
-    """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
+    """Yield the slice of queries, the slice of keys and their mask for each kernel call.
+
+    One call suffices if all queries attend to the same keys.
+    """
     mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.attending_queries(rank, chunks)
     seen = {row: tuple(c for c in chunks if mask.visibility(row, c) is not Visibility.NOTHING) for row in rows}
@@ -268,12 +276,12 @@ def _kernel_calls(
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
-        at = _slice_of(mask.queries, mask.queries.chunks_of(rank), queries)
-        yield at, _slice_of(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
+        at = _slice_of_chunks(mask.queries, mask.queries.chunks_of(rank), queries)
+        yield at, _slice_of_chunks(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
 
 
-def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the slice of selected chunks, which are adjacent, in a tensor of the stored chunks."""
+def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
+    """Return the position of the adjacent ``selected`` chunks in a tensor of the ``stored`` chunks."""
     start = 0
     bounds = []
     for chunk in stored:

@@ -41,9 +41,9 @@ _INSIDE = threading.local()
 """Whether a model runs its forward. Operands that need a gradient then belong to the model, on all ranks."""
 
 
-def set_inside_model(is_now: bool) -> None:
+def set_inside_model(is_inside: bool) -> None:
     """Set whether the following operations belong to a model whose gradients are averaged over the ranks."""
-    _INSIDE.now = is_now
+    _INSIDE.now = is_inside
 
 
 def is_inside_model() -> bool:
@@ -73,7 +73,7 @@ class SequenceShardedTensor(ShardedTensor):
         return self
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Gather the vocabulary of vocabulary-parallel logits first."""
+        """Gather the sequence, after the vocabulary if the local shard is vocabulary-parallel."""
         return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
@@ -114,7 +114,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather all rows. Communicates one all-gather, and in the backward of floats one reduce-scatter.
+    """Gather the rows of all ranks along ``dim``. Backward of floats: one reduce-scatter.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     """
@@ -136,7 +136,7 @@ def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Take the local rows of a replicated tensor. Communicates nothing, also in the backward."""
+    """Return this rank's rows of a replicated tensor along ``dim``. Communicates nothing, also in the backward."""
     dim, shape = dim % x.dim(), x.shape
 
     def pad(grad: Tensor) -> Tensor:
@@ -145,8 +145,8 @@ def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
     return with_backward(x, lambda x: rows.slice_local(x, dim), pad)
 
 
-def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a function of the last dim with weights (linear, norms) to the local positions."""
+def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Apply a linear or a norm over the last dim to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
@@ -221,7 +221,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Index with integers, slices, None and ``...``; the sharded dim only with slices."""
+    """Index a sharded tensor with integers, slices, None and ``...``. The sharded dim takes only slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
@@ -311,7 +311,7 @@ _NAMES: Mapping[Rule, str] = {
         {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
-    _rowwise: "linear layer_norm rms_norm",
+    _apply_per_position: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
     rules.copied: "clone contiguous detach",

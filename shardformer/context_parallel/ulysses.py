@@ -1,4 +1,4 @@
-"""Ulysses: the ranks of a group exchange heads for positions, so that each has some heads of all their positions.
+"""Ulysses: ranks of a group exchange attention heads for positions, so that each has some heads of all positions.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 
@@ -30,7 +30,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The assignment of heads to the ranks of a group."""
+    """Assignment of attention heads and positions to the ranks of a Ulysses group."""
 
     axis: Axis
     heads: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
@@ -39,7 +39,7 @@ class HeadExchange:
 
 
 def assign_query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the query heads of each rank, split evenly."""
+    """Split the query heads evenly over the ranks, and return the heads of each rank."""
     return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(count, ranks)))
 
 

@@ -50,7 +50,7 @@ def bloom_attention(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM attention, with ALiBi as an additional feature of queries (1) and keys (the bias).
+    """Compute BLOOM attention. ALiBi is an additional feature: 1 in each query, the bias in each key.
 
     The flash kernel for CUDA does not support a bias of the scores.
     """
@@ -69,7 +69,7 @@ def bloom_attention(
 def gpt_neo_attention(
     self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
 ) -> Output:
-    """Compute GPT-Neo attention: unscaled scores, and a window in local layers."""
+    """Compute GPT-Neo attention, with unscaled scores and a sliding window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -93,7 +93,7 @@ def gptj_attention(
 
 
 def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention, with biases for relative heights and widths that are products with the query."""
+    """Compute SAM attention. Its position bias is the product of each query with relative positions."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -112,7 +112,7 @@ def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bo
 def swinv2_attention(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
 ) -> tuple[Tensor]:
-    """Compute Swin V2 attention: cosine similarity with a scale per head, and a bias from an MLP."""
+    """Compute Swin V2 attention from scaled cosine similarities and a position bias from an MLP."""
     projections = (self.query, self.key, self.value)
     heads = (-1, self.num_attention_heads, self.attention_head_size)
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
@@ -122,7 +122,7 @@ def swinv2_attention(
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute timm's Swin V2 attention, with one linear for q, k and v and separate biases."""
+    """Compute timm's Swin V2 attention, which has one linear for q, k and v and separate biases."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:
@@ -137,7 +137,10 @@ def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> T
 def _cosine_attention(
     self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
 ) -> Tensor:
-    """Attend within windows: q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D)."""
+    """Compute attention within windows from the cosine similarities of queries and keys.
+
+    q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D).
+    """
     scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = self.window_size[0] * self.window_size[1]
@@ -159,7 +162,7 @@ def _dropout_rate(module: nn.Module, dropout: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """The override of one method of an attention class.
+    """Replacement of one method of an attention class by a function that uses fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
@@ -201,7 +204,10 @@ SDPA = ("FalconAttention",)
 
 
 def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the override of a class; None if it uses transformers' interface in this version (GPT-J from 5.24 on)."""
+    """Return the override of an attention class, or None if the class needs none.
+
+    A class on transformers' attention interface needs none, such as GPT-J from transformers 5.24 on.
+    """
     override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if override is None:
         return None
@@ -250,7 +256,7 @@ def check_overrides(model: nn.Module) -> None:
             raise unsupported_error(
                 f"slow_but_exact=True with pretraining_tp={module.pretraining_tp}, as in {path}",
                 "Set slow_but_exact=False in the config",
-                "They compute the output projection in slices, to reproduce the rounding of a training run",
+                "Such models compute the output projection in slices, to reproduce the rounding of a training run",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -334,7 +340,10 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Make modules with a switch call torch's attention, and replace it by ``attention``. Yields the replacements."""
+    """Set the ``fused_attn`` switch of timm's attentions, and run them on fused kernels.
+
+    Yields the path, the name and the replacement of each method.
+    """
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
             setattr(module, SWITCH, True)
@@ -344,7 +353,7 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of the class, with ``attention`` instead of torch's attention function."""
+    """Run a module's own forward, with ``attention`` in place of torch's attention function."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
@@ -402,7 +411,7 @@ def _check_interface(model: nn.Module) -> None:
 
 
 def _check_no_dropout(model: nn.Module) -> None:
-    """Raise if a module will call its attention with dropout, which torch's flash attention for the CPU lacks."""
+    """Raise ConfigError if an attention has dropout, which torch's flash kernel for the CPU does not support."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):
@@ -417,7 +426,7 @@ def _check_no_dropout(model: nn.Module) -> None:
 
 
 def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
-    """Return the attributes with the dropout rate of the attention weights."""
+    """Return the names of a module's attributes that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
     if (override := find_override(type(module))) is not None:
@@ -458,7 +467,7 @@ def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: to
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Register an attention and its mask function with transformers; None for the mask of torch's attention."""
+    """Register an attention function and its mask function, by default torch's, with transformers."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

@@ -53,7 +53,7 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 def rms_norm(
     kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the RMS norm of a kind, by fused kernels or with a custom ``mean`` over the last dim."""
+    """Apply an RMS norm of one of ``RMS_KINDS`` with fused kernels, or with a custom ``mean`` function."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -178,7 +178,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the normalized dims; None for a module whose parameters or inputs are not those of a norm."""
+    """Return the shape over which a norm normalizes, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -205,7 +205,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 @without_fake_tensors()
 def norm_kind(module: nn.Module) -> str | None:
-    """Return "layer" or the kind of RMS norm of a module; None if its output matches no formula."""
+    """Identify a norm by its output as "layer" or one of ``RMS_KINDS``; None if no formula matches."""
     shape, eps = _normalized_shape(module), _find_eps(module)
     if shape is None:
         return None
@@ -252,7 +252,7 @@ def is_elementwise(module: nn.Module) -> bool:
 
 
 def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
-    """Return values in (-1, 1) that look irregular, without using the random state."""
+    """Return a tensor of irregular test values in (-1, 1), without using the random state."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
@@ -268,7 +268,10 @@ def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Modu
 
 
 def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
-    """Return the largest relative error, as a multiple of the bound; denominators are at least ``least``."""
+    """Return the largest relative error of ``actual``, as a multiple of the bound for its dtype.
+
+    Denominators are at least ``least``.
+    """
     if not isinstance(actual, Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return float("inf")
     a, b = expected.to(torch.float64), actual.to(torch.float64)
@@ -310,7 +313,7 @@ def get_compiled_kernel(device: str) -> Callable[..., Tensor]:
 
 
 class _DeferredBias(Function):
-    """Return x, with the gradients of x + bias."""
+    """Autograd function that returns x, but has the gradients of x + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -322,7 +325,7 @@ class _DeferredBias(Function):
 
 
 class FusedActivation(DeferredTensor):
-    """act(x + bias), deferred until an operation reads the values, or fused with an activation or a gate."""
+    """Deferred act(x + bias), which is fused with a following activation or gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
@@ -361,7 +364,7 @@ class FusedActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output x of a linear with a bias that the next operation adds."""
+    """Defer the bias of a linear with output x, so that the next operation adds the bias."""
     bias = None if bias is None else bias.to(x.dtype)
     return FusedActivation.of(
         None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()

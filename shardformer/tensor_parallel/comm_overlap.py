@@ -24,9 +24,10 @@ from shardformer.mesh.transport import Work
 def all_gather_matmul(
     x_BsH: Tensor, axis: Axis, full_length: int, process_chunk: Callable[[Tensor, int, int], None]
 ) -> Tensor:
-    """Gather dim 1 of all ranks, and call ``use(chunk, start, end)`` for each chunk when it arrives.
+    """All-gather dim 1 in ring steps, and call ``process_chunk(chunk, start, end)`` when a chunk arrives.
 
-    Returns the gathered tensor (B, full, H). Communicates one all-gather of it, in R-1 steps that overlap with ``use``.
+    Returns the gathered tensor (B, full_length, H). Communicates one all-gather of it, in R-1 steps that overlap with
+    ``process_chunk``.
     """
     bounds = even_bounds(full_length, axis.size)
     joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
@@ -54,10 +55,11 @@ def all_gather_matmul(
 
 
 def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axis, full_length: int) -> Tensor:
-    """Sum ``make(start, end)`` over the ranks for each chunk of dim 1, and return the chunk of this rank.
+    """Reduce-scatter along dim 1 in ring steps, while ``compute_chunk(start, end)`` computes the next chunk.
 
-    ``make`` computes the summand of this rank for one chunk, while the sum of the previous chunk is communicated.
-    Communicates one reduce-scatter of the full tensor, in R-1 steps.
+    ``compute_chunk`` computes the summand of this rank for one chunk, while the sum of the previous chunk is
+    communicated. Returns the chunk of this rank, summed over the ranks. Communicates one reduce-scatter of the full
+    tensor, in R-1 steps.
     """
     bounds = even_bounds(full_length, axis.size)
     next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
@@ -83,7 +85,7 @@ def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axi
         arriving = summand.new_empty(shape)
         kept = [summand.contiguous()]
         works = axis.transport.exchange({next_rank: kept[0]}, {previous_rank: arriving})
-    raise AssertionError("a ring has at least one step")
+    raise AssertionError("The ring has no steps, although an axis has at least one rank")
 
 
 # B batch, S sequence, H hidden; s: local slice of the sequence

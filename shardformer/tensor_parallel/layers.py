@@ -32,7 +32,7 @@ from shardformer.tensor_parallel.parallel_module import (
     check_shardable,
     embedding_scale,
     move_hooks,
-    product_dtype,
+    select_product_dtype,
     wrong_class_error,
 )
 from shardformer.tensor_parallel.region import (
@@ -42,7 +42,7 @@ from shardformer.tensor_parallel.region import (
     TpRegion,
     deferred_all_reduce,
     linear_matmul,
-    single_column_projection,
+    project_single_column,
 )
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
 from shardformer.torch_compat import assert_async, has_data
@@ -83,7 +83,7 @@ class _ParallelLinear(ParallelModule):
         self.train(native.training)
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Return the layouts of a weight of this shape, and of the bias."""
+        """Return the shard layouts of the weight, which has this shape, and of the bias."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
@@ -95,7 +95,7 @@ class _ParallelLinear(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear or a transformers Conv1D with its full weight. Raises ConfigError for other classes."""
+        """Shard a full nn.Linear or transformers Conv1D over the ranks. Raises ConfigError for other classes."""
         if not is_linear(module):
             raise wrong_class_error(
                 cls, module, "Name the linear itself in the policy, not the module that contains it"
@@ -151,11 +151,11 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """The bias that the matmul adds; None if it is returned or fused with the next operation."""
+        """Bias that the matmul adds; None if the caller or the next operation adds it."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the local product for an input that already entered the block. Communicates nothing."""
+        """Multiply an input that already entered the block by the local weight. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -164,7 +164,7 @@ class Linear1D_Col(_ParallelLinear):
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
-            y = single_column_projection(self, x)
+            y = project_single_column(self, x)
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -191,7 +191,7 @@ class FusedLinear1D_Col(Linear1D_Col):
         if out_features % n_fused:
             raise ConfigError(
                 f"n_fused={n_fused} does not divide out_features={out_features}",
-                remedy="Pass the number of concatenated projections, or a split",
+                remedy="Pass n_fused as the number of concatenated projections, or pass a split",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -239,14 +239,14 @@ class Linear1D_Row(_ParallelLinear):
         if not self.parallel_input:
             x = self._local_input(x)
         weight: Tensor = self.weight
-        if (dtype := product_dtype(x, weight)) is not None:
+        if (dtype := select_product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
         region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
         try:
             y = self._multiply_and_reduce(x, weight, region)
         finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
             if self.block is not None:
-                self.block.leave(self.training)
+                self.block.close(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
         bias = self._bias_for_output(y)
@@ -260,7 +260,7 @@ class Linear1D_Row(_ParallelLinear):
         return self.bias
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        """Return the product summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
+        """Return x @ weight summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
             return x.new_zeros((*region.leading_shape(x), self._output_width(region)))
@@ -331,7 +331,7 @@ class _ParallelEmbedding(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Embedding that has its full table.
+        """Shard a full nn.Embedding over the ranks.
 
         Raises ConfigError for other classes, and for options that need the full table (max_norm, scale_grad_by_freq,
         sparse).
@@ -463,7 +463,7 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight. Raises ConfigError unless it is a norm over ``split``."""
+        """Shard a full layer norm or RMS norm. Raises ConfigError if it does not normalize the dim of ``split``."""
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
@@ -491,7 +491,7 @@ class ShardedNorm(ParallelModule):
         return (y if bias is None else y + bias).to(x.dtype)
 
     def _mean_over_ranks(self, x: Tensor) -> Tensor:
-        """Return the mean over all W features, on every rank. Backward: one all-reduce."""
+        """Return the mean over the W features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 

@@ -30,7 +30,7 @@ _SAVED_PARAMETERS = "_shardformer_narrow"
 """The attribute that keeps the 16-bit parameters of such a norm while its forward runs."""
 
 
-def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype to which the operands of a matrix product are cast, or None if they keep their dtypes."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -65,7 +65,7 @@ def accept_wide_inputs(model: nn.Module) -> None:
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
-    """Return the first floating-point parameter, or its placeholder on a stage that does not own it."""
+    """Return the module's first floating-point parameter, or the placeholder of one from another stage."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
@@ -84,7 +84,7 @@ def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Cast the weight and the bias to the dtype of the statistics for one forward."""
+    """Cast a norm's weight and bias to the dtype of its running statistics for one forward."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
     module.__dict__[_SAVED_PARAMETERS] = narrow
@@ -101,7 +101,7 @@ GroupLike = Axis | dist.ProcessGroup | None
 
 
 class ParallelModule(nn.Module, ABC):
-    """Base class of the layers that replace a module with this rank's shard of it.
+    """Base class of layers that replace a module and store only this rank's shard of its parameters.
 
     ``shard_specs`` maps the local name of each sharded parameter to its layout. Parameters keep their names, so the
     state dict of a sharded model has the keys of the original model.
@@ -155,9 +155,9 @@ def _get_or_create_shard(
 
 
 def move_hooks(new: nn.Module, native: nn.Module) -> None:
-    """Move the hooks of ``native`` to ``new``, after the hooks of ``new``. The handles of the hooks keep working.
+    """Move the hooks of module ``native`` to module ``new``, so that they run after the hooks of ``new``.
 
-    Hooks that would see a shard instead of the full tensor raise an error later.
+    The handles of the hooks keep working. Hooks that would see a shard instead of the full tensor raise an error later.
     """
     for table, hooks in vars(native).items():
         if table.startswith(("_forward_", "_backward_")) and "hooks" in table and hooks:
@@ -168,7 +168,7 @@ def move_hooks(new: nn.Module, native: nn.Module) -> None:
 
 
 def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` computes something other than the plain classes ``kinds``.
+    """Raise ConfigError if ``module`` does not compute the same as a plain module of ``kinds``.
 
     Reasons are a custom forward, a computed weight (weight norm), and hooks.
     """
@@ -181,8 +181,8 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
         found = "hooks"
     if found is not None:
         raise ConfigError(
-            f"{type(module).__module__}.{type(module).__name__} has {found}",
-            rule=f"A parallel layer replaces only a plain {' or '.join(kind.__name__ for kind in kinds)}",
+            f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it",
+            rule=f"Parallel layers replace only a plain {' or '.join(kind.__name__ for kind in kinds)}",
             remedy="Remove the hooks, or register them on the attention or MLP"
             if found == "hooks"
             else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
@@ -248,7 +248,10 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
 
 
 def _make_test_values(like: Tensor) -> Tensor:
-    """Return nonzero values in (-1, 1) of this shape that depend on the index, in a view of a small vector."""
+    """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``like``.
+
+    The tensor is a view of a small vector.
+    """
     strides = [dim + 1 for dim in range(like.dim())]
     num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
     return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
@@ -258,11 +261,11 @@ def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> C
     return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}", remedy=remedy)
 
 
-def check_shardable(what: str, size: int, axis: Axis) -> None:
-    """Raise ConfigError if sharding ``size`` elements over the axis leaves a rank without any."""
+def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
+    """Raise ConfigError if a dim of ``size`` elements is too small to give every rank an element."""
     if size < axis.size:
         raise ConfigError(
-            f"{what}={size} cannot be sharded over {axis.size} ranks",
+            f"{dim_name}={size} cannot be sharded over {axis.size} ranks",
             remedy=f"Use a tensor size of {size} or less" if size > 1 else "Do not shard this layer",
         )
 

@@ -37,7 +37,7 @@ from shardformer.torch_compat import current_graph_task_id, tree_map
 
 
 class StackActivations:
-    """The activations between the blocks of one stack of layers.
+    """Sharding of the activations between the tensor-parallel blocks of one stack of layers.
 
     If the layout shards the sequence, the activations are sharded before the first layer and gathered after the last.
     Each rank has consecutive positions; their number differs by at most one between ranks.
@@ -71,7 +71,7 @@ class StackActivations:
 
     @property
     def sample_sharing_axis(self) -> Axis | None:
-        """The ranks that have different positions of the same samples; None if nothing is sharded."""
+        """Axis of the ranks that store different positions of the same samples; None without sharding."""
         return self.axis if self._dim is not None else None
 
     def select_region(self, x: Tensor) -> TpRegion:
@@ -145,7 +145,7 @@ class StackActivations:
         return map_first_output(output, self.leave_stack)
 
     def restore_length_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a module whose arguments are sharded or gathered: see ``restore_length``."""
+        """Forward pre-hook that restores the sequence length in a recomputation: see ``restore_length``."""
         self.restore_length(first_tensor(args, kwargs))
 
     def shard_argument(self, x_BS: Tensor) -> Tensor:
@@ -157,7 +157,7 @@ class StackActivations:
         return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if is_full else x_BS
 
     def gather_argument(self, x_Bs: Tensor) -> Tensor:
-        """Return all positions of a per-token argument of a full-sequence module. Backward: the local slice."""
+        """Gather all positions of a per-token argument (B, s, ...) of a module. Backward: the local slice."""
         is_local = self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
 
@@ -166,7 +166,7 @@ class StackActivations:
         return None if self._dim is None else TokenFreeHook(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Gather the full sequence for ``module``, which needs it outside of its block (for its residual).
+        """Gather the full sequence for ``module``, which needs all positions outside of its block.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside of a block.
@@ -174,13 +174,13 @@ class StackActivations:
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the outer random state after a forward that raised."""
+        """Restore the random state from before the stack, after a forward that raised."""
         self._random.leave()
 
     # --- lengths
 
     def restore_length(self, x_BsH: Tensor) -> None:
-        """Restore ``full`` in a recomputation under checkpointing.
+        """Restore the length of the full sequence in a recomputation under activation checkpointing.
 
         Communicates one number if several sequence lengths have the same local length.
         """
@@ -195,7 +195,7 @@ class StackActivations:
         self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
 
     def check_local_length(self, x_BsH: Tensor) -> None:
-        """Raise ConfigError if x does not have the local length, because gathering it would hang."""
+        """Raise ConfigError if x does not have the local sequence length, because its all-gather would hang."""
         length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
@@ -205,7 +205,7 @@ class StackActivations:
             )
 
     def view_per_token(self, x: Tensor) -> Tensor | None:
-        """Return x as (B, s, ...) if its rows are the local tokens, (B, s, ...) or (B*s, ...); otherwise None."""
+        """View x as (B, s, ...), with a row per local token; return None if its rows are not the local tokens."""
         if not self.is_sharded:
             return None
         length = local_length(self.full, self.axis)
@@ -215,30 +215,30 @@ class StackActivations:
         return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
 
     def gather_tokens(self, x_Bs: Tensor) -> Tensor:
-        """Gather (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
+        """Gather a per-token tensor (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
         if x_Bs.is_floating_point():
             return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
         return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
 
-    def unflatten(self, x: Tensor) -> Tensor:
-        """Return an input (B*s, H), which some layers pass to their MLP, as (B, s, H)."""
+    def unflatten_tokens(self, x: Tensor) -> Tensor:
+        """View a flattened MLP input (B*s, H) as (B, s, H); return any other tensor unchanged."""
         length = local_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
 
 class GatherHook:
-    """Hooks of a module that reads more than the local shard of the activations."""
+    """Base class of hooks around a module that needs more than its local shard of the activations."""
 
     _random: LocalRandomState
 
     def reset_after_error(self) -> None:
-        """Restore the outer random state, after the module or after a forward that raised."""
+        """Restore the random state from before the module, for example after a forward that raised."""
         self._random.leave()
 
 
 class GatherSequenceHook(GatherHook):
-    """Hooks of a module that needs the full sequence: see ``StackActivations.register_full_sequence``."""
+    """Hooks that gather the full sequence before a module and shard the module's output."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
@@ -262,18 +262,18 @@ class GatherSequenceHook(GatherHook):
         if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return map_first_output(output, self._local_positions)
+        return map_first_output(output, self._select_local_positions)
 
-    def _local_positions(self, x: Tensor) -> Tensor:
-        """Return the local positions of (B, S, ...), or of flattened tokens (B*S, H)."""
+    def _select_local_positions(self, x: Tensor) -> Tensor:
+        """Return the local positions of a tensor (B, S, ...), or of flattened tokens (B*S, H)."""
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
-            return self._local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
+            return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
 
 
 class TokenFreeHook(GatherSequenceHook):
-    """Hooks of a module that takes no tokens: see ``StackActivations.register_token_free``."""
+    """Hooks that replicate a module without token inputs over the ranks, and sum its output gradient."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if self._stream.is_sharded and self._random.is_enabled:
@@ -308,12 +308,12 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without a tensor argument", remedy="Pass it the hidden states")
+        raise InputError("A layer was called without a tensor argument", remedy="Pass the hidden states to the layer")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
 def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the hidden states in the output of a module: the output, or its first element."""
+    """Apply ``change`` to the hidden states that a module returns, alone or as the first element."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -15,7 +15,7 @@ from shardformer.kernels import attention as attention_kernels
 from shardformer.kernels import attention_registration
 from shardformer.kernels.attention_registration import (
     ATTENTION_NAME,
-    _describe,
+    _describe_kernels,
     check_flash_attention,
     use_flash_attention,
 )
@@ -110,7 +110,7 @@ def test_attention_scores_are_not_materialized(
     assert bool(of_batch) == (family in HELD_BY_THE_MODEL)
     if family in HELD_BY_THE_MODEL:
         record_property("feature", f"part: {HELD_BY_THE_MODEL[family]}")
-    assert "memory-efficient" in _describe(model, CUDA) or family == "falcon"
+    assert "memory-efficient" in _describe_kernels(model, CUDA) or family == "falcon"
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------

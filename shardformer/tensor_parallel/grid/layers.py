@@ -41,7 +41,7 @@ from shardformer.tensor_parallel.region import TpRegion, linear_matmul, local_le
 
 
 class GridModule(ParallelModule):
-    """Layer that takes a tensor grid instead of one axis."""
+    """Base class of parallel layers that are sharded over a tensor grid instead of one axis."""
 
     takes_grid = True
     grid: TensorGrid
@@ -52,12 +52,12 @@ class GridModule(ParallelModule):
 
 
 def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
-    """Return the splits of the hidden dim of a weight: over the contraction (3D only), then over the rows."""
+    """Return the splits of a weight's hidden dim: over the contraction axis (3D only), then over the rows."""
     size = grid.contraction.size * grid.row.size
     if full < size:
         raise ConfigError(
             f"{full} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}",
-            remedy="Use fewer rows",
+            remedy="Use a tensor grid with fewer rows",
         )
     contraction = grid.contraction
     over_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []
@@ -69,7 +69,7 @@ class _GridLinear(GridModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear or a transformers Conv1D that has its full weight over a ``TensorGrid``."""
+        """Shard a full nn.Linear or transformers Conv1D over a ``TensorGrid``."""
         return super().from_native_module(module, process_group.column, grid=process_group, **kwargs)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
@@ -128,14 +128,14 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
-    """Gather the hidden dim of a weight. Backward: reduce-scatters of its gradient."""
+    """All-gather a weight along its hidden dim ``dim``. Backward: reduce-scatters of its gradient."""
     contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
 class ModeLayers:
-    """The layer classes of one tensor-parallel mode."""
+    """Layer classes of one tensor-parallel mode, by their role in a model."""
 
     column: type[ParallelModule]  # the first linears of a block
     row: type[ParallelModule]  # the last linear of a block
@@ -152,7 +152,9 @@ LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=Gri
 
 
 class GridNorm(ShardedNorm):
-    """Layer norm or RMS norm over H hidden features: (..., h) -> (..., h) if sharded, or (..., H) -> (..., H).
+    """Layer norm or RMS norm over hidden features that are sharded over a tensor grid, or replicated.
+
+    (..., h) -> (..., h) for a sharded input, or (..., H) -> (..., H).
 
     Communicates for (..., h): forward one all-reduce of one number per token for an RMS norm, or one all-gather of the
     local means and sums of squares for a layer norm; backward one all-reduce of one or two numbers per token.
@@ -163,7 +165,7 @@ class GridNorm(ShardedNorm):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
+        """Shard a full layer norm or RMS norm over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
         grid: TensorGrid = process_group
         return super().from_native_module(module, grid.hidden, **kwargs)
 
@@ -183,7 +185,7 @@ class GridNorm(ShardedNorm):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full: int, eps: float) -> Tensor:
-    """Return the layer norm over features that are sharded over ``axis``, computed in fp32 (fp64 for fp64 inputs)."""
+    """Apply a layer norm over features that are sharded over ``axis``, in fp32, or fp64 for fp64 inputs."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
     normed: Tensor = _Normalize.apply(x32, axis, full, eps)
     y = normed if weight is None else normed * weight
@@ -191,7 +193,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis
 
 
 class _Normalize(Function):
-    """Normalize to mean 0 and variance 1 over all features, from the local means and sums of squares (Chan 1979)."""
+    """Autograd function that normalizes sharded features to mean 0 and variance 1.
+
+    Combines the local means and sums of squares of all ranks (Chan 1979).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, full: int, eps: float) -> Tensor:

@@ -36,11 +36,11 @@ from shardformer.tensor_parallel.region import (
     LocalRandomState,
     ReplicatedRegion,
     TpRegion,
-    bias_grad,
     cast_projection_operands,
+    compute_bias_grad,
+    compute_weight_grad,
     linear_matmul,
     local_length,
-    weight_grad,
     with_backward,
 )
 from shardformer.tensor_parallel.sequence_parallel import (
@@ -57,7 +57,7 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Communication at the entry and the exit of a block on a tensor grid, sharded over samples and features."""
+    """Communication at the entry and the exit of a tensor-parallel block on a 2D, 2.5D or 3D tensor grid."""
 
     grid: TensorGrid
     full: int  # the number of hidden features on all ranks
@@ -69,7 +69,7 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """The number of hidden features of one row of the grid: all of them, in 3D those of this depth."""
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, those of this depth in 3D."""
         return local_length(self.full, self.grid.contraction)
 
     def num_samples_inside_block(self, x: Tensor) -> int:
@@ -80,13 +80,13 @@ class GridRegion:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the activations between the blocks without the hidden dim, for x inside a block."""
+        """Return the shape that x, an activation inside a block, has between the blocks, without the hidden dim."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input (b, S, H) of a local x, gathered if the forward reads its values."""
+        """Return the block's input (b, S, H) for a local activation x, which is gathered on first use."""
         dim = self._sample_dim(x)
         shape = (*x.shape[:dim], self.num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
         return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
@@ -108,40 +108,40 @@ class GridRegion:
     # --- communication of the column- and row-parallel products
 
     def start_input_gather(self, x: Tensor) -> PendingCollective:
-        """Start to gather the input of a product: (b, S, H), in 3D (more samples, S, h)."""
+        """Start the all-gather of a matmul input x: of its hidden features, or in 3D of its samples."""
         if self.is_3d:
             return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
     def start_output_scatter(self, x: Tensor) -> PendingCollective:
-        """Start to sum x over the ranks of a row, and to scatter the sum."""
+        """Start the reduce-scatter of the partial products x over the ranks of a row."""
         return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_3d else -1)
 
     def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
-        """Start to gather the hidden dim of a weight over the rows."""
+        """Start the all-gather of a weight's hidden dim ``dim`` over the rows of the grid."""
         return collectives.start_all_gather(weight, self.grid.row, dim, self.num_row_features, purpose="weights")
 
     def start_weight_grad_scatter(self, grad: Tensor, dim: int) -> PendingCollective:
         return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
 
     def reduce_partial_products(self, x: Tensor) -> Tensor:
-        """Sum partial products, and return the sum of the local samples. Communicates only in 3D."""
+        """Sum partial products over the contraction axis, and return the local samples. Only in 3D."""
         return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """Gather the samples for a product with a weight that is sharded over the contraction (only in 3D)."""
+        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Only in 3D."""
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
 # b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
 
 
-def grid_column_projections(
+def project_grid_columns(
     x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the detached input of the column-parallel linears (None in 3D, where it stays sharded), and their outputs.
+    """Return the detached input of the column-parallel linears, and their outputs, on a tensor grid.
 
-    ``known`` is the full input of the block, if it is already gathered.
+    In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
     """
     x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
     full_x, *outputs = _GridColumnProjections.apply(
@@ -151,7 +151,10 @@ def grid_column_projections(
 
 
 class _GridColumnProjections(Function):
-    """Products of the block input with all column-parallel weights. Saves only local shards."""
+    """Autograd function that multiplies the block input by all column-parallel weights of a tensor grid.
+
+    Saves only local shards.
+    """
 
     @staticmethod
     def forward(
@@ -196,18 +199,22 @@ class _GridColumnProjections(Function):
         full_x = None if gathering is None else gathering.wait()
         pending: list[PendingCollective | None] = []
         for i, (grad, t) in enumerate(zip(gathered_grads, ctx.transposed, strict=True)):
-            w_grad = weight_grad(full_x, grad, t) if needs[2 * i] and grad is not None and full_x is not None else None
+            w_grad = (
+                compute_weight_grad(full_x, grad, t)
+                if needs[2 * i] and grad is not None and full_x is not None
+                else None
+            )
             pending.append(None if w_grad is None else region.start_weight_grad_scatter(w_grad, hidden_dim(t)))
         out: list[Tensor | None] = []
         for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
             out.append(None if w_pending is None else w_pending.wait())
-            out.append(bias_grad(grad) if needs[2 * i + 1] else None)
+            out.append(compute_bias_grad(grad) if needs[2 * i + 1] else None)
         x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
         return (x_grad, None, None, None, *out)
 
 
 class GridRowParallelMatmul(Function):
-    """Row-parallel linear without bias: partial products, summed over the ranks of a row.
+    """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
 
     If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
     """
@@ -232,7 +239,7 @@ class GridRowParallelMatmul(Function):
         full_grad = region.start_input_gather(grad).wait() if gathered_x is None else gathered_x
         pending = None
         if needs_weight:
-            pending = region.start_weight_grad_scatter(weight_grad(region.gather_samples(x), full_grad, t), dim)
+            pending = region.start_weight_grad_scatter(compute_weight_grad(region.gather_samples(x), full_grad, t), dim)
         else:
             ctx.gathered = full_grad
         x_grad = (
@@ -244,7 +251,7 @@ class GridRowParallelMatmul(Function):
 
 
 def hidden_dim(transposed: bool) -> int:
-    """Return the hidden dim of a column-parallel weight; of a row-parallel weight it is the other dim."""
+    """Return the hidden dim of a column-parallel weight: 0 if it is stored transposed, otherwise 1."""
     return 0 if transposed else 1
 
 
@@ -257,13 +264,13 @@ def _start_weight_gathers(
 
 
 class GridTensorParallelBlock(TensorParallelBlock):
-    """State of one block on a tensor grid. Gathers the weights if the input is replicated."""
+    """State of one tensor-parallel block on a tensor grid. Gathers the weights if the input is replicated."""
 
     def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         region = self.region
         assert self._source is not None and self._entered is not None
         if isinstance(region, GridRegion):
-            return grid_column_projections(self._source, region, self.columns, gathered_x)
+            return project_grid_columns(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
 
@@ -271,7 +278,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
 
 
 class GridStackActivations(StackActivations):
-    """The activations between the blocks of one stack, sharded over samples and hidden features.
+    """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
     Pads a batch that does not divide with copies of its last sample, and drops their outputs. A forward that reads or
     returns cached keys and values is replicated over the ranks.
@@ -348,12 +355,12 @@ class GridStackActivations(StackActivations):
         return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
-        """Gather all hidden features of the local samples for ``module``. One all-gather, in the backward too."""
+        """Gather all hidden features for ``module``. One all-gather in the forward, and one in the backward."""
         return GatherHiddenHook(self, module, random)
 
-    def shard_samples(self, x: Tensor, dim: int, samples: int) -> Tensor:
-        """Return the local samples of a block argument along ``dim``, which counts samples or a multiple of them."""
-        batch = self.find_batch_size(samples)
+    def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
+        """Return the local samples of a block argument, whose dim ``dim`` has a multiple of the batch size."""
+        batch = self.find_batch_size(num_local)
         if batch is None or x.shape[dim] % batch:
             return x
         by_sample = x.unflatten(dim, (batch, -1))
@@ -361,15 +368,15 @@ class GridStackActivations(StackActivations):
         local: Tensor = pad_with_last(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
         return local.flatten(dim, dim + 1)
 
-    def find_batch_size(self, samples: int) -> int | None:
-        """Return the batch size of the current or recomputed forward, from the number of local samples."""
-        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == samples:
+    def find_batch_size(self, num_local: int) -> int | None:
+        """Return the batch size of the current or recomputed forward that has ``num_local`` local samples."""
+        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
-        return next((n for n in self._batch_sizes if self.num_local_samples(n) == samples), None)
+        return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
 
-    def num_local_samples(self, batch: int) -> int:
-        """Return the number of local samples of a batch between the blocks."""
-        return -(-batch // self.grid.samples) * self.grid.samples // self.grid.batch.size
+    def num_local_samples(self, batch_size: int) -> int:
+        """Return how many samples of a batch this rank stores between the blocks."""
+        return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
         memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random.is_enabled)
@@ -378,7 +385,7 @@ class GridStackActivations(StackActivations):
 
 
 class GatherHiddenHook(GatherHook):
-    """Hooks of a module that reads all hidden features, such as a mixture of experts with its router."""
+    """Hooks that gather all hidden features before a module, such as a router, and shard its output."""
 
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
@@ -390,14 +397,14 @@ class GatherHiddenHook(GatherHook):
         return Split.even(self._stream.width, self._axis.size)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def join(x: Tensor) -> Tensor:
+        def gather(x: Tensor) -> Tensor:
             self._stream.select_region(x)
             if not self._stream.is_sharded:
                 return x
             self._random.enter(x, module.training)
             return gather_from_region(x, self._axis, -1, self._split())
 
-        return map_first_tensor(args, kwargs, join)
+        return map_first_tensor(args, kwargs, gather)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not self._stream.is_sharded:
@@ -407,7 +414,7 @@ class GatherHiddenHook(GatherHook):
 
 
 def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
-    """Return x with ``more`` copies of its last element along ``dim`` appended."""
+    """Return x with ``num_copies`` copies of its last slice along ``dim`` appended."""
     if not num_copies:
         return x
     last = x.narrow(dim, x.shape[dim] - 1, 1)

@@ -68,7 +68,7 @@ def in_one_place(
     weights = scores.softmax(-1)[..., : k.shape[2]] * sees
     if how.dropout is not None:
         indices = torch.arange(q.shape[2])
-        weights = weights * how.dropout.weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
+        weights = weights * how.dropout.compute_weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
     return weights @ v
 
 
