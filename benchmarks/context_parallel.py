@@ -28,10 +28,16 @@ from torch import Tensor
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal
+from shardformer.context_parallel.masks import ChunkedMask, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequencePositions
-from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.context_parallel.ulysses import (
+    HeadExchange,
+    assign_key_heads,
+    assign_query_heads,
+    exchange_heads_for_positions,
+    exchange_positions_for_heads,
+)
 from shardformer.local_ranks.fake_rank import MemoryTracker
 from shardformer.mesh.parallel_context import ParallelContext
 
@@ -107,18 +113,20 @@ def _ours(name: str, whole: Sequence[Tensor], context: ParallelContext) -> Atten
     alone = ParallelContext.of({}).sequence
     ring = alone if name == "ulysses" else axis
     travel = RingExchange(
-        ring, ChunkedMask(causal, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
+        ring, ChunkedMask(causal_predicate, None, positions, positions, 1), ScoreOptions(WIDTH**-0.5), name == "gather"
     )
     stretches = tuple(positions.group_lengths(0))
-    mine = query_heads(HEADS, ranks)
+    mine = assign_query_heads(HEADS, ranks)
     queries = HeadExchange(axis, mine, stretches, HEADS)
-    keys = HeadExchange(axis, key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
+    keys = HeadExchange(axis, assign_key_heads(mine, HEADS, k.shape[1]), stretches, k.shape[1])
 
     def attend() -> list[Tensor]:
         parts = [x.detach().requires_grad_() for x in (q, k, v)]
         if name == "ulysses":
-            entered = [to_heads(x, how) for x, how in zip(parts, (queries, keys, keys), strict=True)]
-            out = to_positions(ring_attention(entered[0], entered[1], entered[2], travel), queries)
+            entered = [
+                exchange_positions_for_heads(x, how) for x, how in zip(parts, (queries, keys, keys), strict=True)
+            ]
+            out = exchange_heads_for_positions(ring_attention(entered[0], entered[1], entered[2], travel), queries)
         else:
             out = ring_attention(parts[0], parts[1], parts[2], travel)
         return [out.detach(), *torch.autograd.grad(out, parts, grad)]

@@ -24,7 +24,7 @@ from shardformer.layout.shard_spec import AnySplit, ShardSpec, Split, even_bound
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
 from shardformer.tensor_parallel.grid.layers import GridModule, hidden_splits
-from shardformer.tensor_parallel.parallel_module import check_native
+from shardformer.tensor_parallel.parallel_module import check_plain_class
 
 # b samples of this rank, S sequence; h, f: this rank's shard of the in and out features
 
@@ -87,7 +87,7 @@ class Linear2D(GridModule):
                 rule="It stands for an nn.Linear",
                 remedy="Name the linear itself",
             )
-        check_native(module, nn.Linear)
+        check_plain_class(module, nn.Linear)
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)
 
     def forward(self, x: Tensor) -> Tensor:

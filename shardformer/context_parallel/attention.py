@@ -16,10 +16,16 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.context_parallel.attention_kernels import Dropout, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, causal, unknown_attribute
+from shardformer.context_parallel.masks import ChunkedMask, causal_predicate, unknown_attribute_error
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import ContextParallelState, SequencePositions, current_state
-from shardformer.context_parallel.ulysses import HeadExchange, key_heads, query_heads, to_heads, to_positions
+from shardformer.context_parallel.ulysses import (
+    HeadExchange,
+    assign_key_heads,
+    assign_query_heads,
+    exchange_heads_for_positions,
+    exchange_positions_for_heads,
+)
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.attention_registration import register_attention
 from shardformer.torch_compat import current_graph_task_id, has_data
@@ -48,15 +54,17 @@ def context_attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers: query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D), None.
+    """Compute context-parallel attention, with the signature that transformers calls.
 
-    Communicates as ``ring_attention`` and ``to_heads``.
+    query (B, N, s, D), key and value (B, K, s, D) -> (B, s, N, D) and None.
+
+    Communicates as ``ring_attention`` and ``exchange_positions_for_heads``.
 
     Raises:
         ConfigError, InputError: for arguments that a sharded sequence does not support.
     """
     state: ContextParallelState | None = module.__dict__.get(RUN)
-    positions = None if state is None else _query_positions(state, query, attention_mask)
+    positions = None if state is None else _find_query_positions(state, query, attention_mask)
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
             attention_mask = attention_mask.full_mask(query.device)
@@ -69,31 +77,35 @@ def context_attention(
     _check_arguments(module, attention_mask, kwargs)
     mask = attention_mask
     if mask is None:
-        mask = _mask_of_module(module, query, key, state, positions, is_causal)
+        mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
-    query, key, value = _same_width(query, key, value)
-    of_queries, of_keys = _head_exchanges(state, query.shape[1], key.shape[1], mask)
+    query, key, value = _pad_to_same_width(query, key, value)
+    of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], mask)
     heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
     weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), heads) if dropout > 0 else None
     options = ScoreOptions(scale, kwargs.get("softcap"), weights_dropout)
     exchange = RingExchange(state.ring, mask, options, state.gathers)
-    q, k, v = to_heads(query, of_queries), to_heads(key, of_keys), to_heads(value, of_keys)
+    q, k, v = (
+        exchange_positions_for_heads(query, of_queries),
+        exchange_positions_for_heads(key, of_keys),
+        exchange_positions_for_heads(value, of_keys),
+    )
     heads, bias = heads.to(query.device), kwargs.get("position_bias")
-    line = bias.line[heads] if isinstance(bias, RelativeBiasArgument) else None
-    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[heads], line)
-    return to_positions(out, of_queries)[..., :width].transpose(1, 2).contiguous(), None
+    distance_bias = bias.distance_bias[heads] if isinstance(bias, RelativeBiasArgument) else None
+    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[heads], distance_bias)
+    return exchange_heads_for_positions(out, of_queries)[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
 class RelativeBiasArgument:
-    """Replaces the bias of all pairs of positions, which a model passes to its layers: see RelativePositionBias."""
+    """Relative position bias by distance, in place of the bias tensor that a model passes to its layers."""
 
-    line: Tensor
+    distance_bias: Tensor
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(name, "the bias of its attention", "not a tensor of all pairs of positions")
+        raise unknown_attribute_error(name, "the bias of its attention", "not a tensor of all pairs of positions")
 
 
 def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
@@ -101,10 +113,10 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
     original = getattr(type(module), "compute_bias", None)
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
-        module.__dict__["compute_bias"] = MethodType(_compute_line, module)
+        module.__dict__["compute_bias"] = MethodType(_compute_bias_by_distance, module)
 
 
-def _compute_line(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
+def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:
     state: ContextParallelState = self.__dict__[RUN]
     original: Any = getattr(type(self), "compute_bias")  # noqa: B009  # nn.Module declares no such attribute
     is_recomputing = current_graph_task_id() >= 0
@@ -113,11 +125,11 @@ def _compute_line(self: nn.Module, query_length: int, key_length: int, *args: An
         return original(self, query_length, key_length, *args, **kwargs)
     # the biases of one query, with length - 1 keys before it and after it
     device = {"device": kwargs["device"]} if "device" in kwargs else {}
-    line = original(self, 1, 2 * positions.length - 1, past_seen_tokens=positions.length - 1, **device)
-    return RelativeBiasArgument(line[0, :, 0])
+    distance_bias = original(self, 1, 2 * positions.length - 1, past_seen_tokens=positions.length - 1, **device)
+    return RelativeBiasArgument(distance_bias[0, :, 0])
 
 
-def _head_exchanges(
+def _make_head_exchanges(
     state: ContextParallelState, queries: int, keys: int, mask: ChunkedMask
 ) -> tuple[HeadExchange, HeadExchange]:
     """Return the exchanges of query heads and of key heads in the Ulysses group."""
@@ -127,14 +139,14 @@ def _head_exchanges(
             f"{queries} query heads on this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
             remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
         )
-    q_heads = query_heads(queries, axis.size)
+    q_heads = assign_query_heads(queries, axis.size)
     query_lengths, key_lengths = (tuple(p.group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
-    of_keys = HeadExchange(axis, key_heads(q_heads, queries, keys), key_lengths, keys)
+    of_keys = HeadExchange(axis, assign_key_heads(q_heads, queries, keys), key_lengths, keys)
     return HeadExchange(axis, q_heads, query_lengths, queries), of_keys
 
 
-def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
-    """Return the positions of the queries; None if they are not sharded."""
+def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
+    """Return the sequence positions of the queries on each rank; None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
         return mask.queries if count == state.local_length(mask.queries.length) else None
@@ -143,7 +155,7 @@ def _query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> S
     return state.find_by_local_length(count)  # a recomputation; a later forward may have replaced state.current
 
 
-def _mask_of_module(
+def _make_mask_of_module(
     module: nn.Module,
     query: Tensor,
     key: Tensor,
@@ -159,11 +171,11 @@ def _mask_of_module(
             remedy="Use sequence=1 for this model",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    predicate = causal if is_causal and positions.length > 1 else None
+    predicate = causal_predicate if is_causal and positions.length > 1 else None
     return ChunkedMask(predicate, None, positions, keys, query.shape[0], seed=state.seed)
 
 
-def _same_width(*tensors: Tensor) -> list[Tensor]:
+def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
     """Pad the head dims with zeros to one width, which changes neither the scores nor the first output columns."""
     width = max(t.shape[-1] for t in tensors)
     return [t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1])) for t in tensors]
@@ -172,7 +184,7 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
 def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}",
+            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported",
             rule="With a sharded sequence, only padding is passed as a tensor, (batch, sequence); the model's mask "
             "function describes all other masks",
             remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document",
@@ -215,7 +227,7 @@ def context_mask(
     padding = None if attention_mask is None else attention_mask.bool()[:, :kv_length]
     if padding is not None and padding.shape[-1] < kv_length:
         padding = F.pad(padding, (0, kv_length - padding.shape[-1]))
-    predicate = {bidirectional_mask_function: None, causal_mask_function: causal}.get(predicate, predicate)
+    predicate = {bidirectional_mask_function: None, causal_mask_function: causal_predicate}.get(predicate, predicate)
     queries, keys = state.positions(q_length), state.positions(kv_length)
     return ChunkedMask(predicate, padding, queries, keys, batch_size, by_vmap=use_vmap, seed=state.seed)
 

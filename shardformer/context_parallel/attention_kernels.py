@@ -32,14 +32,14 @@ HASH_FACTORS = (0x45D9F3B, 0x119DE1F3)
 
 @dataclass(frozen=True)
 class Dropout:
-    """Dropout of attention weights by a hash of the seed and the positions, independent of the parallel layout."""
+    """Attention dropout whose mask is a hash of seed and positions, independent of the parallel layout."""
 
     rate: float
     seed: int  # identical on all ranks
     heads: Tensor  # indices of the local query heads
 
-    def weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the factors (B, N, Q, S) of the weights: 0, or 1 / (1 - rate)."""
+    def compute_weight_factors(self, batch: int, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return the factors (B, N, Q, S) by which dropout multiplies the weights: 0 or 1 / (1 - rate)."""
         device = rows.device
         x = _hash(torch.arange(batch, device=device)[:, None] + self.seed % 2**31)
         x = _hash(x * 31 + self.heads.to(device)[None, :])[:, :, None, None]
@@ -56,22 +56,22 @@ def _hash(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RelativePositionBias:
-    """A bias of the scores that depends on the distance between key and query."""
+    """Bias of attention scores that depends on the distance between key and query."""
 
-    line: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
+    distance_bias: Tensor  # (N, 2L - 1) for L positions: the bias of keys from L - 1 before the query to L - 1 after it
 
-    def values(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the bias (N, Q, S)."""
-        return self.line[:, self.indices(rows, cols)]
+    def compute_bias(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return the bias (N, Q, S) for query positions ``rows`` and key positions ``cols``."""
+        return self.distance_bias[:, self.compute_indices(rows, cols)]
 
-    def indices(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Return the indices (Q, S) into the line."""
-        return cols[None, :] - rows[:, None] + self.line.shape[1] // 2
+    def compute_indices(self, rows: Tensor, cols: Tensor) -> Tensor:
+        """Return the indices (Q, S) into ``distance_bias`` for query positions and key positions."""
+        return cols[None, :] - rows[:, None] + self.distance_bias.shape[1] // 2
 
 
 @dataclass(frozen=True)
 class ScoreOptions:
-    """Options of attention scores and weights."""
+    """Scale, cap, dropout and bias that an attention kernel applies to its scores and weights."""
 
     scale: float
     cap: float | None = None  # c in c tanh(score / c)
@@ -80,13 +80,13 @@ class ScoreOptions:
 
     @property
     def is_plain(self) -> bool:
-        """Whether a fused kernel supports the options, forward and backward."""
+        """Whether a fused attention kernel supports these options, forward and backward."""
         return self.cap is None and self.dropout is None and self.bias is None
 
 
 @dataclass(frozen=True)
-class VisibleBlock:
-    """Attention mask between some queries and some keys."""
+class BlockMask:
+    """Attention mask between a block of queries and a block of keys."""
 
     causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
     mask: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``
@@ -95,14 +95,19 @@ class VisibleBlock:
 
 
 def partial_attention(
-    q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options: ScoreOptions
+    q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor]:
-    """Attend from q (B, N, Q, D) to k, v (B, K, S, D). Returns out (B, N, Q, D) and lse (B, N, Q).
+    """Compute attention from q (B, N, Q, D) to some of the keys, k and v (B, K, S, D), and its log-sum-exp.
 
-    The lse is in fp32, or fp64 for fp64 inputs. A query without a visible key has a very low lse and an undefined out.
+    Returns out (B, N, Q, D) and lse (B, N, Q). The lse is in fp32, or fp64 for fp64 inputs. A query without a visible
+    key has a very low lse and an undefined out.
     """
     if q.device.type == "cpu" and options.cap is None and options.dropout is None:
-        added = _additive_mask(block, q.dtype) if options.bias is None else _masked_bias(block, options.bias, q.dtype)
+        added = (
+            _make_additive_mask(block, q.dtype)
+            if options.bias is None
+            else _apply_mask_to_bias(block, options.bias, q.dtype)
+        )
         causal = block.causal and options.bias is None
         found = ATEN._scaled_dot_product_flash_attention_for_cpu(
             q, k, v, 0.0, causal, attn_mask=added, scale=options.scale
@@ -114,12 +119,21 @@ def partial_attention(
 
 
 def partial_attention_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, options: ScoreOptions
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Return the gradients of q, k, v and the bias's line, from the output and log-sum-exp over all keys."""
+    """Return the gradients of q, k, v and the bias, given the output and log-sum-exp over all keys."""
     if options.is_plain and q.device.type == "cpu":
         found = ATEN._scaled_dot_product_flash_attention_for_cpu_backward(
-            grad, q, k, v, out, lse, 0.0, block.causal, attn_mask=_additive_mask(block, q.dtype), scale=options.scale
+            grad,
+            q,
+            k,
+            v,
+            out,
+            lse,
+            0.0,
+            block.causal,
+            attn_mask=_make_additive_mask(block, q.dtype),
+            scale=options.scale,
         )
         return found[0], found[1], found[2], None
     if options.is_plain and q.is_cuda and q.dtype != torch.float64:
@@ -128,11 +142,14 @@ def partial_attention_backward(
 
 
 def mask_value(dtype: torch.dtype) -> float:
-    """Return the score of a masked key. Not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf."""
+    """Return the attention score of a masked key, which is a large negative number.
+
+    It is not -inf, because the kernels return 0 as the log-sum-exp of a row of -inf.
+    """
     return torch.finfo(dtype).min / 4
 
 
-def _additive_mask(block: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
+def _make_additive_mask(block: BlockMask, dtype: torch.dtype) -> Tensor | None:
     if block.mask is None:
         return None
     return torch.zeros(block.mask.shape, dtype=dtype, device=block.mask.device).masked_fill(
@@ -140,9 +157,9 @@ def _additive_mask(block: VisibleBlock, dtype: torch.dtype) -> Tensor | None:
     )
 
 
-def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
-    """Return the bias (B or 1, N, Q, S) with masked keys."""
-    added = bias.values(block.rows, block.cols)[None].to(dtype)
+def _apply_mask_to_bias(block: BlockMask, bias: RelativePositionBias, dtype: torch.dtype) -> Tensor:
+    """Return the bias (B or 1, N, Q, S), with the mask value at masked keys."""
+    added = bias.compute_bias(block.rows, block.cols)[None].to(dtype)
     if block.mask is not None:
         return added.masked_fill(~block.mask, mask_value(dtype))
     if block.causal:
@@ -153,19 +170,19 @@ def _masked_bias(block: VisibleBlock, bias: RelativePositionBias, dtype: torch.d
 # ------------------------------------------------------------------------------------------------------------ on a GPU
 
 
-def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, scale: float) -> tuple[Tensor, Tensor]:
+def _attend_cuda(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, scale: float) -> tuple[Tensor, Tensor]:
     groups = q.shape[1] // k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
     if block.mask is None and q.dtype in HALF:
         found = ATEN._scaled_dot_product_flash_attention(q, k, v, 0.0, block.causal, False, scale=scale)
         return found[0], found[1][..., : q.shape[2]]
-    bias = _bias_cuda(block, q)
+    bias = _make_cuda_mask(block, q)
     found = ATEN._scaled_dot_product_efficient_attention(q, k, v, bias, True, 0.0, block.causal, scale=scale)
     return found[0], found[1][..., : q.shape[2]]  # the kernel pads the queries to 32
 
 
 def _attend_cuda_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, scale: float
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     groups, heads = q.shape[1] // k.shape[1], k.shape[1]
     k, v = (x.repeat_interleave(groups, 1) if groups > 1 else x for x in (k, v))
@@ -179,15 +196,27 @@ def _attend_cuda_backward(
         padded = F.pad(lse, (0, -lse.shape[2] % 32)).contiguous()
         output_mask = [True, True, True, False]
         dq, dk, dv, _ = ATEN._scaled_dot_product_efficient_attention_backward(
-            grad, q, k, v, _bias_cuda(block, q), out, padded, none, none, 0.0, output_mask, block.causal, scale=scale
+            grad,
+            q,
+            k,
+            v,
+            _make_cuda_mask(block, q),
+            out,
+            padded,
+            none,
+            none,
+            0.0,
+            output_mask,
+            block.causal,
+            scale=scale,
         )
     dk, dv = (x.unflatten(1, (heads, groups)).sum(2) if groups > 1 else x for x in (dk, dv))
     return dq, dk, dv
 
 
-def _bias_cuda(block: VisibleBlock, q: Tensor) -> Tensor | None:
-    """Return the mask for all heads, with rows aligned to 8 elements as the kernel requires."""
-    added = _additive_mask(block, q.dtype)
+def _make_cuda_mask(block: BlockMask, q: Tensor) -> Tensor | None:
+    """Return the additive mask for all heads, with rows aligned to 8 elements as the CUDA kernel requires."""
+    added = _make_additive_mask(block, q.dtype)
     if added is None:
         return None
     width = added.shape[-1]
@@ -197,38 +226,38 @@ def _bias_cuda(block: VisibleBlock, q: Tensor) -> Tensor | None:
 # --- in Python
 
 
-def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: VisibleBlock, options: ScoreOptions) -> tuple[Tensor, Tensor]:
+def _attend_plain(q: Tensor, k: Tensor, v: Tensor, block: BlockMask, options: ScoreOptions) -> tuple[Tensor, Tensor]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     outs, sums = [], []
-    for rows in _row_chunks(q, k):
-        scores, _ = _scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
-        if (hidden := _hidden_keys(block, rows)) is not None:
+    for rows in _split_rows(q, k):
+        scores, _ = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
+        if (hidden := _find_hidden_keys(block, rows)) is not None:
             scores = scores.masked_fill(hidden, mask_value(acc_dtype))
         lse = scores.logsumexp(-1)
         weights = (scores - lse[..., None]).exp()
         if options.dropout is not None:
-            weights = weights * options.dropout.weight_factors(q.shape[0], block.rows[rows], block.cols)
+            weights = weights * options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
         outs.append((weights.to(v.dtype) @ v).to(q.dtype))
         sums.append(lse)
     return torch.cat(outs, 2), torch.cat(sums, 2)
 
 
 def _attend_plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: VisibleBlock, options: ScoreOptions
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, block: BlockMask, options: ScoreOptions
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     acc_dtype = torch.promote_types(q.dtype, torch.float32)
-    line = None if options.bias is None else torch.zeros_like(options.bias.line, dtype=acc_dtype)
+    distance_bias = None if options.bias is None else torch.zeros_like(options.bias.distance_bias, dtype=acc_dtype)
     heads, groups = k.shape[1], q.shape[1] // k.shape[1]
     k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     dqs, dk, dv = [], torch.zeros_like(k, dtype=acc_dtype), torch.zeros_like(v, dtype=acc_dtype)
-    for rows in _row_chunks(q, k):
-        scores, slope = _scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
+    for rows in _split_rows(q, k):
+        scores, slope = _compute_scores(q[:, :, rows], k, block.rows[rows], block.cols, options)
         weights = (scores - lse[:, :, rows, None]).exp()
-        if (hidden := _hidden_keys(block, rows)) is not None:
+        if (hidden := _find_hidden_keys(block, rows)) is not None:
             weights = weights.masked_fill(hidden, 0.0)
         kept = (
-            options.dropout.weight_factors(q.shape[0], block.rows[rows], block.cols)
+            options.dropout.compute_weight_factors(q.shape[0], block.rows[rows], block.cols)
             if options.dropout is not None
             else None
         )
@@ -240,9 +269,9 @@ def _attend_plain_backward(
             weights_grad = weights_grad * kept
         dot = (grad[:, :, rows].to(acc_dtype) * out[:, :, rows].to(acc_dtype)).sum(-1, keepdim=True)
         scores_grad = weights * (weights_grad - dot)
-        if line is not None and options.bias is not None:
-            at = options.bias.indices(block.rows[rows], block.cols).flatten()
-            line.index_add_(1, at, scores_grad.sum(0).flatten(1))
+        if distance_bias is not None and options.bias is not None:
+            at = options.bias.compute_indices(block.rows[rows], block.cols).flatten()
+            distance_bias.index_add_(1, at, scores_grad.sum(0).flatten(1))
         scores_grad = scores_grad * options.scale
         if slope is not None:
             scores_grad = scores_grad * slope
@@ -250,20 +279,22 @@ def _attend_plain_backward(
         dqs.append(scores_grad @ k)
         dk += (scores_grad.transpose(2, 3) @ q[:, :, rows]).to(acc_dtype)
     dk, dv = (x.unflatten(1, (heads, groups)).sum(2).to(q.dtype) for x in (dk, dv))
-    return torch.cat(dqs, 2), dk, dv, line
+    return torch.cat(dqs, 2), dk, dv, distance_bias
 
 
-def _scores(q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions) -> tuple[Tensor, Tensor | None]:
-    """Return the scores and, if they are capped, their derivative with respect to the scaled products."""
+def _compute_scores(
+    q: Tensor, k: Tensor, rows: Tensor, cols: Tensor, options: ScoreOptions
+) -> tuple[Tensor, Tensor | None]:
+    """Return the attention scores and, if they are capped, their derivative by the scaled products."""
     scores, slope = q @ k.transpose(2, 3) * options.scale, None
     if options.cap is not None:
         tanh = (scores / options.cap).tanh()
         scores, slope = options.cap * tanh, 1 - tanh.square()
     scores = scores.to(torch.promote_types(q.dtype, torch.float32))
-    return scores if options.bias is None else scores + options.bias.values(rows, cols).to(scores.dtype), slope
+    return scores if options.bias is None else scores + options.bias.compute_bias(rows, cols).to(scores.dtype), slope
 
 
-def _hidden_keys(block: VisibleBlock, rows: slice) -> Tensor | None:
+def _find_hidden_keys(block: BlockMask, rows: slice) -> Tensor | None:
     if block.mask is not None:
         return ~block.mask[:, :, rows]
     if block.causal:
@@ -277,14 +308,14 @@ def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     return x.repeat_interleave(groups, 1) if groups > 1 else x
 
 
-def _row_chunks(q: Tensor, k: Tensor) -> Iterator[slice]:
+def _split_rows(q: Tensor, k: Tensor) -> Iterator[slice]:
     size = max(1, SCORES_AT_ONCE // max(q.shape[0] * q.shape[1] * k.shape[2], 1))
     for start in range(0, q.shape[2], size):
         yield slice(start, start + size)
 
 
 def merge_partial_attention(out: Any, lse: Any, other: Tensor, other_lse: Tensor) -> None:
-    """Merge attention to other keys into ``out`` and ``lse``, in place."""
+    """Merge the output and log-sum-exp of attention to other keys into ``out`` and ``lse``, in place."""
     total = torch.logaddexp(lse, other_lse)
     out.mul_((lse - total).exp_()[..., None]).addcmul_(other.to(out.dtype), (other_lse - total).exp_()[..., None])
     lse.copy_(total)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from shardformer.context_parallel.attention_kernels import VisibleBlock
+from shardformer.context_parallel.attention_kernels import BlockMask
 from shardformer.context_parallel.sequence_layout import SequencePositions, chunk_indices
 from shardformer.errors import ConfigError
 from shardformer.torch_compat import has_data, is_true, without_fake_tensors
@@ -35,11 +35,11 @@ Predicate = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 
 POSITIONS_PER_CALL = 2**24
 """The number of pairs of positions to evaluate per call."""
-REMEMBERED = 64
+MAX_CACHED_MASKS = 64
 
 
 class Visibility(Enum):
-    """Visibility of a chunk of keys to a chunk of queries."""
+    """Part of a chunk of keys to which a chunk of queries attends."""
 
     NOTHING = "nothing"
     ALL = "all"
@@ -47,8 +47,8 @@ class Visibility(Enum):
     SOME = "some"
 
 
-def unknown_attribute(name: str, source: str, reason: str) -> Exception:
-    """Return the error for reading an attribute of a value that replaces a tensor in the arguments of an attention."""
+def unknown_attribute_error(name: str, source: str, reason: str) -> Exception:
+    """Return the error for reading an attribute that a context-parallel mask or bias does not have."""
     if name.startswith("_"):
         return AttributeError(name)
     return ConfigError(
@@ -58,7 +58,7 @@ def unknown_attribute(name: str, source: str, reason: str) -> Exception:
 
 
 class ChunkedMask:
-    """The mask of a full sequence, which replaces the mask tensor that a model passes to its layers.
+    """Attention mask of a full sequence that is evaluated by chunks, in place of a mask tensor.
 
     Args:
         predicate: the mask function, identical on all ranks and without communication; None for no mask.
@@ -84,19 +84,19 @@ class ChunkedMask:
         self.by_vmap, self.seed = by_vmap, seed
         self.padding = None if padding is None or is_true(padding.all()) else padding
         key = None if self.padding is not None else mask_fingerprint(predicate)
-        self._visibility = _remembered((key, queries, keys, by_vmap)) if key is not None else {}
+        self._visibility = _find_cached_visibility((key, queries, keys, by_vmap)) if key is not None else {}
 
     @property
     def may_hide_all(self) -> bool:
-        return self.padding is not None or self.predicate not in (None, causal)
+        return self.padding is not None or self.predicate not in (None, causal_predicate)
 
     def evaluate(self, rows: Tensor, cols: Tensor) -> Tensor:
-        """Evaluate the mask for positions of queries and keys: (B or 1, 1, Q, S) bool."""
+        """Evaluate the mask at query positions ``rows`` and key positions ``cols``: (B or 1, 1, Q, S) bool."""
         device = rows.device
         if self.predicate is None:
             visible = torch.ones(1, 1, len(rows), len(cols), dtype=torch.bool, device=device)
         elif self.by_vmap:
-            visible = _by_vmap(self.predicate)(
+            visible = _vmap_over_indices(self.predicate)(
                 torch.arange(self.batch, device=device), rows[:0].new_zeros(1), rows, cols
             )
         else:
@@ -122,7 +122,7 @@ class ChunkedMask:
         return self.evaluate(rows, cols)
 
     def visibility(self, query_chunk: int, key_chunk: int) -> Visibility:
-        """Return the visibility of a chunk of keys to a chunk of queries. Identical on every rank."""
+        """Return whether a chunk of queries attends to all, some or no keys of a chunk. Identical on every rank."""
         key = query_chunk, key_chunk
         if key not in self._visibility:
             self._visibility[key] = self._find_visibility(*key)
@@ -151,16 +151,17 @@ class ChunkedMask:
             return Visibility.ALL
         return Visibility.CAUSAL if causal else Visibility.SOME
 
-    def block_mask(self, rows: tuple[int, ...], cols: tuple[int, ...], device: torch.device) -> VisibleBlock:
-        """Return the mask between chunks of queries and chunks of keys, for the kernel."""
-        positions = chunk_indices(self.queries, rows).to(device), chunk_indices(self.keys, cols).to(device)
-        is_causal = rows == cols and self.is_causal(rows)
-        if is_causal or all(self.visibility(r, c) is Visibility.ALL for r in rows for c in cols):
-            return VisibleBlock(is_causal, None, *positions)
-        return VisibleBlock(False, self.evaluate(*positions), *positions)
+    def block_mask(self, query_chunks: tuple[int, ...], key_chunks: tuple[int, ...], device: torch.device) -> BlockMask:
+        """Return the mask between chunks of queries and chunks of keys, for an attention kernel."""
+        rows, cols = chunk_indices(self.queries, query_chunks), chunk_indices(self.keys, key_chunks)
+        positions = rows.to(device), cols.to(device)
+        is_causal = query_chunks == key_chunks and self.is_causal(query_chunks)
+        if is_causal or all(self.visibility(q, k) is Visibility.ALL for q in query_chunks for k in key_chunks):
+            return BlockMask(is_causal, None, *positions)
+        return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
-        """Whether the mask between chunks, in the order of their positions, is causal."""
+        """Whether the mask between these chunks of queries and the same chunks of keys is causal."""
         expected = {
             (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
             for r in chunks
@@ -169,25 +170,25 @@ class ChunkedMask:
         return self.queries == self.keys and all(self.visibility(*pair) is seen for pair, seen in expected.items())
 
     def needed_keys(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those chunks of keys to which some query of a ring rank attends."""
+        """Return the chunks of keys, among ``chunks``, to which some query of a ring rank attends."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(c for c in chunks if any(self.visibility(q, c) is not Visibility.NOTHING for q in queries))
 
     def attending_queries(self, ring_rank: int, chunks: tuple[int, ...]) -> tuple[int, ...]:
-        """Return those chunks of queries of a ring rank that attend to one of these chunks of keys."""
+        """Return the chunks of queries of a ring rank that attend to some key in ``chunks``."""
         queries = self.queries.chunks_of(ring_rank)
         return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute(name, "its attention mask", "not a tensor of all scores")
+        raise unknown_attribute_error(name, "its attention mask", "not a tensor of all scores")
 
 
-def causal(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Mask function of a decoder."""
+def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """Return whether queries attend to keys in a decoder: each attends to its own and earlier positions."""
     return keys <= queries
 
 
-def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
+def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
     mapped: Any = predicate
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         mapped = torch.vmap(mapped, in_dims=dims, out_dims=0)
@@ -198,35 +199,35 @@ def _by_vmap(predicate: Predicate) -> Callable[..., Tensor]:
 # --- masks that repeat in every forward
 
 
-class _Remembered(threading.local):
-    """Visibility of chunks per mask and thread, because ranks may be threads."""
+class _VisibilityCache(threading.local):
+    """Cache of the chunk visibility of each mask. It is per thread, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.masks: dict[Hashable, dict[tuple[int, int], Visibility]] = {}
 
 
-_REMEMBERED = _Remembered()
+_VISIBILITY_CACHE = _VisibilityCache()
 
 
-def _remembered(key: Hashable) -> dict[tuple[int, int], Visibility]:
-    masks = _REMEMBERED.masks
-    if key not in masks and len(masks) >= REMEMBERED:
+def _find_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
+    masks = _VISIBILITY_CACHE.masks
+    if key not in masks and len(masks) >= MAX_CACHED_MASKS:
         del masks[next(iter(masks))]
     return masks.setdefault(key, {})
 
 
-def mask_fingerprint(thing: Any) -> Hashable | None:
-    """Return a hashable of a function's code and the constants it closes over; None if it uses tensors or objects."""
-    if thing is None or isinstance(thing, int | float | str | CodeType):
-        return (type(thing).__name__, thing)
-    if isinstance(thing, tuple | list):
-        parts = tuple(map(mask_fingerprint, thing))
+def mask_fingerprint(value: Any) -> Hashable | None:
+    """Return a hashable key of a mask function's code and constants; None if it uses tensors or objects."""
+    if value is None or isinstance(value, int | float | str | CodeType):
+        return (type(value).__name__, value)
+    if isinstance(value, tuple | list):
+        parts = tuple(map(mask_fingerprint, value))
         return None if None in parts else parts
-    if not isinstance(thing, FunctionType):
+    if not isinstance(value, FunctionType):
         return None
     try:
-        cells = [cell.cell_contents for cell in thing.__closure__ or ()]
+        cells = [cell.cell_contents for cell in value.__closure__ or ()]
     except ValueError:
         return None
-    parts = tuple(map(mask_fingerprint, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__]))
+    parts = tuple(map(mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__]))
     return None if None in parts else parts

@@ -19,19 +19,19 @@ from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.context_parallel.sequence_layout import (
     ContextParallelState,
     SequencePositions,
-    new_seed,
+    draw_shared_seed,
     set_current_state,
 )
 from shardformer.context_parallel.sequence_sharded_tensor import (
     SequenceShardedTensor,
     gather_rows,
-    local_rows,
     set_inside_model,
-    shared_input,
+    share_input_gradient,
+    slice_local_rows,
 )
 from shardformer.errors import InputError
 from shardformer.tensor_parallel.region import LocalRandomState
-from shardformer.tensor_parallel.sequence_parallel import first_tensor, with_first_output
+from shardformer.tensor_parallel.sequence_parallel import first_tensor, map_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,
     tree_flatten_with_path,
@@ -45,7 +45,7 @@ from shardformer.transformers_compat import arguments_of, caches_in, without_cac
 
 
 class ModelInputHook:
-    """Hooks before and after a forward of the model.
+    """Hooks that start and end context parallelism around each forward of a model.
 
     Args:
         draws: whether the model draws random numbers in training.
@@ -65,7 +65,7 @@ class ModelInputHook:
         if not state.is_open:
             return None
         if self._draws and model.training:  # before the random states of the ranks are aligned
-            state.seed = all_gather_numbers([new_seed()], state.axis)[0][0]
+            state.seed = all_gather_numbers([draw_shared_seed()], state.axis)[0][0]
         return self._share_inputs(args, kwargs)
 
     def _share_inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -76,10 +76,10 @@ class ModelInputHook:
 
         if not torch.is_grad_enabled() or not any(map(is_trainable, tree_leaves((args, kwargs)))):
             return None
-        return tree_map(lambda x: shared_input(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
+        return tree_map(lambda x: share_input_gradient(x, self._state.axis) if is_trainable(x) else x, (args, kwargs))
 
     def _leave(self, model: nn.Module, args: Any, output: Any) -> Any:
-        """Remove caches from the output, because their keys and values are those of the local positions."""
+        """Remove key-value caches from the model's output, because they contain only local positions."""
         state = self._state
         state.current = None
         set_current_state(None)
@@ -88,7 +88,7 @@ class ModelInputHook:
 
 
 class StackHook:
-    """Hooks of the layers of one stack.
+    """Hooks that shard the sequence for the layers of one stack, and make its output a sharded tensor.
 
     Args:
         path: the path of the stack.
@@ -156,15 +156,15 @@ class StackHook:
         if isinstance(leaf, SequenceShardedTensor):
             state.positions_in_forward(leaf.rows.full)
             rows = state.rows(leaf.rows.full)
-            return leaf.local if leaf.rows is rows else local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
+            return leaf.local if leaf.rows is rows else slice_local_rows(leaf.full_tensor(), rows, leaf.shard_dim)
         if not isinstance(leaf, Tensor):
             # a cache of the local positions cannot be used, and a recomputation would append to it again
             return None if hasattr(type(leaf), "get_seq_length") else leaf
         leaf = resolve_deferred(leaf)
         if is_hidden:
-            return local_rows(leaf, state.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
+            return slice_local_rows(leaf, state.rows(leaf.shape[1]), 1) if leaf.shape[1] in lengths else leaf
         dim = state.sequence_dim(path, leaf, lengths)
-        return leaf if dim is None else local_rows(leaf, state.rows(leaf.shape[dim]), dim)
+        return leaf if dim is None else slice_local_rows(leaf, state.rows(leaf.shape[dim]), dim)
 
     def _leave(self, layer: nn.Module, args: Any, output: Any) -> Any:
         state = self._state
@@ -173,42 +173,42 @@ class StackHook:
         rows, self._full = state.rows(self._full), None
         state.current = None
         self._random.leave()
-        return with_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
+        return map_first_output(output, lambda x: SequenceShardedTensor(resolve_deferred(x), rows, 1))
 
     def reset_after_error(self) -> None:
         self._full = None
         self._random.leave()
 
 
-def pass_through(module: nn.Module) -> None:
-    """Let a parallel layer outside of the stacks work on the local positions of its input."""
+def run_on_local_positions(module: nn.Module) -> None:
+    """Make a parallel layer outside of the stacks compute only the local positions of its input."""
     sharded: list[SequenceShardedTensor] = []
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+    def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         inputs = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, SequenceShardedTensor)]
         sharded[:] = inputs[:1]
         return tree_map(
             lambda leaf: leaf.local if isinstance(leaf, SequenceShardedTensor) else leaf, (args, dict(kwargs))
         )
 
-    def leave(_: nn.Module, args: Any, output: Any) -> Any:
+    def wrap_output(_: nn.Module, args: Any, output: Any) -> Any:
         if not sharded:
             return output
         x = sharded.pop()
-        return with_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
+        return map_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
-    module.register_forward_pre_hook(enter, with_kwargs=True, prepend=True)
-    module.register_forward_hook(leave)
+    module.register_forward_pre_hook(unwrap_inputs, with_kwargs=True, prepend=True)
+    module.register_forward_hook(wrap_output)
 
 
 # B batch, S sequence, H hidden; s: local positions
 
 
 class FullSequenceHook:
-    """Gathers the inputs of a module over the sequence (state spaces, convolutions), and shards its output again.
+    """Hooks that gather the sequence for a module that needs all positions, and shard its output again.
 
-    Every rank computes the module for all positions. Communicates: forward one all-gather of B*S*H, backward one
-    reduce-scatter of it.
+    Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward
+    one all-gather of B*S*H, backward one reduce-scatter of it.
 
     Args:
         path: the path of the stack, and of the module in a layer.
@@ -261,7 +261,7 @@ class FullSequenceHook:
             return output
         state.current = self._outer_positions
         self._random.leave()
-        return with_first_output(output, lambda x: local_rows(x, state.rows(positions.length), 1))
+        return map_first_output(output, lambda x: slice_local_rows(x, state.rows(positions.length), 1))
 
     def reset_after_error(self) -> None:
         self._positions = None

@@ -39,21 +39,26 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class RingExchange:
-    """The exchange of keys and values in a ring."""
+    """Settings of the exchange of keys and values between the ranks of a ring."""
 
     axis: Axis
     mask: ChunkedMask
     options: ScoreOptions
     gathers: bool = False  # all-gather all keys first, instead of sending them during the computation
 
-    def needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
-        """Return the chunks of an owner's keys that a rank needs."""
+    def chunks_needed_by(self, rank: int, owner: int) -> tuple[int, ...]:
+        """Return the chunks of keys of rank ``owner`` that rank ``rank`` needs."""
         chunks = self.mask.keys.chunks_of(owner)
         return chunks if self.gathers else self.mask.needed_keys(rank, chunks)
 
 
 def ring_attention(
-    q: Tensor, k: Tensor, v: Tensor, exchange: RingExchange, sinks: Tensor | None = None, line: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    exchange: RingExchange,
+    sinks: Tensor | None = None,
+    distance_bias: Tensor | None = None,
 ) -> Tensor:
     """Attend from the local queries q (B, N, s, D) to the keys and values k, v (B, K, s, D) of all ranks.
 
@@ -68,16 +73,26 @@ def ring_attention(
         line: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query to L - 1
             positions after it.
     """
-    out: Tensor = _Ring.apply(q, k, v, sinks, line, exchange)
+    out: Tensor = _Ring.apply(q, k, v, sinks, distance_bias, exchange)
     return out
 
 
 class _Ring(Function):
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, line: Tensor | None, exchange: RingExchange
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        distance_bias: Tensor | None,
+        exchange: RingExchange,
     ) -> Tensor:
-        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        options = (
+            exchange.options
+            if distance_bias is None
+            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
+        )
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
         lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
@@ -100,18 +115,22 @@ class _Ring(Function):
             out = out.masked_fill(sees_nothing[..., None], 0.0)
         out = out.to(q.dtype)
         ctx.exchange, ctx.sees_nothing = exchange, sees_nothing
-        ctx.save_for_backward(q, k, v, sinks, line, out, lse)
+        ctx.save_for_backward(q, k, v, sinks, distance_bias, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, line, out, lse = ctx.saved_tensors
+        q, k, v, sinks, distance_bias, out, lse = ctx.saved_tensors
         exchange: RingExchange = ctx.exchange
-        options = exchange.options if line is None else replace(exchange.options, bias=RelativePositionBias(line))
+        options = (
+            exchange.options
+            if distance_bias is None
+            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
+        )
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        line_dtype = None if line is None else torch.promote_types(line.dtype, torch.float32)
-        line_grad = None if line is None else torch.zeros_like(line, dtype=line_dtype)
+        bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
+        bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
         if ctx.sees_nothing is not None:
             grad = grad.masked_fill(ctx.sees_nothing[..., None], 0.0)
         dq = torch.zeros_like(q, dtype=acc_dtype)
@@ -123,30 +142,33 @@ class _Ring(Function):
             for at, keys, block in _kernel_calls(exchange, chunks, q.device):
                 d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
                 key, value = arrived[:, :, :, keys]
-                q_grad, k_grad, v_grad, block_line_grad = kernels.partial_attention_backward(
+                q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
                     d_out, query, key, value, block_out, block_lse, block, options
                 )
-                if line_grad is not None and block_line_grad is not None:
-                    line_grad += block_line_grad
+                if bias_grad is not None and block_bias_grad is not None:
+                    bias_grad += block_bias_grad
                 dq[:, :, at] += q_grad
                 total[:, :, :, keys] += torch.stack((k_grad, v_grad))
-            key_value_grads.take(owner, total)
-        key_value_grads.finish()
+            key_value_grads.send(owner, total)
+        key_value_grads.receive()
         sinks_grad = None
         if sinks is not None:
             weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
             sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        line_grad = None if line_grad is None else line_grad.to(line.dtype)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, line_grad, None
+        bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
+        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad, None
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """Yield (owner, its chunks, its keys and values (2, B, K, n, D)) of this rank, then of the ranks it attends to."""
+    """Yield the keys and values of this rank, then those of each other rank of the ring.
+
+    Each item is (owner, its chunks, its keys and values (2, B, K, n, D)).
+    """
     axis = exchange.axis
     me, ranks = axis.rank, axis.size
     local_chunks = exchange.mask.keys.chunks_of(me)
     if exchange.gathers and ranks > 1:
-        lengths = [_length(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
+        lengths = [_count_positions(exchange, exchange.mask.keys.chunks_of(r)) for r in range(ranks)]
         joined = all_gather(kv, axis, 3, lengths=lengths, purpose=PURPOSE).split(lengths, 3)
         for step in range(ranks):
             owner = (me - step) % ranks
@@ -161,8 +183,8 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
         following = _start_exchange(kv, exchange, step + 1)
         if chunks:
             yield owner, chunks, into
-        elif exchange.needed_by(me, owner):
-            raise AssertionError("a chunk that is needed was not received")
+        elif exchange.chunks_needed_by(me, owner):
+            raise AssertionError(f"Rank {me} needs keys of rank {owner}, but received none")
         else:
             yield owner, (), into
         incoming = following
@@ -171,14 +193,16 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
 def _start_exchange(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start to send the local keys to the rank ``step`` positions after it, and to receive those of the rank before."""
+    """Start ring step ``step``: send the local keys to a later rank, and receive those of an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
-    leaving, chunks = exchange.needed_by(to, axis.rank), exchange.needed_by(axis.rank, source)
-    out = kv[:, :, :, _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)].contiguous()
-    into = kv.new_empty((*kv.shape[:3], _length(exchange, chunks), kv.shape[4]))
+    leaving, chunks = exchange.chunks_needed_by(to, axis.rank), exchange.chunks_needed_by(axis.rank, source)
+    out = kv[
+        :, :, :, _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)
+    ].contiguous()
+    into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 
 
@@ -196,7 +220,7 @@ class _KeyValueGradients:
         self._incoming: list[tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor]] = []
         self._gathered: dict[int, Tensor] = {}
 
-    def take(self, owner: int, total: Tensor) -> None:
+    def send(self, owner: int, total: Tensor) -> None:
         """Send this rank's gradients of the keys of ``owner`` to that rank, in the order of the ring steps."""
         exchange, axis = self._exchange, self._exchange.axis
         step, self._step = self._step, self._step + 1
@@ -207,23 +231,23 @@ class _KeyValueGradients:
             self._dkv += total
             return
         reader = (axis.rank + step) % axis.size
-        chunks = exchange.needed_by(reader, axis.rank)
-        into = total.new_empty((*total.shape[:3], _length(exchange, chunks), total.shape[4]))
+        chunks = exchange.chunks_needed_by(reader, axis.rank)
+        into = total.new_empty((*total.shape[:3], _count_positions(exchange, chunks), total.shape[4]))
         out = total.contiguous()
         self._incoming.append((chunks, into, _exchange(axis, owner, out, reader, into), out))
 
-    def finish(self) -> None:
+    def receive(self) -> None:
         exchange, axis = self._exchange, self._exchange.axis
         if self._gathered:
-            self._scatter()
+            self._exchange_all()
         for chunks, into, works, _ in self._incoming:
             for work in works:
                 work.wait()
             if chunks:
-                at = _slice_of(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
+                at = _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), chunks)
                 self._dkv[:, :, :, at] += into
 
-    def _scatter(self) -> None:
+    def _exchange_all(self) -> None:
         axis = self._exchange.axis
         peers = [r for r in range(axis.size) if r != axis.rank]
         local = self._gathered[axis.rank]
@@ -240,8 +264,11 @@ class _KeyValueGradients:
 
 def _kernel_calls(
     exchange: RingExchange, chunks: tuple[int, ...], device: torch.device
-) -> Iterator[tuple[slice, slice, kernels.VisibleBlock]]:
-    """Yield (queries, keys, their mask) per kernel call: one call if all queries attend to the same keys."""
+) -> Iterator[tuple[slice, slice, kernels.BlockMask]]:
+    """Yield the slice of queries, the slice of keys and their mask for each kernel call.
+
+    One call suffices if all queries attend to the same keys.
+    """
     mask, rank = exchange.mask, exchange.axis.rank
     rows = mask.attending_queries(rank, chunks)
     seen = {row: tuple(c for c in chunks if mask.visibility(row, c) is not Visibility.NOTHING) for row in rows}
@@ -249,12 +276,12 @@ def _kernel_calls(
     if len(rows) == 2 and (seen[rows[0]] == seen[rows[1]] or (rows == chunks and mask.is_causal(rows))):
         calls = [(rows, seen[rows[1]])]
     for queries, keys in calls:
-        at = _slice_of(mask.queries, mask.queries.chunks_of(rank), queries)
-        yield at, _slice_of(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
+        at = _slice_of_chunks(mask.queries, mask.queries.chunks_of(rank), queries)
+        yield at, _slice_of_chunks(mask.keys, chunks, keys), mask.block_mask(queries, keys, device)
 
 
-def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
-    """Return the slice of selected chunks, which are adjacent, in a tensor of the stored chunks."""
+def _slice_of_chunks(positions: SequencePositions, stored: tuple[int, ...], selected: tuple[int, ...]) -> slice:
+    """Return the position of the adjacent ``selected`` chunks in a tensor of the ``stored`` chunks."""
     start = 0
     bounds = []
     for chunk in stored:
@@ -265,6 +292,6 @@ def _slice_of(positions: SequencePositions, stored: tuple[int, ...], selected: t
     return slice(min(bounds, default=0), max(bounds, default=0))
 
 
-def _length(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
+def _count_positions(exchange: RingExchange, chunks: tuple[int, ...]) -> int:
     positions = exchange.mask.keys
     return sum(end - start for start, end in (positions.chunks[chunk] for chunk in chunks))

@@ -32,7 +32,7 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class SequencePositions:
-    """The split of ``length`` positions over ``ring`` x ``group`` ranks.
+    """Split of a sequence of ``length`` positions over ``ring`` x ``group`` ranks.
 
     >>> SequencePositions(16, ring=2, group=2).split.parts
     (((0, 4),), ((12, 16),), ((4, 8),), ((8, 12),))
@@ -63,16 +63,16 @@ class SequencePositions:
 
     @cached_property
     def chunks(self) -> tuple[Slice, ...]:
-        """Start and end of each of the 2P chunks."""
+        """Start and end position of each of the 2P chunks of the sequence."""
         bounds = even_bounds(self.length, 2 * self.ring)
         return tuple(pairwise(bounds))
 
     def chunks_of(self, ring_rank: int) -> tuple[int, int]:
-        """Return the two chunks of a ring rank."""
+        """Return the indices of the two chunks of a ring rank."""
         return ring_rank, 2 * self.ring - 1 - ring_rank
 
     def owner(self, chunk: int) -> int:
-        """Return the ring rank that has a chunk."""
+        """Return the ring rank that has the chunk with this index."""
         return min(chunk, 2 * self.ring - 1 - chunk)
 
     def group_lengths(self, ring_rank: int) -> list[int]:
@@ -81,7 +81,7 @@ class SequencePositions:
 
     @cached_property
     def split(self) -> Split:
-        """The positions of each rank of the sequence axis; the ring rank is the outer index."""
+        """Split that assigns positions to the ranks of the sequence axis. The ring rank is the outer index."""
         parts = tuple(self._slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
@@ -108,13 +108,13 @@ class SequencePositions:
 
 
 def chunk_indices(positions: SequencePositions, chunks: tuple[int, ...]) -> Tensor:
-    """Return the positions of some chunks, concatenated."""
+    """Return the concatenated positions of the chunks with these indices."""
     return torch.cat([torch.arange(*positions.chunks[chunk]) for chunk in chunks])
 
 
 @dataclass(frozen=True, eq=False)
 class IndexShards:
-    """The indices of a dim on each rank of an axis."""
+    """Assignment of the indices of a dim to the ranks of an axis."""
 
     axis: Axis
     parts: tuple[Tensor, ...]  # the indices of each rank, in the order of its local tensor
@@ -128,26 +128,28 @@ class IndexShards:
     def local(self) -> Tensor:
         return self.parts[self.axis.rank]
 
-    def take(self, x: Tensor, dim: int) -> Tensor:
-        """Return the local slice of a full tensor."""
+    def slice_local(self, x: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice of the full tensor x along ``dim``."""
         return x.index_select(dim, self.local.to(x.device))
 
-    def repeat_samples(self, lead: int) -> IndexShards:
-        """Return the shards of a dim that concatenates the sequences of ``lead`` samples."""
-        if lead == 1:
+    def repeat_samples(self, num_samples: int) -> IndexShards:
+        """Return the shards of a dim that concatenates the sequences of ``num_samples`` samples."""
+        if num_samples == 1:
             return self
-        offsets = torch.arange(lead)[:, None] * self.full
-        return IndexShards(self.axis, tuple((offsets + indices).flatten() for indices in self.parts), lead * self.full)
+        offsets = torch.arange(num_samples)[:, None] * self.full
+        return IndexShards(
+            self.axis, tuple((offsets + indices).flatten() for indices in self.parts), num_samples * self.full
+        )
 
-    def slice_rows(self, taken: slice) -> tuple[IndexShards, Tensor]:
-        """Return the shards of a slice of the dim, and the local rows that are in the slice."""
-        start, stop, step = taken.indices(self.full)
+    def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
+        """Return the index shards of a slice of the dim, and the numbers of the local rows in the slice."""
+        start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
         parts = tuple((part[keep] - start) // step for part, keep in zip(self.parts, kept, strict=True))
         return IndexShards(self.axis, parts, full), kept[self.axis.rank].nonzero()[:, 0]
 
-    def is_like(self, other: IndexShards) -> bool:
+    def is_same_sharding(self, other: IndexShards) -> bool:
         if self is other:
             return True
         pairs = zip(self.parts, other.parts, strict=True)
@@ -162,7 +164,7 @@ _THREAD = threading.local()
 
 @dataclass(eq=False)
 class ContextParallelState:
-    """The context parallelism of one model."""
+    """State of context parallelism for one model: its axes, sequence lengths and current forward."""
 
     axis: Axis
     ring: Axis  # the ranks that exchange keys and values
@@ -185,24 +187,24 @@ class ContextParallelState:
         return self.seen[length]
 
     def rows(self, length: int) -> IndexShards:
-        """Return the indices of a sequence on each rank of the axis."""
+        """Return the index shards of a sequence of this length."""
         if length not in self._rows:
             self._rows[length] = IndexShards.of(self.positions(length), self.axis)
         return self._rows[length]
 
     def local_length(self, length: int) -> int:
-        """Return the number of local positions of a sequence."""
+        """Return how many positions of a sequence of this length are on this rank."""
         return self.positions(length).split.length(self.axis.rank)
 
     def positions_in_forward(self, length: int) -> SequencePositions:
-        """Like ``positions``, and record that the sequence is part of this forward."""
+        """Return the positions of a sequence on each rank, and record it as part of this forward."""
         self.seen_in_forward[length] = positions = self.positions(length)
         return positions
 
     def find_by_local_length(
         self, count: int, candidates: Mapping[int, SequencePositions] | None = None
     ) -> SequencePositions | None:
-        """Return the sequence, among those seen so far or ``candidates``, with the local length ``count``.
+        """Return the sequence that has ``count`` local positions, among ``candidates`` or all seen so far.
 
         Communicates one number if two sequences have the same local length on some rank.
         """
@@ -214,7 +216,7 @@ class ContextParallelState:
         return self.seen.get(full)
 
     def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int], samples: int = -1) -> int | None:
-        """Return the sequence dim of an argument: the known one, or the only dim with one of ``lengths``.
+        """Return the sequence dim of a layer argument: as recorded, or the only dim with a size in ``lengths``.
 
         A first dim of size ``samples`` is the batch dim.
         """
@@ -267,6 +269,6 @@ def set_current_state(state: ContextParallelState | None) -> None:
     _THREAD.state = state
 
 
-def new_seed() -> int:
+def draw_shared_seed() -> int:
     """Draw a seed from the random state that is shared by all ranks."""
     return int(to_list(torch.randint(2**31, (), device="cpu")))

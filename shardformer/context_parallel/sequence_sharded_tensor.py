@@ -41,12 +41,12 @@ _INSIDE = threading.local()
 """Whether a model runs its forward. Operands that need a gradient then belong to the model, on all ranks."""
 
 
-def set_inside_model(is_now: bool) -> None:
+def set_inside_model(is_inside: bool) -> None:
     """Set whether the following operations belong to a model whose gradients are averaged over the ranks."""
-    _INSIDE.now = is_now
+    _INSIDE.now = is_inside
 
 
-def is_inside() -> bool:
+def is_inside_model() -> bool:
     """Whether a model runs its forward, or recomputes it in the backward."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
@@ -73,27 +73,27 @@ class SequenceShardedTensor(ShardedTensor):
         return self
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Gather the vocabulary of vocabulary-parallel logits first."""
+        """Gather the sequence, after the vocabulary if the local shard is vocabulary-parallel."""
         return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
 
     def local_part(self, full: Tensor, dim: int) -> Tensor:
-        return local_rows(full, self.rows, dim)
+        return slice_local_rows(full, self.rows, dim)
 
     def is_aligned(self, other: Any) -> bool:
         dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
-        return dims[0] == dims[1] and self.rows.is_like(other.rows)
+        return dims[0] == dims[1] and self.rows.is_same_sharding(other.rows)
 
     def takes_gradients(self) -> bool:
-        return is_inside()
+        return is_inside_model()
 
     def _held(self) -> str:
         return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
 
 
-def shared_input(x: Tensor, axis: Axis) -> Tensor:
+def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
     """Make the gradient of a replicated input of the model identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
@@ -114,7 +114,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather all rows. Communicates one all-gather, and in the backward of floats one reduce-scatter.
+    """Gather the rows of all ranks along ``dim``. Backward of floats: one reduce-scatter.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     """
@@ -135,25 +135,25 @@ def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
     return with_backward(local, gather, reduce_scatter)
 
 
-def local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Take the local rows of a replicated tensor. Communicates nothing, also in the backward."""
+def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
+    """Return this rank's rows of a replicated tensor along ``dim``. Communicates nothing, also in the backward."""
     dim, shape = dim % x.dim(), x.shape
 
     def pad(grad: Tensor) -> Tensor:
         return grad.new_zeros(shape).index_copy_(dim, rows.local.to(grad.device), grad)
 
-    return with_backward(x, lambda x: rows.take(x, dim), pad)
+    return with_backward(x, lambda x: rows.slice_local(x, dim), pad)
 
 
-def _rowwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a function of the last dim with weights (linear, norms) to the local positions."""
+def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Apply a linear or a norm over the last dim to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()
     if (
         not isinstance(x, SequenceShardedTensor)
         or any(isinstance(t, SequenceShardedTensor) for t in tensors)
-        or (trains and not is_inside())
+        or (trains and not is_inside_model())
         or x.shard_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
         return rules.gathered(func, args, kwargs)
@@ -221,7 +221,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Index with integers, slices, None and ``...``; the sharded dim only with slices."""
+    """Index a sharded tensor with integers, slices, None and ``...``. The sharded dim takes only slices."""
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
@@ -262,10 +262,10 @@ def _setitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
         or mask.shape != x.shape[: mask.dim()]
     ):
         SequenceShardedTensor.refuse(f"__setitem__ with this index cannot write to {SequenceShardedTensor.TEXT[0]}")
-    value, local_mask = rules.to_full_tensors(value), x.rows.take(mask, x.shard_dim)
+    value, local_mask = rules.to_full_tensors(value), x.rows.slice_local(mask, x.shard_dim)
     if isinstance(value, Tensor) and value.dim() > x.dim() - mask.dim() and value.shape[0] != 1:
         numbers = (mask.flatten().cumsum(0) - 1).view(mask.shape)  # the row of each selected position
-        value = value.index_select(0, x.rows.take(numbers, x.shard_dim)[local_mask])
+        value = value.index_select(0, x.rows.slice_local(numbers, x.shard_dim)[local_mask])
     x.local[local_mask] = value
     x._full = None
 
@@ -292,7 +292,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     target = rules.to_full_tensors(target)
     reduction = kwargs.get("reduction", "mean")
     options = {**kwargs, "reduction": "none" if reduction == "none" else "sum"}
-    loss = func(x.local, x.rows.take(target, dim), **options)
+    loss = func(x.local, x.rows.slice_local(target, dim), **options)
     if reduction == "none":
         return SequenceShardedTensor(loss, x.rows, dim)
     total: Tensor = all_reduce_sum(loss, x.rows.axis)
@@ -311,7 +311,7 @@ _NAMES: Mapping[Rule, str] = {
         {rules.ELEMENTWISE} to type type_as cpu cuda float double half bfloat16 square sqrt rsqrt log gelu silu erf
         __eq__ __ne__ __lt__ __le__ __gt__ __ge__ eq ne lt le gt ge logical_not logical_and
         """,
-    _rowwise: "linear layer_norm rms_norm",
+    _apply_per_position: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
     rules.copied: "clone contiguous detach",

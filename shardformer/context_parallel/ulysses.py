@@ -1,4 +1,4 @@
-"""Ulysses: the ranks of a group exchange heads for positions, so that each has some heads of all their positions.
+"""Ulysses: ranks of a group exchange attention heads for positions, so that each has some heads of all positions.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 
@@ -30,7 +30,7 @@ PURPOSE = "context"
 
 @dataclass(frozen=True)
 class HeadExchange:
-    """The assignment of heads to the ranks of a group."""
+    """Assignment of attention heads and positions to the ranks of a Ulysses group."""
 
     axis: Axis
     heads: tuple[tuple[int, ...], ...]  # of each rank, in ascending order
@@ -38,19 +38,19 @@ class HeadExchange:
     count: int  # the total number of heads
 
 
-def query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the query heads of each rank, split evenly."""
+def assign_query_heads(count: int, ranks: int) -> tuple[tuple[int, ...], ...]:
+    """Split the query heads evenly over the ranks, and return the heads of each rank."""
     return tuple(tuple(range(a, b)) for a, b in pairwise(even_bounds(count, ranks)))
 
 
-def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -> tuple[tuple[int, ...], ...]:
+def assign_key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -> tuple[tuple[int, ...], ...]:
     """Return the key heads that each rank needs for its query heads.
 
     A key head appears once if its local query heads form equal groups, and once per query head otherwise.
 
-    >>> key_heads(query_heads(4, 2), 4, 2), key_heads(query_heads(6, 4), 6, 2)
+    >>> assign_key_heads(assign_query_heads(4, 2), 4, 2), assign_key_heads(assign_query_heads(6, 4), 6, 2)
     (((0,), (1,)), ((0,), (0, 1), (1,), (1,)))
-    >>> key_heads(query_heads(6, 2), 6, 4 // 2), key_heads(((0, 1, 2), (3, 4)), 5, 5)
+    >>> assign_key_heads(assign_query_heads(6, 2), 6, 4 // 2), assign_key_heads(((0, 1, 2), (3, 4)), 5, 5)
     (((0,), (1,)), ((0, 1, 2), (3, 4)))
     """
     per_key = count // num_keys
@@ -63,14 +63,14 @@ def key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys: int) -
     return tuple(found)
 
 
-def to_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(_scatter_heads, exchange=exchange), partial(_gather_heads, exchange=exchange))
 
 
-def to_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
+def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x

@@ -27,7 +27,7 @@ from shardformer.discovery.reduced_model import (
     probe_loss,
 )
 from shardformer.errors import PolicyError, ShardFormerError, first_line
-from shardformer.kernels.attention_registration import attention_classes
+from shardformer.kernels.attention_registration import find_attention_classes
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.layout.tensor_relations import max_difference
 from shardformer.local_ranks.threads import run_as_threads
@@ -365,7 +365,7 @@ def _iter_context_candidates(
     """Yield candidate settings: which modules gather the full sequence."""
     if is_dispatched:
         yield ContextFindings()
-    classes = attention_classes(model)
+    classes = find_attention_classes(model)
 
     def attends(layer: str, name: str) -> bool:
         return any(type(inner) in classes for inner in model.get_submodule(f"{layer}.{name}").modules())

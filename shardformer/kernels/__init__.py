@@ -1,1 +1,1 @@
-"""Attention on fused kernels."""
+"""Fused kernels for attention, norms and the activations of an MLP."""

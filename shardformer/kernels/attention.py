@@ -46,14 +46,14 @@ def flash_attn() -> Any:
     return flash_attn_func
 
 
-def unsupported_error(what: str, remedy: str, rule: str = "") -> ConfigError:
+def unsupported_error(feature: str, remedy: str, rule: str = "") -> ConfigError:
     remedy = f"{remedy}, or set enable_flash_attention=False"
-    return ConfigError(f"enable_flash_attention=True does not support {what}", rule=rule, remedy=remedy)
+    return ConfigError(f"enable_flash_attention=True does not support {feature}", rule=rule, remedy=remedy)
 
 
-def dropout_error(what: str, setting: str) -> ConfigError:
+def dropout_error(reason: str, setting: str) -> ConfigError:
     remedy = f"Build the model with {setting} in its config, train on a GPU"
-    return unsupported_error(f"dropout of the attention weights on the CPU, and {what}", remedy)
+    return unsupported_error(f"dropout of the attention weights on the CPU, and {reason}", remedy)
 
 
 _KERNEL_CHOICE_LOCK = threading.RLock()
@@ -71,7 +71,9 @@ def attention(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers: query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D), None.
+    """Compute attention on fused kernels, with the signature that transformers calls.
+
+    query (B, N, Q, D), key and value (B, K, S, D) -> (B, Q, N, D) and None.
 
     ``attention_mask`` is bool (True: visible) or is added to the scores, and broadcasts to (B, N, Q, S). The keyword
     argument ``position_bias`` is added to the scores. Without a mask, a causal module attends to earlier positions.
@@ -87,28 +89,28 @@ def attention(
     if causal and key.shape[2] > query.shape[2]:  # a static cache with unused positions at its end
         key, value = key[:, :, : query.shape[2]], value[:, :, : query.shape[2]]
         bias = None if bias is None else bias[..., : query.shape[2]]
-    if query.is_cuda and attention_mask is None and bias is None and _fits_flash_attn(query, value):
+    if query.is_cuda and attention_mask is None and bias is None and _flash_attn_supports(query, value):
         out = flash_attn()(*(t.transpose(1, 2) for t in (query, key, value)), dropout, scale, causal)
         return out.contiguous(), None
     if bias is not None and causal:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
     if bias is None and attention_mask is not None and attention_mask.requires_grad:
         bias, attention_mask = attention_mask, None
-    query, key, value = _same_batch(query, key, value)
+    query, key, value = _expand_to_same_batch(query, key, value)
     out_width = value.shape[-1]
-    query, key, value = _same_width(query, key, value)
-    bias, attention_mask = _four_dims(bias), _four_dims(attention_mask)
+    query, key, value = _pad_to_same_width(query, key, value)
+    bias, attention_mask = _view_as_4d(bias), _view_as_4d(attention_mask)
     if bias is None:
         out = _fused_attention(query, key, value, attention_mask, dropout, scale, causal)
     elif query.is_cuda:  # the memory-efficient kernel computes the gradient of the bias
-        out = _fused_attention(query, key, value, _combined_bias(bias, attention_mask, query), dropout, scale, False)
+        out = _fused_attention(query, key, value, _add_mask_to_bias(bias, attention_mask, query), dropout, scale, False)
     else:
         out = _biased_attention(query, key, value, bias, attention_mask, scale)
     return out[..., :out_width].transpose(1, 2).contiguous(), None
 
 
 class FusedAttentionMode(TorchFunctionMode):
-    """Replaces torch's attention function by ``attention``, for a forward that calls torch's function itself."""
+    """Context in which calls of torch's scaled_dot_product_attention run ``attention`` instead."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -138,29 +140,29 @@ def _check_call(query: Tensor, dropout: float, kwargs: dict[str, Any]) -> None:
         raise dropout_error(f"the dropout rate is {dropout}", "an attention dropout of 0")
 
 
-def check_attention_arguments(what: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
+def check_attention_arguments(caller: str, kwargs: Mapping[str, Any], names: Sequence[str]) -> None:
     """Raise ConfigError for an argument that the fused kernels do not support."""
     for name in names:
         if kwargs.get(name) is not None and kwargs[name] is not False:
             rule = "The fused kernels compute plain softmax attention and do not return its weights"
-            called = f"the argument {name}, with which {what} was called"
+            called = f"the argument {name}, with which {caller} was called"
             raise unsupported_error(called, f"Call the model without {name}", rule)
 
 
-def _fits_flash_attn(query: Tensor, value: Tensor) -> bool:
+def _flash_attn_supports(query: Tensor, value: Tensor) -> bool:
     widths = {query.shape[-1], value.shape[-1]}
     return (
         query.dtype in HALF and len(widths) == 1 and max(widths) <= FLASH_ATTN_MAX_HEAD_DIM and flash_attn() is not None
     )
 
 
-def _same_batch(*tensors: Tensor) -> list[Tensor]:
-    """Expand learned queries, whose batch is 1."""
+def _expand_to_same_batch(*tensors: Tensor) -> list[Tensor]:
+    """Expand tensors with a batch of 1, such as learned queries, to the largest batch."""
     batch = max(t.shape[0] for t in tensors)
     return [t if t.shape[0] == batch else t.expand(batch, -1, -1, -1) for t in tensors]
 
 
-def _same_width(*tensors: Tensor) -> list[Tensor]:
+def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
     """Pad the head dims with zeros to one size, and make them contiguous, as the kernels require."""
     width = max(t.shape[-1] for t in tensors)
     if tensors[0].is_cuda:
@@ -169,12 +171,12 @@ def _same_width(*tensors: Tensor) -> list[Tensor]:
     return [t if t.stride(-1) == 1 else t.contiguous() for t in padded]
 
 
-def _four_dims(mask: Tensor | None) -> Tensor | None:
+def _view_as_4d(mask: Tensor | None) -> Tensor | None:
     return mask if mask is None or mask.dim() == 4 else mask[(None,) * (4 - mask.dim())]
 
 
-def _combined_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
-    """Return the sum of bias and mask, which is added to the scores."""
+def _add_mask_to_bias(bias: Tensor, mask: Tensor | None, query: Tensor) -> Tensor:
+    """Combine a bias and a mask into one tensor that is added to the attention scores."""
     if mask is None:
         added = bias
     elif mask.dtype == torch.bool:
@@ -192,7 +194,7 @@ def _repeat_heads(x: Tensor, times: int) -> Tensor:
 def _fused_attention(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, dropout: float, scale: float, causal: bool
 ) -> Tensor:
-    """Call torch's attention, (B, N, Q, D), and raise if no fused kernel supports the arguments."""
+    """Call torch's attention with fused kernels only. Raises ConfigError if none supports the arguments."""
     groups = query.shape[1] // key.shape[1]
     grouped = groups > 1 and (query.device.type == "cpu" or (mask is None and query.dtype in HALF))
     if not grouped:
@@ -213,7 +215,7 @@ def _fused_attention(
         try:
             return run()
         except (RuntimeError, UserWarning) as error:  # UserWarning if the user turned warnings into errors
-            reasons = _reasons_of_kernels(run)
+            reasons = _collect_kernel_rejections(run)
             if reasons is None:
                 raise
             mask_shape = None if mask is None else tuple(mask.shape)
@@ -225,8 +227,8 @@ def _fused_attention(
             ) from error
 
 
-def _reasons_of_kernels(run: Callable[[], Tensor]) -> str | None:
-    """Return torch's reasons against each kernel, or None if the call failed for another reason."""
+def _collect_kernel_rejections(run: Callable[[], Tensor]) -> str | None:
+    """Return why torch rejects each fused kernel, or None if the call failed for another reason."""
     with warnings.catch_warnings(record=True) as reasons:
         warnings.simplefilter("always")
         try:
@@ -249,14 +251,14 @@ def _biased_attention(
     groups = query.shape[1] // key.shape[1]
     is_trained = bias.requires_grad and torch.is_grad_enabled()
     if not is_trained and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-        return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+        return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     out: Tensor = _BiasedAttention.apply(query, key, value, bias, mask, scale)
     return out
 
 
 class _BiasedAttention(Function):
-    """Flash attention with a trainable bias.
+    """Autograd function for flash attention on the CPU with a trainable bias of the scores.
 
     The forward is the flash kernel, called for a few sequences of the batch at a time if their masks differ. The
     backward recomputes the scores of these sequences: N*Q*S per sequence, at most SCORES_AT_ONCE at a time if one
@@ -271,12 +273,12 @@ class _BiasedAttention(Function):
         ctx.scale = scale
         bias = bias.detach()  # the kernel raises for a bias that requires a gradient, even under no_grad
         if bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
-            return _fused_attention(query, key, value, _combined_bias(bias, mask, query), 0.0, scale, False)
+            return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
         outs = []
-        for chunk in _chunks(query, key):
+        for chunk in _split_batch(query, key):
             q, k, v, bias_b, mask_b = _slice_batch(chunk, query, key, value, bias, mask)
             assert q is not None and k is not None and v is not None and bias_b is not None
-            outs.append(_fused_attention(q, k, v, _combined_bias(bias_b, mask_b, q), 0.0, scale, False))
+            outs.append(_fused_attention(q, k, v, _add_mask_to_bias(bias_b, mask_b, q), 0.0, scale, False))
         return torch.cat(outs)
 
     @staticmethod
@@ -287,7 +289,7 @@ class _BiasedAttention(Function):
         grads: list[Tensor | None] = [
             torch.zeros_like(t) if i in needed else None for i, t in enumerate((query, key, value, bias))
         ]
-        for chunk in _chunks(query, key):
+        for chunk in _split_batch(query, key):
             parts = _slice_batch(chunk, query, key, value, bias, mask)
             inputs = [t.detach().requires_grad_() for t in parts[:4] if t is not None]
             with torch.enable_grad(), torch.autocast("cpu", enabled=False):
@@ -300,8 +302,8 @@ class _BiasedAttention(Function):
         return (*grads, None, None)
 
 
-def _chunks(query: Tensor, key: Tensor) -> list[slice]:
-    """Return slices of the batch with at most SCORES_AT_ONCE scores, or one sequence each."""
+def _split_batch(query: Tensor, key: Tensor) -> list[slice]:
+    """Split the batch into slices that have at most SCORES_AT_ONCE scores, or one sequence each."""
     batch, heads, length = query.shape[:3]
     size = max(1, SCORES_AT_ONCE // max(heads * length * key.shape[2], 1))
     return [slice(start, start + size) for start in range(0, batch, size)]
@@ -317,5 +319,5 @@ def _reference_attention(
 ) -> Tensor:
     scores = query @ key.transpose(2, 3) * scale
     wide = torch.float32 if scores.dtype in HALF else scores.dtype
-    weights = (scores.to(wide) + _combined_bias(bias, mask, query)).softmax(-1)
+    weights = (scores.to(wide) + _add_mask_to_bias(bias, mask, query)).softmax(-1)
     return weights.to(value.dtype) @ value

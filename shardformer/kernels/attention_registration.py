@@ -39,7 +39,7 @@ from shardformer.torch_patches import Patch, Undo, install
 Output = tuple[Tensor, Tensor | None]
 
 
-def bloom(
+def bloom_attention(
     self: Any,
     hidden_states: Tensor,
     residual: Tensor,
@@ -50,7 +50,7 @@ def bloom(
     output_attentions: bool = False,
     **kwargs: Any,
 ) -> Output:
-    """Compute BLOOM attention, with ALiBi as an additional feature of queries (1) and keys (the bias).
+    """Compute BLOOM attention. ALiBi is an additional feature: 1 in each query, the bias in each key.
 
     The flash kernel for CUDA does not support a bias of the scores.
     """
@@ -66,8 +66,10 @@ def bloom(
     return residual + out, None
 
 
-def gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Output:
-    """Compute GPT-Neo attention: unscaled scores, and a window in local layers."""
+def gpt_neo_attention(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> Output:
+    """Compute GPT-Neo attention, with unscaled scores and a sliding window in local layers."""
     q_length, length = query.shape[2], key.shape[2]
     mask = attention_mask
     if self.attention_type == "local" or mask is not None:
@@ -81,15 +83,17 @@ def gpt_neo(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask
     return out_BQND.transpose(1, 2), None
 
 
-def gptj(self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None) -> Output:
+def gptj_attention(
+    self: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None = None
+) -> Output:
     p, scale = _dropout_rate(self, self.attn_dropout), 1.0 / float(self.scale_attn)
     query, key = query.to(value.dtype), key.to(value.dtype)
     out_BQND, _ = attention(self, query, key, value, attention_mask, p, scaling=scale)
     return out_BQND.transpose(1, 2), None
 
 
-def sam_vision(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
-    """Compute SAM attention, with biases for relative heights and widths that are products with the query."""
+def sam_vision_attention(self: Any, hidden_states: Tensor, output_attentions: bool | None = None) -> Output:
+    """Compute SAM attention. Its position bias is the product of each query with relative positions."""
     batch, height, width, _ = hidden_states.shape
     tokens, heads = height * width, self.num_attention_heads
     qkv_3BNSD = self.qkv(hidden_states).reshape(batch, tokens, 3, heads, -1).permute(2, 0, 3, 1, 4)
@@ -105,10 +109,10 @@ def sam_vision(self: Any, hidden_states: Tensor, output_attentions: bool | None 
     return self.proj(out_BQND.reshape(batch, height, width, -1)), None
 
 
-def swinv2(
+def swinv2_attention(
     self: Any, hidden_states: Tensor, attention_mask: Tensor | None = None, output_attentions: bool | None = False
 ) -> tuple[Tensor]:
-    """Compute Swin V2 attention: cosine similarity with a scale per head, and a bias from an MLP."""
+    """Compute Swin V2 attention from scaled cosine similarities and a position bias from an MLP."""
     projections = (self.query, self.key, self.value)
     heads = (-1, self.num_attention_heads, self.attention_head_size)
     q, k, v = (project(hidden_states).unflatten(-1, heads[1:]).transpose(1, 2) for project in projections)
@@ -117,8 +121,8 @@ def swinv2(
     return (_cosine_attention(self, q, k, v, mask, table, self.dropout),)
 
 
-def timm_swinv2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute timm's Swin V2 attention, with one linear for q, k and v and separate biases."""
+def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Compute timm's Swin V2 attention, which has one linear for q, k and v and separate biases."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:
@@ -133,7 +137,10 @@ def timm_swinv2(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
 def _cosine_attention(
     self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, table: Tensor, dropout: Any
 ) -> Tensor:
-    """Attend within windows: q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D)."""
+    """Compute attention within windows from the cosine similarities of queries and keys.
+
+    q, k, v (B, N, L, D) and a mask (windows per image, L, L) -> (B, L, N * D).
+    """
     scale_N11 = torch.clamp(self.logit_scale, max=math.log(1.0 / 0.01)).exp()
     q, k = F.normalize(q, dim=-1) * scale_N11, F.normalize(k, dim=-1)
     area = self.window_size[0] * self.window_size[1]
@@ -155,7 +162,7 @@ def _dropout_rate(module: nn.Module, dropout: Any) -> float:
 
 @dataclass(frozen=True)
 class AttentionOverride:
-    """The override of one method of an attention class.
+    """Replacement of one method of an attention class by a function that uses fused kernels.
 
     Args:
         method: the method that ``function`` replaces.
@@ -169,7 +176,9 @@ class AttentionOverride:
     bias: str = ""
 
 
-def chatglm(self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any) -> Tensor:
+def chatglm_attention(
+    self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any
+) -> Tensor:
     """Compute ChatGLM2 attention on (length, batch, heads, head dim), with a mask that is True for hidden keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
@@ -178,15 +187,15 @@ def chatglm(self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tens
 
 
 OVERRIDES = {
-    "CoreAttention": AttentionOverride("forward", chatglm, ""),
-    "BloomAttention": AttentionOverride("forward", bloom, "attention_dropout"),
-    "GPTNeoSelfAttention": AttentionOverride("_attn", gpt_neo, "attn_dropout"),
-    "GPTJAttention": AttentionOverride("_attn", gptj, "attn_dropout"),
-    "SamVisionAttention": AttentionOverride("forward", sam_vision, "dropout", "rel_pos"),
-    "SamVisionSdpaAttention": AttentionOverride("forward", sam_vision, "", "rel_pos"),
-    "Swinv2SelfAttention": AttentionOverride("forward", swinv2, "dropout", "continuous_position_bias_mlp"),
+    "CoreAttention": AttentionOverride("forward", chatglm_attention, ""),
+    "BloomAttention": AttentionOverride("forward", bloom_attention, "attention_dropout"),
+    "GPTNeoSelfAttention": AttentionOverride("_attn", gpt_neo_attention, "attn_dropout"),
+    "GPTJAttention": AttentionOverride("_attn", gptj_attention, "attn_dropout"),
+    "SamVisionAttention": AttentionOverride("forward", sam_vision_attention, "dropout", "rel_pos"),
+    "SamVisionSdpaAttention": AttentionOverride("forward", sam_vision_attention, "", "rel_pos"),
+    "Swinv2SelfAttention": AttentionOverride("forward", swinv2_attention, "dropout", "continuous_position_bias_mlp"),
     "timm.models.swin_transformer_v2.WindowAttention": AttentionOverride(
-        "forward", timm_swinv2, "attn_drop", "cpb_mlp"
+        "forward", timm_swinv2_attention, "attn_drop", "cpb_mlp"
     ),
 }
 """Class name, with its module if other classes have the same name -> its override."""
@@ -194,17 +203,20 @@ SDPA = ("FalconAttention",)
 """Classes that call torch's scaled_dot_product_attention themselves if their config selects "sdpa"."""
 
 
-def override_for(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the override of a class; None if it uses transformers' interface in this version (GPT-J from 5.24 on)."""
+def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
+    """Return the override of an attention class, or None if the class needs none.
+
+    A class on transformers' attention interface needs none, such as GPT-J from transformers 5.24 on.
+    """
     override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if override is None:
         return None
-    source = source_of(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
-    return None if is_on_interface(source) else override
+    source = read_class_source(cls)  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    return None if uses_attention_interface(source) else override
 
 
 @functools.cache
-def source_of(cls: Any) -> str:
+def read_class_source(cls: Any) -> str:
     """Return the source code of a class's methods, inherited ones included; empty if there is no source."""
     parts = []
     for base in cls.__mro__[: cls.__mro__.index(nn.Module)]:
@@ -217,19 +229,19 @@ def source_of(cls: Any) -> str:
     return "\n".join(parts)
 
 
-def is_on_interface(source: str) -> bool:
+def uses_attention_interface(source: str) -> bool:
     return "get_interface(" in source
 
 
-def overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
+def find_overridden_modules(model: nn.Module) -> Iterator[tuple[str, Any, AttentionOverride]]:
     for path, module in model.named_modules():
-        if (override := override_for(type(module))) is not None:
+        if (override := find_override(type(module))) is not None:
             yield path, module, override
 
 
 def check_overrides(model: nn.Module) -> None:
     """Raise ConfigError if the override of a module would not compute the same as its class."""
-    for path, module, override in overridden_modules(model):
+    for path, module, override in find_overridden_modules(model):
         original: Any = getattr(type(module), override.method, None)
         found, expected = (
             [] if f is None else list(inspect.signature(f).parameters) for f in (original, override.function)
@@ -244,7 +256,7 @@ def check_overrides(model: nn.Module) -> None:
             raise unsupported_error(
                 f"slow_but_exact=True with pretraining_tp={module.pretraining_tp}, as in {path}",
                 "Set slow_but_exact=False in the config",
-                "They compute the output projection in slices, to reproduce the rounding of a training run",
+                "Such models compute the output projection in slices, to reproduce the rounding of a training run",
             )
     for path, module in model.named_modules():
         config: Any = getattr(module, "config", None)
@@ -258,7 +270,7 @@ def check_overrides(model: nn.Module) -> None:
 
 def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
     """Install the overrides, and yield the path, the name and the replacement of each method."""
-    for path, module, override in list(overridden_modules(model)):
+    for path, module, override in list(find_overridden_modules(model)):
         if override.method in vars(module):
             continue  # installed before
         setattr(module, override.method, override.function.__get__(module))
@@ -296,7 +308,7 @@ def use_flash_attention(
     """
     device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
     check_flash_attention(model, device)
-    configs = attention_configs(model)
+    configs = find_attention_configs(model)
     if configs:
         register_attention(ATTENTION_NAME, attention, None)
     for config in configs:
@@ -308,14 +320,14 @@ def use_flash_attention(
     for path, name, function in (*apply_overrides(model), *_enable_sdpa_switches(model)):
         if replaced is not None:
             replaced(path, name, function)
-    return _describe(model, device)
+    return _describe_kernels(model, device)
 
 
 def check_flash_attention(model: nn.Module, device: torch.device) -> None:
     """Raise ConfigError if some attention of ``model`` cannot run on the fused kernels of ``device``."""
     _check_interface(model)
     check_overrides(model)
-    for config in attention_configs(model):
+    for config in find_attention_configs(model):
         for name, off in (("output_attentions", False), ("attn_logit_softcapping", None)):
             if value := getattr(config, name, off):
                 rule = "A fused kernel does not store the scores, so it can neither return nor cap them"
@@ -328,7 +340,10 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Make modules with a switch call torch's attention, and replace it by ``attention``. Yields the replacements."""
+    """Set the ``fused_attn`` switch of timm's attentions, and run them on fused kernels.
+
+    Yields the path, the name and the replacement of each method.
+    """
     for path, module in model.named_modules():
         if hasattr(module, SWITCH):
             setattr(module, SWITCH, True)
@@ -338,7 +353,7 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of the class, with ``attention`` instead of torch's attention function."""
+    """Run a module's own forward, with ``attention`` in place of torch's attention function."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
@@ -346,35 +361,39 @@ def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 # --- requirements
 
 
-def attention_configs(model: nn.Module) -> list[Any]:
+def find_attention_configs(model: nn.Module) -> list[Any]:
     """Return every config from which a module of the model reads its attention implementation."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
 
 
-def attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
+def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """Return the classes that compute attention, with their source code.
 
     These are the classes on transformers' interface, and those with "attention" in their name that compute a softmax or
     call torch's attention. Modules that only contain an attention are not included.
     """
     classes = {type(m) for m in model.modules()}
-    sources = {cls: source_of(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
+    sources = {cls: read_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
     computes = re.compile(r"softmax\(|scaled_dot_product_attention\(")
     return {
         cls: source
         for cls, source in sources.items()
-        if is_on_interface(source) or ("attention" in cls.__name__.lower() and computes.search(source))
+        if uses_attention_interface(source) or ("attention" in cls.__name__.lower() and computes.search(source))
     }
 
 
 def _check_interface(model: nn.Module) -> None:
-    classes = attention_classes(model)
+    classes = find_attention_classes(model)
     switched = {type(module) for module in model.modules() if hasattr(module, SWITCH)}
-    known = {cls for cls in classes if override_for(cls) is not None or cls.__name__ in SDPA} | switched
-    unknown = [cls.__name__ for cls, source in classes.items() if not is_on_interface(source) and cls not in known]
+    known = {cls for cls in classes if find_override(cls) is not None or cls.__name__ in SDPA} | switched
+    unknown = [
+        cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source) and cls not in known
+    ]
     opting_out = [m for m in model.modules() if getattr(m, "_supports_sdpa", True) is False]
-    without = sorted({type(m).__name__ for m in opting_out if any(map(is_on_interface, attention_classes(m).values()))})
+    without = sorted(
+        {type(m).__name__ for m in opting_out if any(map(uses_attention_interface, find_attention_classes(m).values()))}
+    )
     if unknown:
         reason = f"computes attention in {', '.join(unknown)}"
     elif not classes:
@@ -392,10 +411,10 @@ def _check_interface(model: nn.Module) -> None:
 
 
 def _check_no_dropout(model: nn.Module) -> None:
-    """Raise if a module will call its attention with dropout, which torch's flash attention for the CPU lacks."""
-    sources = attention_classes(model)
+    """Raise ConfigError if an attention has dropout, which torch's flash kernel for the CPU does not support."""
+    sources = find_attention_classes(model)
     for name, module in model.named_modules():
-        for attribute in _dropouts(module, sources.get(type(module), "")):
+        for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):
             try:
                 rate = attrgetter(attribute)(module)
             except AttributeError:
@@ -406,11 +425,11 @@ def _check_no_dropout(model: nn.Module) -> None:
                 raise dropout_error(f"{name}.{attribute} is {rate}", _dropout_settings(owner, rate))
 
 
-def _dropouts(module: nn.Module, source: str) -> list[str]:
-    """Return the attributes with the dropout rate of the attention weights."""
+def _find_dropout_attributes(module: nn.Module, source: str) -> list[str]:
+    """Return the names of a module's attributes that contain its attention dropout rate."""
     if type(module).__name__ in SDPA:
         return ["attention_dropout"] if attrgetter("config.alibi")(module) else []
-    if (override := override_for(type(module))) is not None:
+    if (override := find_override(type(module))) is not None:
         return [override.dropout] if override.dropout else []
     return DROPOUT_OF_CALL.findall(source)
 
@@ -421,18 +440,18 @@ def _dropout_settings(owner: Any, rate: float) -> str:
     return " and ".join(f"{n}=0.0" for n in names) or "an attention dropout of 0"
 
 
-def _describe(model: nn.Module, device: torch.device) -> str:
+def _describe_kernels(model: nn.Module, device: torch.device) -> str:
     """Return the attention classes of the model, grouped by their kernel."""
     classes_by_kernel: dict[str, list[str]] = {}
-    for cls in attention_classes(model):
-        classes_by_kernel.setdefault(_kernel_of(model, cls, device), []).append(cls.__name__)
+    for cls in find_attention_classes(model):
+        classes_by_kernel.setdefault(_describe_kernel_of_class(model, cls, device), []).append(cls.__name__)
     return "; ".join(f"{', '.join(names)} on {kernel}" for kernel, names in classes_by_kernel.items())
 
 
-def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
+def _describe_kernel_of_class(model: nn.Module, cls: type[nn.Module], device: torch.device) -> str:
     if device.type not in KERNELS:
         return "torch's attention, which selects a kernel"
-    override = override_for(cls)
+    override = find_override(cls)
     biases = BIAS if override is None else re.compile(override.bias or "^$")
     is_bias_trained = any(p.requires_grad and biases.search(name) for name, p in model.named_parameters())
     if cls.__name__ in SDPA:
@@ -448,7 +467,7 @@ def _kernel_of(model: nn.Module, cls: type[nn.Module], device: torch.device) -> 
 
 
 def register_attention(name: str, attention: Callable[..., Any], mask: Callable[..., Any] | None) -> None:
-    """Register an attention and its mask function with transformers; None for the mask of torch's attention."""
+    """Register an attention function and its mask function, by default torch's, with transformers."""
     with _IMPORTING:
         from transformers import AttentionInterface, AttentionMaskInterface
         from transformers.masking_utils import sdpa_mask

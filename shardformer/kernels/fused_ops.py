@@ -53,7 +53,7 @@ RMS_KINDS = ("llama", "t5", "gemma", "olmo", "torch")
 def rms_norm(
     kind: str, x: Tensor, weight: Tensor | None, eps: float | None, mean: Callable[[Tensor], Tensor] | None = None
 ) -> Tensor:
-    """Return the RMS norm of a kind, by fused kernels or with a custom ``mean`` over the last dim."""
+    """Apply an RMS norm of one of ``RMS_KINDS`` with fused kernels, or with a custom ``mean`` function."""
     shape = x.shape[-1:]
     if weight is not None and kind == "gemma":
         weight = 1.0 + weight.to(torch.float32)
@@ -86,12 +86,12 @@ class FusedLayerNorm(nn.LayerNorm):
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> FusedLayerNorm:
         """Build the fused norm with the parameters of ``module``. Raises ConfigError if it is not a layer norm."""
         _check_no_options(cls, kwargs)
-        shape, eps = _normalized_shape(module), _eps(module)
+        shape, eps = _normalized_shape(module), _find_eps(module)
         if shape is None or eps is None or norm_kind(module) != "layer":
             raise _unknown_norm_error(cls, module)
         norm = cls(shape, eps=eps, elementwise_affine=False)
         norm.elementwise_affine = module._parameters.get("weight") is not None
-        _adopt_parameters(norm, module, ("weight", "bias"))
+        _move_parameters(norm, module, ("weight", "bias"))
         return norm
 
 
@@ -115,8 +115,8 @@ class FusedRMSNorm(nn.Module):
         kind = norm_kind(module)
         if kind is None or kind == "layer":
             raise _unknown_norm_error(cls, module)
-        norm = cls(kind, _eps(module))
-        _adopt_parameters(norm, module, ("weight",))
+        norm = cls(kind, _find_eps(module))
+        _move_parameters(norm, module, ("weight",))
         return norm
 
     def forward(self, x: Tensor) -> Tensor:
@@ -142,7 +142,7 @@ def fused_norm(module: nn.Module) -> nn.Module:
     return kind.from_native_module(module)
 
 
-def _adopt_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
+def _move_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]) -> None:
     """Move the parameters, and plain attributes that other code may read (``variance_epsilon``), to ``norm``."""
     for name in names:
         norm.register_parameter(name, module._parameters.get(name))
@@ -152,7 +152,7 @@ def _adopt_parameters(norm: nn.Module, module: nn.Module, names: tuple[str, ...]
     norm.train(module.training)
 
 
-def _eps(module: nn.Module) -> float | None:
+def _find_eps(module: nn.Module) -> float | None:
     """Return the eps that a norm adds to the variance, from an attribute or measured on a nearly constant input."""
     named = [getattr(module, name) for name in EPS_NAMES if hasattr(module, name)]
     return next((eps for eps in named if isinstance(eps, float)), None) if named else _measure_eps(module)
@@ -165,8 +165,8 @@ def _measure_eps(module: nn.Module) -> float | None:
     if shape is None or module._parameters.get("bias") is not None:
         return None
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        probe = _random_copy(module, torch.float64)
-        x = _probe_input(shape, 0.7)
+        probe = _copy_with_test_parameters(module, torch.float64)
+        x = _make_test_input(shape, 0.7)
         x = 1e-4 * (x - x.mean())
         weight = probe._parameters.get("weight")
         try:
@@ -178,7 +178,7 @@ def _measure_eps(module: nn.Module) -> float | None:
 
 
 def _normalized_shape(module: nn.Module) -> tuple[int, ...] | None:
-    """Return the normalized dims; None for a module whose parameters or inputs are not those of a norm."""
+    """Return the shape over which a norm normalizes, or None if the module cannot be a norm."""
     if not set(module._parameters) <= {"weight", "bias"} or module._modules or module._buffers:
         return None
     if len(inspect.signature(module.forward).parameters) != 1:
@@ -205,8 +205,8 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 @without_fake_tensors()
 def norm_kind(module: nn.Module) -> str | None:
-    """Return "layer" or the kind of RMS norm of a module; None if its output matches no formula."""
-    shape, eps = _normalized_shape(module), _eps(module)
+    """Identify a norm by its output as "layer" or one of ``RMS_KINDS``; None if no formula matches."""
+    shape, eps = _normalized_shape(module), _find_eps(module)
     if shape is None:
         return None
     has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
@@ -218,8 +218,8 @@ def norm_kind(module: nn.Module) -> str | None:
     with _FILTERS, torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"), catch_warnings():
         simplefilter("ignore")  # torch warns that it has no fused kernel for mixed dtypes
         for x_dtype, weight_dtype in PROBE_INPUTS:
-            x = (_probe_input((3, *shape), 0.7) * sizes).to(x_dtype)
-            probe, is_mixed = _random_copy(module, weight_dtype), x_dtype != weight_dtype
+            x = (_make_test_input((3, *shape), 0.7) * sizes).to(x_dtype)
+            probe, is_mixed = _copy_with_test_parameters(module, weight_dtype), x_dtype != weight_dtype
             weight, bias = (probe._parameters.get(name) for name in ("weight", "bias"))
             try:
                 y = probe.forward(x)
@@ -228,9 +228,11 @@ def norm_kind(module: nn.Module) -> str | None:
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
                     formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    errors[kind] = max(errors[kind], _error(formula, y, least=1.0))  # x - mean is already rounded
+                    errors[kind] = max(
+                        errors[kind], _relative_error(formula, y, least=1.0)
+                    )  # x - mean is already rounded
                 elif kind != "layer" and (y is not None or not is_mixed):
-                    errors[kind] = max(errors[kind], _error(rms_norm(kind, x, weight, eps), y))
+                    errors[kind] = max(errors[kind], _relative_error(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)
     return best if best is not None and errors[best] <= 1 else None
 
@@ -239,9 +241,9 @@ def norm_kind(module: nn.Module) -> str | None:
 def is_elementwise(module: nn.Module) -> bool:
     """Whether each output feature of a module depends only on the same input feature and its parameters."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
-        probe = _random_copy(module, torch.float64)
+        probe = _copy_with_test_parameters(module, torch.float64)
         size = next((p.shape[0] for p in probe.parameters()), 2)
-        x = _probe_input((3, size), 0.7)
+        x = _make_test_input((3, size), 0.7)
         try:
             changed = (probe.forward(x) != probe.forward(torch.cat((x[:, :1] + 1, x[:, 1:]), -1))).any(0)
         except FORWARD_ERRORS:
@@ -249,24 +251,27 @@ def is_elementwise(module: nn.Module) -> bool:
     return changed.shape == (size,) and not changed[1:].any()
 
 
-def _probe_input(shape: tuple[int, ...], step: float) -> Tensor:
-    """Return values in (-1, 1) that look irregular, without using the random state."""
+def _make_test_input(shape: tuple[int, ...], step: float) -> Tensor:
+    """Return a tensor of irregular test values in (-1, 1), without using the random state."""
     num = torch.Size(shape).numel()
     return torch.sin(torch.arange(1, num + 1, dtype=torch.float64) * step).reshape(shape)
 
 
-def _random_copy(module: nn.Module, dtype: torch.dtype) -> nn.Module:
+def _copy_with_test_parameters(module: nn.Module, dtype: torch.dtype) -> nn.Module:
     """Return a copy of a norm on the CPU, with parameters that are neither 0 nor 1."""
     probe = copy.copy(module)
     probe._parameters = {
-        name: None if p is None else nn.Parameter((1.3 + _probe_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
+        name: None if p is None else nn.Parameter((1.3 + _make_test_input(tuple(p.shape), 0.9 + 0.2 * i)).to(dtype))
         for i, (name, p) in enumerate(module._parameters.items())
     }
     return probe
 
 
-def _error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
-    """Return the largest relative error, as a multiple of the bound; denominators are at least ``least``."""
+def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4) -> float:
+    """Return the largest relative error of ``actual``, as a multiple of the bound for its dtype.
+
+    Denominators are at least ``least``.
+    """
     if not isinstance(actual, Tensor) or actual.dtype != expected.dtype or actual.shape != expected.shape:
         return float("inf")
     a, b = expected.to(torch.float64), actual.to(torch.float64)
@@ -292,7 +297,7 @@ def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
 TANH = functools.partial(F.gelu, approximate="tanh")
 
 
-def bias_activation_gate(
+def apply_bias_activation_gate(
     act: Callable[[Tensor], Tensor] | None, x: Tensor, bias: Tensor | None, gate: Tensor | None
 ) -> Tensor:
     """Return act(x + bias) * gate, for x and gate (..., H) and bias (H,)."""
@@ -302,13 +307,13 @@ def bias_activation_gate(
 
 
 @functools.cache
-def kernel(device: str) -> Callable[..., Tensor]:
-    """Return ``bias_activation_gate``, compiled to one kernel except on a CPU, where eager is as fast."""
-    return bias_activation_gate if device == "cpu" else torch.compile(bias_activation_gate, dynamic=True)
+def get_compiled_kernel(device: str) -> Callable[..., Tensor]:
+    """Return ``apply_bias_activation_gate``, compiled to one kernel except on a CPU, where eager is as fast."""
+    return apply_bias_activation_gate if device == "cpu" else torch.compile(apply_bias_activation_gate, dynamic=True)
 
 
 class _DeferredBias(Function):
-    """Return x, with the gradients of x + bias."""
+    """Autograd function that returns x, but has the gradients of x + bias."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, bias: Tensor) -> Tensor:
@@ -320,14 +325,14 @@ class _DeferredBias(Function):
 
 
 class FusedActivation(DeferredTensor):
-    """act(x + bias), deferred until an operation reads the values, or fused with an activation or a gate."""
+    """Deferred act(x + bias), which is fused with a following activation or gate."""
 
     terms: tuple[Any, Tensor, Tensor | None]
     out: Tensor | None
 
     @classmethod
     def of(cls, act: Any, x: Tensor, bias: Tensor | None) -> Tensor:
-        formula = functools.partial(bias_activation_gate, act, bias=bias, gate=None)
+        formula = functools.partial(apply_bias_activation_gate, act, bias=bias, gate=None)
         # the gradient, for an autograd function that receives this tensor itself
         pull = lambda grad: torch.func.vjp(formula, x.detach())[1](grad)[0]  # noqa: E731
         deferred = cls.make(x, tuple(x.shape), None, None, formula, pull)
@@ -338,7 +343,7 @@ class FusedActivation(DeferredTensor):
         if self._is_watched:
             return super().full_tensor()
         if self.out is None:
-            function = bias_activation_gate if self.terms[0] is None else kernel(self.device.type)
+            function = apply_bias_activation_gate if self.terms[0] is None else get_compiled_kernel(self.device.type)
             with torch.enable_grad():
                 self.out = function(*self.terms, None)
         return self.out if torch.is_grad_enabled() else self.out.detach()
@@ -354,12 +359,12 @@ class FusedActivation(DeferredTensor):
             if act is not None and func is Tensor.mul:
                 gate = resolve_deferred(args[1] if args[0] is x else args[0])
                 if isinstance(gate, Tensor) and gate.shape == y.shape:
-                    return kernel(y.device.type)(act, y, bias, gate)
+                    return get_compiled_kernel(y.device.type)(act, y, bias, gate)
         return super().__torch_function__(func, types, args, kwargs)
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Return the output x of a linear with a bias that the next operation adds."""
+    """Defer the bias of a linear with output x, so that the next operation adds the bias."""
     bias = None if bias is None else bias.to(x.dtype)
     return FusedActivation.of(
         None, x if bias is None else _DeferredBias.apply(x, bias), None if bias is None else bias.detach()

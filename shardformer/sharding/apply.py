@@ -37,7 +37,7 @@ from shardformer.sharding import apply_context_parallel, apply_tensor_grid, chec
 from shardformer.sharding.apply_kernels import fuse_activations, fuse_norms
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
 from shardformer.sharding.plan import ShardingPlan, qualified_name
-from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks, shard_parameter
+from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.torch_compat import is_compiled_wrapper, wrapped_name
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
@@ -259,7 +259,7 @@ class Sharder:
                 sub = plan.replacements[path]
                 made[id(module)] = self._replacement(path, module, sub, shared, self._sharding_axis(path, plan))
                 if isinstance(made[id(module)], ParallelModule):
-                    keep_hooks(made[id(module)], module)
+                    move_hooks(made[id(module)], module)
             self.state.note(path, module, made[id(module)])
         _replace_everywhere(self.model, made)
         for path, splits in plan.parameters.items():

@@ -10,10 +10,14 @@ from typing import Any
 from torch import nn
 
 from shardformer.context_parallel import attention
-from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, pass_through
+from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, run_on_local_positions
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
-from shardformer.kernels.attention_registration import attention_classes, attention_configs, is_on_interface
+from shardformer.kernels.attention_registration import (
+    find_attention_classes,
+    find_attention_configs,
+    uses_attention_interface,
+)
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import find_module
@@ -80,8 +84,8 @@ def check_context(
 
 def attention_not_on_interface(model: nn.Module) -> str | None:
     """Return why the model's attention cannot be replaced by another one, or None if it can."""
-    classes = attention_classes(model)
-    own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
+    classes = find_attention_classes(model)
+    own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
     return None if classes else "has no attention that uses the AttentionInterface"
@@ -187,7 +191,7 @@ def install_context_attention(
     state.context_run = run = ContextParallelState(
         context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
     )
-    classes = () if learned.is_whole else tuple(attention_classes(model))
+    classes = () if learned.is_whole else tuple(find_attention_classes(model))
     if not learned.is_whole:
         _install_attention(model, run, classes)
     ModelInputHook(run, model, draws=draws)
@@ -206,7 +210,7 @@ def install_context_attention(
 
 def _install_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
     attention.register_context_attention()
-    for config in attention_configs(model):
+    for config in find_attention_configs(model):
         config._attn_implementation = attention.NAME
     for module in model.modules():
         if type(module) in classes:
@@ -235,7 +239,7 @@ def install_context_hooks(
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
-            pass_through(module)
+            run_on_local_positions(module)
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:

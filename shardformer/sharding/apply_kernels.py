@@ -15,7 +15,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.module_paths import parent_of
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.layers import Linear1D_Col
-from shardformer.tensor_parallel.parallel_module import ParallelModule, keep_hooks
+from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks
 
 # class names: WRITTEN_OUT use several operations where torch has one kernel; the other activations use one kernel
 WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation", "BloomGelu")
@@ -92,6 +92,6 @@ def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 def _replace(
     model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
-    keep_hooks(new, native)
+    move_hooks(new, native)
     setattr(*parent_of(model, path), new)
     state.note(path, native, new, kind=kind)

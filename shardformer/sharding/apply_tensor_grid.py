@@ -210,7 +210,7 @@ def _remove_caches(
     streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
     """Remove keys and values from the output: they belong to this rank's samples and must not be reused."""
-    return without_caches(output, arguments) if any(stream.is_cut for stream in streams[-1:]) else None
+    return without_caches(output, arguments) if any(stream.is_sharded for stream in streams[-1:]) else None
 
 
 class _LocalSamplesHook:
@@ -229,7 +229,7 @@ class _LocalSamplesHook:
             change_argument(module, name, partial(self._local_samples, name))
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return None
         hidden = first_tensor(args, kwargs)
         self._rows = hidden.shape[self._stream.batch_dim]
@@ -245,4 +245,4 @@ class _LocalSamplesHook:
     def _local_samples(self, argument: str, x: Tensor) -> Tensor:
         default = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
         dim = self._samples.get(argument_key(self._arguments.at, argument), default)
-        return x if dim is None or not self._stream.is_cut else self._stream.cut_argument(x, dim, self._rows)
+        return x if dim is None or not self._stream.is_sharded else self._stream.shard_samples(x, dim, self._rows)

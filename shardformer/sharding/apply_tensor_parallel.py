@@ -34,7 +34,7 @@ from shardformer.tensor_parallel.block import TensorParallelBlock, change_argume
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, ModeLayers
 from shardformer.tensor_parallel.grid.region import GridStackActivations, GridTensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import enter_region, same_random_in
+from shardformer.tensor_parallel.region import align_random_state, enter_region
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
 InstalledBlock = tuple[nn.Module, TensorParallelBlock]
@@ -82,7 +82,7 @@ def install_regions(
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
         of, module = stream_of(f"{path}."), model.get_submodule(path)
-        module.register_forward_pre_hook(of.recall_before, with_kwargs=True)
+        module.register_forward_pre_hook(of.restore_length_before, with_kwargs=True)
         is_layer = path.rpartition(".")[0] in stack_paths
         change_argument(module, name, of.shard_argument if is_layer else of.gather_argument)
     blocks: list[InstalledBlock] = []
@@ -140,11 +140,11 @@ def _install_stack(
             stream.register(module, module)
     else:
         stream.register(ends[0], ends[-1])
-    sample_axis = stream.shares_samples
+    sample_axis = stream.sample_sharing_axis
     if random and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
             if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
-                same_random_in(sample_axis, module)
+                align_random_state(sample_axis, module)
 
 
 def _install_block(

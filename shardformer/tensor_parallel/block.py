@@ -1,4 +1,4 @@
-"""Tensor-parallel blocks: activations enter a tensor-parallel region once and leave it once.
+"""Tensor-parallel blocks, which communicate once where activations enter and once where they leave.
 
     x --> entry --> q, k, v (column-parallel) --> attention of the local heads --> o (row-parallel) --> exit
 
@@ -47,11 +47,11 @@ from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
-    cache_gathered,
-    column_projections,
     enter_region,
+    project_columns,
+    store_gathered,
 )
-from shardformer.tensor_parallel.sequence_parallel import StackActivations, with_first_tensor
+from shardformer.tensor_parallel.sequence_parallel import StackActivations, map_first_tensor
 from shardformer.torch_compat import (
     DisableTorchFunctionSubclass,
     current_graph_task_id,
@@ -67,7 +67,7 @@ PERMUTING_FUNCTIONS = (Tensor.transpose, Tensor.permute, torch.transpose, torch.
 
 
 class LocalWidthTensor(Tensor):
-    """Tensor (B, N, H) that reports ``block.width`` as the size of its last dim."""
+    """Tensor (B, N, H) that reports the width of the local attention heads as the size of its last dim."""
 
     block: TensorParallelBlock
 
@@ -75,8 +75,9 @@ class LocalWidthTensor(Tensor):
     def of(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
-                "This step runs on fake tensors, and the model reads the width of the heads from the shape of an input",
-                remedy="Count its collectives in a real step, with shardformer.local_ranks.threads.run_as_threads",
+                "The model reads the width of its attention heads from the shape of an input, which fake tensors do "
+                "not support",
+                remedy="Count the collectives in a real step, with shardformer.local_ranks.threads.run_as_threads",
             )
         entered = x.as_subclass(LocalWidthTensor)
         entered.block = block
@@ -88,15 +89,15 @@ class LocalWidthTensor(Tensor):
         with DisableTorchFunctionSubclass():
             if isinstance(args[0] if args else None, LocalWidthTensor):
                 if func == SHAPE or func is Tensor.size:
-                    return _local_size(func(*args, **kwargs), args[0], *args[1:], **kwargs)
+                    return _report_local_width(func(*args, **kwargs), args[0], *args[1:], **kwargs)
                 if func is F.linear:
-                    return _linear(*args, **kwargs)
+                    return _linear_through_block(*args, **kwargs)
                 if func in PERMUTING_FUNCTIONS:
-                    return _permuted(func(*args, **kwargs), args[0])
+                    return _wrap_permuted(func(*args, **kwargs), args[0])
             return func(*args, **kwargs)
 
 
-def _local_size(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
+def _report_local_width(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = None) -> torch.Size | int:
     width = x.block.width
     assert width is not None
     if isinstance(size, torch.Size):
@@ -104,12 +105,12 @@ def _local_size(size: torch.Size | int, x: LocalWidthTensor, dim: int | None = N
     return width if dim in (-1, x.dim() - 1) else size
 
 
-def _permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
+def _wrap_permuted(y: Tensor, x: LocalWidthTensor) -> Tensor:
     keeps_last_dim = y.shape[-1] == x.shape[-1] and y.stride(-1) == x.stride(-1)
     return LocalWidthTensor.of(y, x.block) if keeps_last_dim else y
 
 
-def _linear(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     y = x.block.project_by_weight(weight, x)
     if y is None:
         return F.linear(x, weight, bias)
@@ -128,7 +129,7 @@ class TensorParallelBlock:
     width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
-    _edges: TpRegion | None = None
+    _region: TpRegion | None = None
     _source: Tensor | None = None
     _entered: Tensor | None = None
     _pending: DeferredTensor | None = None
@@ -143,27 +144,27 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the forward is between the entry and the exit."""
+        """Whether the running forward is between the entry and the exit of this block."""
         return self._source is not None
 
     @property
-    def edges(self) -> TpRegion:
-        """The region that communicates in the current forward; without an entry, that of a replicated input."""
-        return self._edges or ReplicatedRegion(self.axis)
+    def region(self) -> TpRegion:
+        """Region that communicates in the current forward; a replicated region if no input entered the block."""
+        return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
-        """Return the block's input (B, S, H) for a local activation x. Communicates as ``edges``."""
+        """Convert a local activation x into the block's input (B, S, H), with the communication of ``region``."""
         self._outputs = {}
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
-        self._edges = edges = self.stream.edges(x)
-        self.is_flat = isinstance(edges, SequenceShardedRegion) and x.dim() == 2
+        self._region = region = self.stream.select_region(x)
+        self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
         if self.is_flat:
-            x = self.stream.unflatten(x)
-        if isinstance(edges, SequenceShardedRegion):
-            self.stream.check(x)
+            x = self.stream.unflatten_tokens(x)
+        if isinstance(region, SequenceShardedRegion):
+            self.stream.check_local_length(x)
         self._source = x
-        entered = edges.enter(x)
+        entered = region.enter(x)
         self._pending = entered if isinstance(entered, DeferredTensor) else None
         self._node = entered if self._is_watched else None
         if self.width is not None:
@@ -179,13 +180,13 @@ class TensorParallelBlock:
         module.register_forward_pre_hook(self._enter_module, with_kwargs=True)
         if holds_exit:
             self._is_watched = True
-            module.register_forward_hook(self.check_closed)
+            module.register_forward_hook(self.check_no_residual)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
+        return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
-        """Return the output (B, S, f) of a column-parallel linear that was called with x.
+        """Return the output (B, S, f) of a column-parallel linear of this block for its input x.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
@@ -197,16 +198,16 @@ class TensorParallelBlock:
             if x is self._entered and all(c is not column for c in self.columns):
                 return column.multiply(x)  # a linear that also reads other states, which enter separately
             pending = self._pending
-            known = pending.computed_value if pending is not None and pending.is_pending else None
-            seen, outputs = self._project_all(known)
-            if pending is not None and seen is not None:
-                cache_gathered(pending, seen)
+            gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
+            full_x, outputs = self._project_all_columns(gathered_x)
+            if pending is not None and full_x is not None:
+                store_gathered(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
 
-    def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         assert self._source is not None
-        return column_projections(self._source, self.edges, self.columns, known)
+        return project_columns(self._source, self.region, self.columns, gathered_x)
 
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
@@ -218,22 +219,21 @@ class TensorParallelBlock:
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel linear with this weight; None if there is none."""
+        """Return the output of the column-parallel linear that has this weight, or None if no linear has it."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
-        """Copy the block without activations: a recomputation under checkpointing stops before the exit."""
+        """Copy the block without its activations, which a checkpointed recomputation may leave in the block."""
         memo[id(self)] = copy = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
         copy.columns = deepcopy(self.columns, memo)
         return copy
 
-    def check_closed(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        """Check that the input of the block reaches the output of its entry module only through the exit.
+    def check_no_residual(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
+        """Raise PolicyError if the entry module adds the block's input to its output (a residual).
 
-        Runs after the first forward with gradients of an entry module that contains the exit. Raises PolicyError if the
-        module adds its input to its output (a residual): every rank would have the full gradient of the residual, and
-        the entry would sum it over the ranks.
+        Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
+        full gradient of the residual, and the entry would sum it over the ranks.
         """
         out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
         entered, self._node = self._node, None
@@ -248,21 +248,21 @@ class TensorParallelBlock:
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block",
-                    rule="All paths through a block end in its row-parallel linear; a residual must be outside",
+                    rule="All paths through a block end in its row-parallel linear, so a residual must be outside",
                     remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...)",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
-    def leave(self, training: bool) -> None:
-        """Leave the block after its row-parallel linear, or after a forward that raised."""
-        self._source = self._entered = self._pending = self._edges = None
+    def close(self, training: bool) -> None:
+        """Clear the activations of the block after its row-parallel linear, or after a forward that raised."""
+        self._source = self._entered = self._pending = self._region = None
         self._outputs = {}
         if training:
             self._random.leave()
 
     def reset_after_error(self) -> None:
-        self.leave(training=True)
+        self.close(training=True)
 
 
 HeadRange = tuple[int, int, int]  # number of heads, first local head, end of the local heads
@@ -281,18 +281,20 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
         )
     position = names.index(name) if name in names else len(names)
 
-    def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    def change_inputs(
+        _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         if isinstance(kwargs.get(name), Tensor):
             return args, {**kwargs, name: change(kwargs[name])}
         if len(args) > position and isinstance(args[position], Tensor):
             return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_pre_hook(change_inputs, with_kwargs=True)
 
 
 def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
-    """Select the local heads along a dim of heads, or of samples times heads.
+    """Select the local attention heads along a dim that counts heads, or samples times heads.
 
     Backward, if x requires a gradient: one all-reduce of x.
     """
@@ -305,7 +307,7 @@ def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Te
 
 
 def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequence[str] = ()) -> None:
-    """Make ``module`` a tensor-parallel block, whose output is summed over the ranks.
+    """Turn ``module`` into a tensor-parallel block whose output is summed over the ranks.
 
     If the sequence is sharded, gathers the inputs that have one row per token, and returns the sums of the local
     tokens. Modules before this one, such as a router, see only the local tokens.
@@ -321,24 +323,24 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
     axis = stream.axis
     own_params = [name for name in summands if name in module._parameters]
 
-    def enter(x: Any) -> Any:
+    def enter_input(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        tokens = stream.per_token(x)
+        tokens = stream.view_per_token(x)
         if tokens is not None:
             full = stream.gather_tokens(tokens)
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
         return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
 
-    def leave(output: Tensor) -> Tensor:
-        if not stream.is_cut:
+    def reduce_output(output: Tensor) -> Tensor:
+        if not stream.is_sharded:
             return reduce_from_tp_region(output, axis)
         by_sample = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
         local = reduce_scatter_to_sp_region(by_sample, axis, SEQUENCE)
         return local if output.dim() == 3 else local.reshape(-1, *output.shape[1:])
 
-    def enter_all(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        return tuple(enter(x) for x in args), {name: enter(x) for name, x in kwargs.items()}
+    def enter_all_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        return tuple(enter_input(x) for x in args), {name: enter_input(x) for name, x in kwargs.items()}
 
     def scale_params(module: nn.Module, args: tuple[Any, ...]) -> None:
         # Python finds an entry of vars(module) before nn.Module looks up the parameter
@@ -348,8 +350,8 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
         for name in own_params:
             vars(module).pop(name, None)
 
-    module.register_forward_pre_hook(enter_all, with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: leave(output))
+    module.register_forward_pre_hook(enter_all_inputs, with_kwargs=True)
+    module.register_forward_hook(lambda _, __, output: reduce_output(output))
     if own_params:
         module.register_forward_pre_hook(scale_params)
         module.register_forward_hook(restore_params, always_call=True)

@@ -21,15 +21,18 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
 
-def all_gather_matmul(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, int], None]) -> Tensor:
-    """Gather dim 1 of all ranks, and call ``use(chunk, start, end)`` for each chunk when it arrives.
+def all_gather_matmul(
+    x_BsH: Tensor, axis: Axis, full_length: int, process_chunk: Callable[[Tensor, int, int], None]
+) -> Tensor:
+    """All-gather dim 1 in ring steps, and call ``process_chunk(chunk, start, end)`` when a chunk arrives.
 
-    Returns the gathered tensor (B, full, H). Communicates one all-gather of it, in R-1 steps that overlap with ``use``.
+    Returns the gathered tensor (B, full_length, H). Communicates one all-gather of it, in R-1 steps that overlap with
+    ``process_chunk``.
     """
-    bounds = even_bounds(full, axis.size)
-    joined = x_BsH.new_empty((x_BsH.shape[0], full, *x_BsH.shape[2:]))
+    bounds = even_bounds(full_length, axis.size)
+    joined = x_BsH.new_empty((x_BsH.shape[0], full_length, *x_BsH.shape[2:]))
     record_end = record("all_gather", axis, bytes_of(joined), "block")
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     current = x_BsH.contiguous()
     for step in range(axis.size):
         source = (axis.rank - step) % axis.size
@@ -40,10 +43,10 @@ def all_gather_matmul(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tenso
             following = (source - 1) % axis.size
             shape = (x_BsH.shape[0], bounds[following + 1] - bounds[following], *x_BsH.shape[2:])
             arriving = x_BsH.new_empty(shape)
-            works = axis.transport.exchange({after: current}, {before: arriving})
+            works = axis.transport.exchange({next_rank: current}, {previous_rank: arriving})
         joined[:, start:end] = current
         if end > start:
-            use(current, start, end)
+            process_chunk(current, start, end)
         for work in works:
             work.wait()
         current = arriving
@@ -51,24 +54,25 @@ def all_gather_matmul(x_BsH: Tensor, axis: Axis, full: int, use: Callable[[Tenso
     return joined
 
 
-def matmul_reduce_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: int) -> Tensor:
-    """Sum ``make(start, end)`` over the ranks for each chunk of dim 1, and return the chunk of this rank.
+def matmul_reduce_scatter(compute_chunk: Callable[[int, int], Tensor], axis: Axis, full_length: int) -> Tensor:
+    """Reduce-scatter along dim 1 in ring steps, while ``compute_chunk(start, end)`` computes the next chunk.
 
-    ``make`` computes the summand of this rank for one chunk, while the sum of the previous chunk is communicated.
-    Communicates one reduce-scatter of the full tensor, in R-1 steps.
+    ``compute_chunk`` computes the summand of this rank for one chunk, while the sum of the previous chunk is
+    communicated. Returns the chunk of this rank, summed over the ranks. Communicates one reduce-scatter of the full
+    tensor, in R-1 steps.
     """
-    bounds = even_bounds(full, axis.size)
-    after, before = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
+    bounds = even_bounds(full_length, axis.size)
+    next_rank, previous_rank = (axis.rank + 1) % axis.size, (axis.rank - 1) % axis.size
     works: Sequence[Work] = ()
     record_end = no_wait_event
     arriving: Tensor | None = None
     kept: list[Tensor] = []
     for step in range(axis.size):
         owner = (axis.rank - 1 - step) % axis.size
-        summand = make(bounds[owner], bounds[owner + 1])
+        summand = compute_chunk(bounds[owner], bounds[owner + 1])
         if step == 0:
             per_index = bytes_of(summand) // max(summand.shape[1], 1)
-            record_end = record("reduce_scatter", axis, per_index * full, "block")
+            record_end = record("reduce_scatter", axis, per_index * full_length, "block")
         for work in works:
             work.wait()
         if arriving is not None:
@@ -80,8 +84,8 @@ def matmul_reduce_scatter(make: Callable[[int, int], Tensor], axis: Axis, full: 
         shape = (summand.shape[0], bounds[following + 1] - bounds[following], *summand.shape[2:])
         arriving = summand.new_empty(shape)
         kept = [summand.contiguous()]
-        works = axis.transport.exchange({after: kept[0]}, {before: arriving})
-    raise AssertionError("a ring has at least one step")
+        works = axis.transport.exchange({next_rank: kept[0]}, {previous_rank: arriving})
+    raise AssertionError("The ring has no steps, although an axis has at least one rank")
 
 
 # B batch, S sequence, H hidden; s: local slice of the sequence

@@ -28,11 +28,11 @@ from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
     ParallelModule,
-    check_divides,
-    check_native,
+    check_plain_class,
+    check_shardable,
     embedding_scale,
-    keep_hooks,
-    product_dtype,
+    move_hooks,
+    select_product_dtype,
     wrong_class_error,
 )
 from shardformer.tensor_parallel.region import (
@@ -42,7 +42,7 @@ from shardformer.tensor_parallel.region import (
     TpRegion,
     deferred_all_reduce,
     linear_matmul,
-    single_column_projection,
+    project_single_column,
 )
 from shardformer.tensor_parallel.vocab_parallel_logits import shard_logits
 from shardformer.torch_compat import assert_async, has_data
@@ -77,30 +77,30 @@ class _ParallelLinear(ParallelModule):
         weight, full_bias = native.weight, getattr(native, "bias", None)
         assert isinstance(weight, Tensor) and (full_bias is None or isinstance(full_bias, Tensor))
         self.split = (split or self._even_split()).with_axes(self.axis.name)
-        weight_spec, bias_spec = self._specs(weight.shape)
+        weight_spec, bias_spec = self._make_specs(weight.shape)
         self.register_shard("weight", weight, weight_spec, shared)
         self.register_shard("bias", full_bias, bias_spec, shared)
         self.train(native.training)
 
-    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
-        """Return the layouts of a weight of this shape, and of the bias."""
+    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+        """Return the shard layouts of the weight, which has this shape, and of the bias."""
         is_column = self._sharded_features == "out_features"
         splits = {int(is_column == self.transposed): self.split}
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: self.split} if is_column else {})
 
     def _even_split(self) -> Split:
         size: int = getattr(self, self._sharded_features)
-        check_divides(self._sharded_features, size, self.axis)
+        check_shardable(self._sharded_features, size, self.axis)
         return Split.even(size, self.axis.size)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear or a transformers Conv1D with its full weight. Raises ConfigError for other classes."""
+        """Shard a full nn.Linear or transformers Conv1D over the ranks. Raises ConfigError for other classes."""
         if not is_linear(module):
             raise wrong_class_error(
                 cls, module, "Name the linear itself in the policy, not the module that contains it"
             )
-        check_native(module, nn.Linear)
+        check_plain_class(module, nn.Linear)
         weight = module.weight
         assert isinstance(weight, Tensor)
         in_features, out_features = weight.shape if is_transposed(module) else weight.shape[::-1]
@@ -151,11 +151,11 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """The bias that the matmul adds; None if it is returned or fused with the next operation."""
+        """Bias that the matmul adds; None if the caller or the next operation adds it."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
-        """Return the local product for an input that already entered the block. Communicates nothing."""
+        """Multiply an input that already entered the block by the local weight. Communicates nothing."""
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
@@ -164,7 +164,7 @@ class Linear1D_Col(_ParallelLinear):
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
-            y = single_column_projection(self, x)
+            y = project_single_column(self, x)
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -191,7 +191,7 @@ class FusedLinear1D_Col(Linear1D_Col):
         if out_features % n_fused:
             raise ConfigError(
                 f"n_fused={n_fused} does not divide out_features={out_features}",
-                remedy="Pass the number of concatenated projections, or a split",
+                remedy="Pass n_fused as the number of concatenated projections, or pass a split",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -239,14 +239,14 @@ class Linear1D_Row(_ParallelLinear):
         if not self.parallel_input:
             x = self._local_input(x)
         weight: Tensor = self.weight
-        if (dtype := product_dtype(x, weight)) is not None:
+        if (dtype := select_product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
-        edges = ReplicatedRegion(self.axis) if self.block is None else self.block.edges
+        region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
         try:
-            y = self._multiply_and_reduce(x, weight, edges)
+            y = self._multiply_and_reduce(x, weight, region)
         finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
             if self.block is not None:
-                self.block.leave(self.training)
+                self.block.close(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
         bias = self._bias_for_output(y)
@@ -259,21 +259,21 @@ class Linear1D_Row(_ParallelLinear):
     def _bias_for_output(self, y: Tensor) -> Tensor | None:
         return self.bias
 
-    def _multiply_and_reduce(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        """Return the product summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
+    def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+        """Return x @ weight summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
-            return x.new_zeros((*edges.leading_shape(x), self._output_width(edges)))
+            return x.new_zeros((*region.leading_shape(x), self._output_width(region)))
         if self.product_of_other is not None:
             (other_x, other_weight), self.product_of_other = self.product_of_other, None
             x, weight = torch.cat((x, other_x), -1), torch.cat((weight, other_weight), 0 if self.transposed else 1)
-        return self._reduced_product(x, weight, edges)
+        return self._compute_reduced_product(x, weight, region)
 
-    def _output_width(self, edges: TpRegion) -> int:
+    def _output_width(self, region: TpRegion) -> int:
         return self.out_features
 
-    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, edges)
+    def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+        y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, region)
         return y
 
     def _local_input(self, x: Tensor) -> Tensor:
@@ -321,7 +321,7 @@ class _ParallelEmbedding(ParallelModule):
         weight = native.weight
         assert isinstance(weight, Tensor)
         size = weight.shape[self._dim]
-        check_divides("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
+        check_shardable("num_embeddings" if self._dim == 0 else "embedding_dim", size, self.axis)
         self.split = (split or Split.even(size, self.axis.size)).with_axes(self.axis.name)
         self.register_shard("weight", weight, ShardSpec(weight.shape, {self._dim: self.split}), shared)
         self.train(native.training)
@@ -331,7 +331,7 @@ class _ParallelEmbedding(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Embedding that has its full table.
+        """Shard a full nn.Embedding over the ranks.
 
         Raises ConfigError for other classes, and for options that need the full table (max_norm, scale_grad_by_freq,
         sparse).
@@ -340,7 +340,7 @@ class _ParallelEmbedding(ParallelModule):
             raise wrong_class_error(cls, module, "Name the embedding itself in the policy")
         factor = embedding_scale(module)
         if factor is None or factor == 1:
-            check_native(module, nn.Embedding)
+            check_plain_class(module, nn.Embedding)
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
@@ -349,10 +349,10 @@ class _ParallelEmbedding(ParallelModule):
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
-        keep_hooks(new, module)  # the output is the full tensor (enable_input_require_grads)
+        move_hooks(new, module)  # the output is the full tensor (enable_input_require_grads)
         return new
 
-    def _scale(self, vectors: Tensor) -> Tensor:
+    def _scale_vectors(self, vectors: Tensor) -> Tensor:
         return vectors if self.factor == 1 else vectors * self.factor
 
     def extra_repr(self) -> str:
@@ -374,21 +374,21 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
     """Whether to defer the sum, because the next stack may reduce-scatter it (``StackActivations.enter_stack``)."""
 
     def forward(self, ids: Tensor) -> Tensor:
-        self._check(ids)
+        self._check_token_ids(ids)
         if self.axis.size == 1:
-            return self._scale(F.embedding(ids, self.weight, self.padding_idx))
+            return self._scale_vectors(F.embedding(ids, self.weight, self.padding_idx))
         start, end = self.split.parts[self.axis.rank][0]
         is_local = (ids >= start) & (ids < end)
         padding = self.padding_idx
         local_padding = padding - start if padding is not None and start <= padding < end else None
         vectors = F.embedding(torch.where(is_local, ids - start, 0), self.weight, local_padding)
-        partial = self._scale(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
+        partial = self._scale_vectors(vectors.masked_fill(~is_local.unsqueeze(-1), 0))
         # a hook on the output must see the sum
         if self.sums_later and not self._forward_hooks and not self._backward_hooks:
             return deferred_all_reduce(partial, self.axis)
         return reduce_from_tp_region(partial, self.axis)
 
-    def _check(self, ids: Tensor) -> None:
+    def _check_token_ids(self, ids: Tensor) -> None:
         if ids.device.type != "cpu" or not has_data(ids):
             assert_async(((ids >= 0) & (ids < self.num_embeddings)).all())
             return
@@ -419,7 +419,7 @@ class Embedding1D(_ParallelEmbedding):
         self.gather_output = gather_output
 
     def forward(self, ids: Tensor) -> Tensor:
-        vectors = self._scale(F.embedding(ids, self.weight, self.padding_idx))
+        vectors = self._scale_vectors(F.embedding(ids, self.weight, self.padding_idx))
         if not self.gather_output:
             return vectors
         return gather_from_region(vectors, self.axis, -1, self.split, "gather")
@@ -463,7 +463,7 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight. Raises ConfigError unless it is a norm over ``split``."""
+        """Shard a full layer norm or RMS norm. Raises ConfigError if it does not normalize the dim of ``split``."""
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
@@ -485,13 +485,13 @@ class ShardedNorm(ParallelModule):
     def _normalize(self, x: Tensor) -> Tensor:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         if self.kind != "layer":
-            return rms_norm(self.kind, x, weight, self.eps, self._mean)
+            return rms_norm(self.kind, x, weight, self.eps, self._mean_over_ranks)
         x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
-        y = rms_norm("torch", x32 - self._mean(x32), weight, self.eps, self._mean)
+        y = rms_norm("torch", x32 - self._mean_over_ranks(x32), weight, self.eps, self._mean_over_ranks)
         return (y if bias is None else y + bias).to(x.dtype)
 
-    def _mean(self, x: Tensor) -> Tensor:
-        """Return the mean over all W features, on every rank. Backward: one all-reduce."""
+    def _mean_over_ranks(self, x: Tensor) -> Tensor:
+        """Return the mean over the W features of all ranks. Backward: one all-reduce."""
         summed = (x if self.share is None else x * self.share.to(x.dtype)).sum(-1, keepdim=True)
         return copy_to_tp_region(reduce_from_tp_region(summed, self.axis), self.axis) / self.full
 
@@ -509,7 +509,7 @@ class DropoutForParallelInput(nn.Module):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        native = _plain_dropout(cls, module, kwargs)
+        native = _check_plain_dropout(cls, module, kwargs)
         return cls(native.p, native.inplace, process_group).train(native.training)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -527,11 +527,11 @@ class DropoutForReplicatedInput(nn.Dropout):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        native = _plain_dropout(cls, module, kwargs)
+        native = _check_plain_dropout(cls, module, kwargs)
         return cls(native.p, native.inplace).train(native.training)
 
 
-def _plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, Any]) -> nn.Dropout:
+def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[str, Any]) -> nn.Dropout:
     if not isinstance(module, nn.Dropout) or options:
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(

@@ -24,13 +24,13 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
 from shardformer.torch_compat import without_fake_tensors
 
-RUNNING = "running_mean"
+STATISTICS_BUFFER = "running_mean"
 """A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
-_NARROW = "_shardformer_narrow"
+_SAVED_PARAMETERS = "_shardformer_narrow"
 """The attribute that keeps the 16-bit parameters of such a norm while its forward runs."""
 
 
-def product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
+def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
     """Return the dtype to which the operands of a matrix product are cast, or None if they keep their dtypes."""
     if torch.is_autocast_enabled(x.device.type):
         return torch.get_autocast_dtype(x.device.type)
@@ -56,21 +56,21 @@ def accept_wide_inputs(model: nn.Module) -> None:
         )
         if not has_torch_forward or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
             continue
-        if isinstance(module._buffers.get(RUNNING), Tensor):
+        if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
                 module.register_forward_pre_hook(_widen_parameters)
                 module.register_forward_hook(_restore_parameters, always_call=True)
-        elif _narrow_inputs not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_narrow_inputs, with_kwargs=True)
+        elif _cast_wide_inputs not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(_cast_wide_inputs, with_kwargs=True)
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:
-    """Return the first floating-point parameter, or its placeholder on a stage that does not own it."""
+    """Return the module's first floating-point parameter, or the placeholder of one from another stage."""
     tensors = (x for table in (module._parameters, vars(module)) for x in table.values() if isinstance(x, Tensor))
     return next((x for x in tensors if x.is_floating_point()), None)
 
 
-def _narrow_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     weight = _floating_point_parameter(module)
     inputs = [*args, *kwargs.values()]
     if weight is None or not any(is_wider(x, weight) for x in inputs):
@@ -84,16 +84,16 @@ def _narrow_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, A
 
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Cast the weight and the bias to the dtype of the statistics for one forward."""
-    statistics: Any = module._buffers[RUNNING]
+    """Cast a norm's weight and bias to the dtype of its running statistics for one forward."""
+    statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
-    module.__dict__[_NARROW] = narrow
+    module.__dict__[_SAVED_PARAMETERS] = narrow
     wide: dict[str, Any] = {name: param.to(statistics.dtype) for name, param in narrow.items()}
     module._parameters.update(wide)
 
 
 def _restore_parameters(module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-    module._parameters.update(module.__dict__.pop(_NARROW, {}))
+    module._parameters.update(module.__dict__.pop(_SAVED_PARAMETERS, {}))
 
 
 MODULE_HOOK_TABLES = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
@@ -101,7 +101,7 @@ GroupLike = Axis | dist.ProcessGroup | None
 
 
 class ParallelModule(nn.Module, ABC):
-    """Base class of the layers that replace a module with this rank's shard of it.
+    """Base class of layers that replace a module and store only this rank's shard of its parameters.
 
     ``shard_specs`` maps the local name of each sharded parameter to its layout. Parameters keep their names, so the
     state dict of a sharded model has the keys of the original model.
@@ -138,24 +138,26 @@ class ParallelModule(nn.Module, ABC):
         if full is None:
             self.register_parameter(name, None)
             return
-        shard = _shard_of(full, spec, self.coords, shared)
+        shard = _get_or_create_shard(full, spec, self.coords, shared)
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
             mark_slices(self, [name])
 
 
-def _shard_of(full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None) -> nn.Parameter:
+def _get_or_create_shard(
+    full: Tensor, spec: ShardSpec, coords: Coords, shared: dict[int, nn.Parameter] | None
+) -> nn.Parameter:
     shared = {} if shared is None else shared
     if id(full) not in shared:
         shared[id(full)] = nn.Parameter(spec.slice(full, coords), requires_grad=full.requires_grad)
     return shared[id(full)]
 
 
-def keep_hooks(new: nn.Module, native: nn.Module) -> None:
-    """Move the hooks of ``native`` to ``new``, after the hooks of ``new``. The handles of the hooks keep working.
+def move_hooks(new: nn.Module, native: nn.Module) -> None:
+    """Move the hooks of module ``native`` to module ``new``, so that they run after the hooks of ``new``.
 
-    Hooks that would see a shard instead of the full tensor raise an error later.
+    The handles of the hooks keep working. Hooks that would see a shard instead of the full tensor raise an error later.
     """
     for table, hooks in vars(native).items():
         if table.startswith(("_forward_", "_backward_")) and "hooks" in table and hooks:
@@ -165,8 +167,8 @@ def keep_hooks(new: nn.Module, native: nn.Module) -> None:
             setattr(new, table, hooks)
 
 
-def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
-    """Raise ConfigError if ``module`` computes something other than the plain classes ``kinds``.
+def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
+    """Raise ConfigError if ``module`` does not compute the same as a plain module of ``kinds``.
 
     Reasons are a custom forward, a computed weight (weight norm), and hooks.
     """
@@ -174,13 +176,13 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
-        found = None if _is_plain(module) else "a custom forward"
+        found = None if _computes_plain_product(module) else "a custom forward"
     if found is None and is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         found = "hooks"
     if found is not None:
         raise ConfigError(
-            f"{type(module).__module__}.{type(module).__name__} has {found}",
-            rule=f"A parallel layer replaces only a plain {' or '.join(kind.__name__ for kind in kinds)}",
+            f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it",
+            rule=f"Parallel layers replace only a plain {' or '.join(kind.__name__ for kind in kinds)}",
             remedy="Remove the hooks, or register them on the attention or MLP"
             if found == "hooks"
             else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
@@ -188,7 +190,7 @@ def check_native(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 
 @without_fake_tensors()
-def _is_plain(module: nn.Module) -> bool:
+def _computes_plain_product(module: nn.Module) -> bool:
     """Whether a custom forward equals the forward of the plain class on test values (FalconLinear, Conv1D).
 
     The weights may be on the meta device, so the forward runs on a copy with other values of the same shapes.
@@ -197,7 +199,7 @@ def _is_plain(module: nn.Module) -> bool:
         return embedding_scale(module) == 1
     probe = copy.copy(module)
     probe._parameters = {
-        name: None if p is None else nn.Parameter(_probe_values(p)) for name, p in module._parameters.items()
+        name: None if p is None else nn.Parameter(_make_test_values(p)) for name, p in module._parameters.items()
     }
     weight: Any = probe.weight
     matrix = weight.t() if type(probe).__name__ == "Conv1D" else weight
@@ -234,7 +236,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
 
     try:
         with torch.no_grad():
-            table = _probe_values(weight)
+            table = _make_test_values(weight)
             out, plain = output(table, ids), F.embedding(ids, table)
             dtypes = (weight.dtype, torch.float64)
             factors = [output(torch.ones(weight.shape, dtype=dtype), ids[:1]).flatten()[0].item() for dtype in dtypes]
@@ -245,8 +247,11 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
         return None
 
 
-def _probe_values(like: Tensor) -> Tensor:
-    """Return nonzero values in (-1, 1) of this shape that depend on the index, in a view of a small vector."""
+def _make_test_values(like: Tensor) -> Tensor:
+    """Return a tensor of nonzero test values in (-1, 1), with the shape and dtype of ``like``.
+
+    The tensor is a view of a small vector.
+    """
     strides = [dim + 1 for dim in range(like.dim())]
     num = 1 + sum((size - 1) * stride for size, stride in zip(like.shape, strides, strict=True))
     return torch.sin(torch.arange(1, num + 1) * 0.7).to(like.dtype).as_strided(like.shape, strides)
@@ -256,11 +261,11 @@ def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> C
     return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}", remedy=remedy)
 
 
-def check_divides(what: str, size: int, axis: Axis) -> None:
-    """Raise ConfigError if sharding ``size`` elements over the axis leaves a rank without any."""
+def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
+    """Raise ConfigError if a dim of ``size`` elements is too small to give every rank an element."""
     if size < axis.size:
         raise ConfigError(
-            f"{what}={size} cannot be sharded over {axis.size} ranks",
+            f"{dim_name}={size} cannot be sharded over {axis.size} ranks",
             remedy=f"Use a tensor size of {size} or less" if size > 1 else "Do not shard this layer",
         )
 
@@ -286,7 +291,7 @@ def shard_parameter(
     if name in module._buffers:
         module._buffers[name] = spec.slice(full, coords)
         return full
-    module.register_parameter(name, _shard_of(full, spec, coords, shared))
+    module.register_parameter(name, _get_or_create_shard(full, spec, coords, shared))
     module.__dict__.setdefault("shard_specs", {})[name] = spec
     module.__dict__["shard_axis"] = axis
     return full

@@ -1,4 +1,4 @@
-"""Communication at the entry and the exit of a tensor-parallel block, and the matrix products next to it.
+"""Communication at the entry and the exit of a tensor-parallel block, and the matmuls that overlap with it.
 
     x --> entry --> column-parallel (q, k, v; gate, up) --> local heads or features --> row-parallel (o; down) --> exit
 
@@ -37,7 +37,7 @@ from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import SPLITMIX64, generators_of
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
-from shardformer.tensor_parallel.parallel_module import is_wider, product_dtype
+from shardformer.tensor_parallel.parallel_module import is_wider, select_product_dtype
 from shardformer.torch_compat import custom_function_of, to_list
 
 SEQUENCE = Dim.SEQUENCE.position
@@ -52,22 +52,22 @@ class ReplicatedRegion:
     axis: Axis
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the full input of the block for a local activation x."""
+        """Return the full input of a tensor-parallel block for its local activation x."""
         entered = copy_to_tp_region(x, self.axis)
         return x.view_as(x) if entered is x else entered
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        """Gather x, unless the full tensor is passed as ``known``, and return it and ``multiply`` of it."""
+        """All-gather x, unless ``gathered_x`` is passed, and return the full tensor and ``multiply`` of it."""
         return x, multiply(x)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
-        """Start the sum of x over the ranks, whose result is the local shard."""
+        """Start the all-reduce or reduce-scatter that sums x over the ranks."""
         return start_all_reduce(x, self.axis)
 
     def matmul_then_reduce(self, x: Tensor, multiply: Multiply) -> Tensor:
-        """Sum the one result of ``multiply(x)`` over the ranks, and return the local shard."""
+        """Compute the single product of ``multiply(x)``, sum it over the ranks, and return the local shard."""
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
@@ -90,17 +90,17 @@ class SequenceShardedRegion:
         return DeferredTensor.make(x, shape, self.axis, None, gather, scatter)
 
     def gather_then_matmul(
-        self, x: Tensor, multiply: Multiply, known: Tensor | None = None
+        self, x: Tensor, multiply: Multiply, gathered_x: Tensor | None = None
     ) -> tuple[Tensor, list[Tensor]]:
-        if known is not None or not self.overlap:
-            joined = all_gather(x, self.axis, SEQUENCE, self.full) if known is None else known
+        if gathered_x is not None or not self.overlap:
+            joined = all_gather(x, self.axis, SEQUENCE, self.full) if gathered_x is None else gathered_x
             return joined, multiply(joined)
         products: dict[int, list[Tensor]] = {}
 
-        def use(chunk: Tensor, start: int, end: int) -> None:
+        def multiply_chunk(chunk: Tensor, start: int, end: int) -> None:
             products[start] = multiply(chunk)
 
-        joined = all_gather_matmul(x, self.axis, self.full, use)
+        joined = all_gather_matmul(x, self.axis, self.full, multiply_chunk)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
 
@@ -122,7 +122,7 @@ REGIONS_BY_DIM: Mapping[Dim | None, type[TpRegion]] = {None: ReplicatedRegion, D
 
 
 def enter_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return x as an additional input of tensor-parallel blocks: a replicated tensor, or the output of another stack.
+    """Prepare x, a replicated tensor or another stack's output, as an additional input of tensor-parallel blocks.
 
     Backward: one all-reduce of the gradient of x, or one reduce-scatter of the gradient of a stack's output.
 
@@ -137,7 +137,8 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
     while node is not None:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
-                f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time",
+                f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
+                "gradient would be summed twice over the ranks",
                 remedy="Name it once in the policy: in `cross_states` of the stack, or in `inputs` of the attentions",
             )
         before = node.next_functions
@@ -146,13 +147,13 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
 
 
 def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
-    """Return the sum of x over the ranks, deferred because sharding it next costs only a reduce-scatter."""
+    """Defer the all-reduce of x, because a reduce-scatter suffices if the next operation shards the sum."""
     return DeferredTensor.make(x, tuple(x.shape), axis, None, lambda x: all_reduce(x.clone(), axis), lambda grad: grad)
 
 
-def local_length(full: int, axis: Axis) -> int:
-    """Return the number of elements of a dim of length ``full`` on this rank, in an even split."""
-    base, more = divmod(full, axis.size)
+def local_length(full_length: int, axis: Axis) -> int:
+    """Return how many elements this rank has of an evenly split dim of length ``full_length``."""
+    base, more = divmod(full_length, axis.size)
     return base + (axis.rank < more)
 
 
@@ -160,7 +161,7 @@ def local_length(full: int, axis: Axis) -> int:
 
 
 class ColumnParallel(Protocol):
-    """Interface of a column-parallel linear for a block."""
+    """Interface of a column-parallel linear that a tensor-parallel block calls."""
 
     axis: Axis
     transposed: bool
@@ -174,48 +175,48 @@ class ColumnParallel(Protocol):
     def multiply(self, x: Tensor) -> Tensor: ...
 
 
-def projection_operands(
-    x: Tensor, columns: Sequence[ColumnParallel], known: Tensor | None
+def cast_projection_operands(
+    x: Tensor, columns: Sequence[ColumnParallel], gathered_x: Tensor | None
 ) -> tuple[Tensor, Tensor | None, list[Tensor | None]]:
-    """Cast x, the gathered input, and the weights and biases of the columns to the dtype of the products."""
+    """Cast the input x, its gathered copy and the weights and biases of the columns to the matmul dtype."""
     weights: list[Tensor | None] = [p for c in columns for p in (c.weight, c.fused_bias)]
-    if (dtype := product_dtype(x, columns[0].weight)) is not None:
-        x, known = x.to(dtype), known if known is None else known.to(dtype)
+    if (dtype := select_product_dtype(x, columns[0].weight)) is not None:
+        x, gathered_x = x.to(dtype), gathered_x if gathered_x is None else gathered_x.to(dtype)
         weights = [None if w is None else w.to(dtype) for w in weights]
-    return x, known, weights
+    return x, gathered_x, weights
 
 
-def column_projections(
-    x: Tensor, edges: TpRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
+def project_columns(
+    x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Return the detached full input of the column-parallel linears, and their outputs (B, S, f).
+    """Gather x, and return it detached, with the outputs (B, S, f) of all column-parallel linears.
 
     Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
-    backward overlaps the communication of the input gradient with the weight gradients. ``known`` is the full tensor of
-    x, if it is already gathered.
+    backward overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
+    the full tensor of x, if it is already gathered.
     """
-    x, known, weights = projection_operands(x, columns, known)
-    seen, *outputs = _ColumnProjections.apply(x, known, edges, [c.transposed for c in columns], *weights)
-    return seen, outputs
+    x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
+    full_x, *outputs = _ColumnProjections.apply(x, gathered_x, region, [c.transposed for c in columns], *weights)
+    return full_x, outputs
 
 
-def cache_gathered(x: DeferredTensor, full: Tensor) -> None:
+def store_gathered(x: DeferredTensor, full: Tensor) -> None:
     if x.computed_value is None and full.dtype == x.dtype:
         x.set_computed(full)
 
 
-def single_column_projection(column: ColumnParallel, x: Tensor) -> Tensor:
-    """Return the output of a column-parallel linear outside of a block.
+def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
+    """Return the output of a column-parallel linear that is outside of a tensor-parallel block.
 
     Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
     """
     if isinstance(x, DeferredTensor):
         if x.is_pending and x.region is not None and x.axis is column.axis:
-            seen, (y,) = column_projections(x.local, x.region, [column], x.computed_value)
-            cache_gathered(x, seen)
+            full_x, (y,) = project_columns(x.local, x.region, [column], x.computed_value)
+            store_gathered(x, full_x)
             return y
         x = x.full_tensor()
-    return column_projections(x, ReplicatedRegion(column.axis), [column])[1][0]
+    return project_columns(x, ReplicatedRegion(column.axis), [column])[1][0]
 
 
 def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool) -> Tensor:
@@ -228,54 +229,64 @@ def linear_matmul(x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bo
     return y.view(*x.shape[:-1], weight.shape[1])
 
 
-def weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
+def compute_weight_grad(x: Tensor, grad: Tensor, transposed: bool) -> Tensor:
     x2, g2 = x.reshape(-1, x.shape[-1]), grad.reshape(-1, grad.shape[-1])
     return x2.t() @ g2 if transposed else g2.t() @ x2
 
 
 class _ColumnProjections(Function):
-    """Products of the full block input with all column-parallel weights. Also returns the full input."""
+    """Autograd function that multiplies the gathered block input by all column-parallel weights.
+
+    Also returns the gathered input.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, known: Tensor | None, edges: TpRegion, transposed: list[bool], *weights: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        gathered_x: Tensor | None,
+        region: TpRegion,
+        transposed: list[bool],
+        *weights: Tensor | None,
     ) -> tuple[Tensor, ...]:
         matrices, biases = cast("tuple[Tensor, ...]", weights[::2]), weights[1::2]
 
         def multiply(chunk: Tensor) -> list[Tensor]:
             return [linear_matmul(chunk, w, b, t) for w, b, t in zip(matrices, biases, transposed, strict=True)]
 
-        seen, outputs = edges.gather_then_matmul(x, multiply, known)
-        ctx.edges, ctx.transposed = edges, transposed
-        ctx.save_for_backward(seen, *matrices)
+        full_x, outputs = region.gather_then_matmul(x, multiply, gathered_x)
+        ctx.region, ctx.transposed = region, transposed
+        ctx.save_for_backward(full_x, *matrices)
         ctx.set_materialize_grads(False)
-        visible = seen.detach()
+        visible = full_x.detach()
         ctx.mark_non_differentiable(visible)
         return (visible, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        seen, *weights = ctx.saved_tensors
+        full_x, *weights = ctx.saved_tensors
         pending = None
         if ctx.needs_input_grad[0]:
-            pending = ctx.edges.start_reduce(_input_grad(seen, weights, ctx.transposed, grads))
+            pending = ctx.region.start_reduce(_compute_input_grad(full_x, weights, ctx.transposed, grads))
         out: list[Tensor | None] = []
         for i, grad in enumerate(grads):
             needs_weight, needs_bias = ctx.needs_input_grad[4 + 2 * i : 6 + 2 * i]
-            out.append(weight_grad(seen, grad, ctx.transposed[i]) if needs_weight and grad is not None else None)
-            out.append(bias_grad(grad) if needs_bias else None)
+            out.append(
+                compute_weight_grad(full_x, grad, ctx.transposed[i]) if needs_weight and grad is not None else None
+            )
+            out.append(compute_bias_grad(grad) if needs_bias else None)
         return (None if pending is None else pending.wait(), None, None, None, *out)
 
 
-def bias_grad(grad: Tensor | None) -> Tensor | None:
+def compute_bias_grad(grad: Tensor | None) -> Tensor | None:
     return None if grad is None else grad.reshape(-1, grad.shape[-1]).sum(0)
 
 
-def _input_grad(
-    seen: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
+def _compute_input_grad(
+    full_x: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the gradient of the input, summed over the columns."""
+    """Return the gradient of the block input, summed over its column-parallel linears."""
     total = None
     for weight, t, grad in zip(weights, transposed, grads, strict=True):
         if grad is None:
@@ -283,11 +294,11 @@ def _input_grad(
         flat = grad.reshape(-1, grad.shape[-1])
         matrix = weight.t() if t else weight
         total = flat @ matrix if total is None else total.addmm_(flat, matrix)
-    return torch.zeros_like(seen) if total is None else total.view(seen.shape)
+    return torch.zeros_like(full_x) if total is None else total.view(full_x.shape)
 
 
 class RowParallelMatmul(Function):
-    """Row-parallel linear without bias: the product of this rank, summed over the ranks.
+    """Row-parallel linear without bias, which sums the products of all ranks.
 
     Communicates as the exit of the region. If the backward runs separately for the input and for the weight (as some
     pipeline schedules do), it gathers the gradient only once.
@@ -296,10 +307,10 @@ class RowParallelMatmul(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: TpRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: TpRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        return edges.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
+        ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
+        return region.matmul_then_reduce(x, lambda chunk: [linear_matmul(chunk, weight, None, transposed)])
 
     @staticmethod
     @once_differentiable
@@ -310,11 +321,11 @@ class RowParallelMatmul(Function):
         def multiply(chunk: Tensor) -> list[Tensor]:
             return [linear_matmul(chunk, weight, None, not ctx.transposed)] if needs_x else []
 
-        known, ctx.gathered = ctx.gathered, None
-        full, x_grad = ctx.edges.gather_then_matmul(grad, multiply, known)
+        gathered_x, ctx.gathered = ctx.gathered, None
+        full, x_grad = ctx.region.gather_then_matmul(grad, multiply, gathered_x)
         if needs_x and not needs_weight:
             ctx.gathered = full
-        w_grad = weight_grad(x, full, ctx.transposed) if needs_weight else None
+        w_grad = compute_weight_grad(x, full, ctx.transposed) if needs_weight else None
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
@@ -337,7 +348,7 @@ def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
 
 
 class LocalRandomState:
-    """Switches from the random state shared by all ranks to one per rank, from ``enter`` to ``leave``.
+    """Gives each rank its own random state between ``enter`` and ``leave``, in place of the shared one.
 
     With ``aligned``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -365,8 +376,8 @@ class LocalRandomState:
         self._outer = []
 
 
-def same_random_in(axis: Axis, module: nn.Module) -> None:
-    """Make a module draw the same random numbers on all ranks, within a region where each rank draws its own.
+def align_random_state(axis: Axis, module: nn.Module) -> None:
+    """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
     Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by
     the first rank seeds the module, also in a recomputation under checkpointing.

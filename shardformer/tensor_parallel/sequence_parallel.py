@@ -37,7 +37,7 @@ from shardformer.torch_compat import current_graph_task_id, tree_map
 
 
 class StackActivations:
-    """The activations between the blocks of one stack of layers.
+    """Sharding of the activations between the tensor-parallel blocks of one stack of layers.
 
     If the layout shards the sequence, the activations are sharded before the first layer and gathered after the last.
     Each rank has consecutive positions; their number differs by at most one between ranks.
@@ -65,16 +65,16 @@ class StackActivations:
         self._random, self._is_random = LocalRandomState(axis, enabled=random and self._dim is not None), False
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         """Whether the activations of the current forward are sharded."""
         return self._dim is not None and self._is_open
 
     @property
-    def shares_samples(self) -> Axis | None:
-        """The ranks that have different positions of the same samples; None if nothing is sharded."""
+    def sample_sharing_axis(self) -> Axis | None:
+        """Axis of the ranks that store different positions of the same samples; None without sharding."""
         return self.axis if self._dim is not None else None
 
-    def edges(self, x: Tensor) -> TpRegion:
+    def select_region(self, x: Tensor) -> TpRegion:
         """Return the region that communicates at the entry and the exit of a block with input x."""
         if self._dim is None:
             return ReplicatedRegion(self.axis)
@@ -118,7 +118,7 @@ class StackActivations:
         Forward one all-gather of B*S*H on first use. Backward nothing, or one reduce-scatter of B*S*H if a
         column-parallel head reads the output.
         """
-        if not self.is_cut:
+        if not self.is_sharded:
             return x_BsH
         if self._is_random:
             self._random.leave()
@@ -139,13 +139,13 @@ class StackActivations:
             last.register_forward_hook(self._leave_module)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
+        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
 
     def _leave_module(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        return with_first_output(output, self.leave_stack)
+        return map_first_output(output, self.leave_stack)
 
-    def recall_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Forward pre-hook of a module whose arguments are sharded or gathered: see ``restore_length``."""
+    def restore_length_before(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Forward pre-hook that restores the sequence length in a recomputation: see ``restore_length``."""
         self.restore_length(first_tensor(args, kwargs))
 
     def shard_argument(self, x_BS: Tensor) -> Tensor:
@@ -153,34 +153,34 @@ class StackActivations:
 
         A tensor with the local number of positions, made by an earlier layer, is returned unchanged.
         """
-        is_full = self.is_cut and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
+        is_full = self.is_sharded and x_BS.dim() > 1 and x_BS.shape[SEQUENCE] == self.full
         return scatter_to_region(x_BS, self.axis, SEQUENCE, self._split()) if is_full else x_BS
 
     def gather_argument(self, x_Bs: Tensor) -> Tensor:
-        """Return all positions of a per-token argument of a full-sequence module. Backward: the local slice."""
-        is_local = self.is_cut and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
+        """Gather all positions of a per-token argument (B, s, ...) of a module. Backward: the local slice."""
+        is_local = self.is_sharded and x_Bs.dim() > 1 and x_Bs.shape[SEQUENCE] == local_length(self.full, self.axis)
         return gather_from_region(x_Bs, self.axis, SEQUENCE, self._split()) if is_local else x_Bs
 
     def register_token_free(self, module: nn.Module, random: bool) -> GatherHook | None:
         """Replicate a module without token inputs over the ranks. Backward: one all-reduce of its output gradient."""
-        return None if self._dim is None else TokenFreeModule(self, module, random)
+        return None if self._dim is None else TokenFreeHook(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Gather the full sequence for ``module``, which needs it outside of its block (for its residual).
+        """Gather the full sequence for ``module``, which needs all positions outside of its block.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
         outside of a block.
         """
-        return None if self._dim is None else FullSequenceModule(self, module, random)
+        return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the outer random state after a forward that raised."""
+        """Restore the random state from before the stack, after a forward that raised."""
         self._random.leave()
 
     # --- lengths
 
     def restore_length(self, x_BsH: Tensor) -> None:
-        """Restore ``full`` in a recomputation under checkpointing.
+        """Restore the length of the full sequence in a recomputation under activation checkpointing.
 
         Communicates one number if several sequence lengths have the same local length.
         """
@@ -194,8 +194,8 @@ class StackActivations:
         local = x_BsH.shape[SEQUENCE]
         self.full = next((n for n in self._lengths if local_length(n, self.axis) == local), self.full)
 
-    def check(self, x_BsH: Tensor) -> None:
-        """Raise ConfigError if x does not have the local length, because gathering it would hang."""
+    def check_local_length(self, x_BsH: Tensor) -> None:
+        """Raise ConfigError if x does not have the local sequence length, because its all-gather would hang."""
         length = local_length(self.full, self.axis)
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
@@ -204,9 +204,9 @@ class StackActivations:
                 remedy="Disable sequence parallelism, or the option that splits the sequence (chunk_size_feed_forward)",
             )
 
-    def per_token(self, x: Tensor) -> Tensor | None:
-        """Return x as (B, s, ...) if its rows are the local tokens, (B, s, ...) or (B*s, ...); otherwise None."""
-        if not self.is_cut:
+    def view_per_token(self, x: Tensor) -> Tensor | None:
+        """View x as (B, s, ...), with a row per local token; return None if its rows are not the local tokens."""
+        if not self.is_sharded:
             return None
         length = local_length(self.full, self.axis)
         if x.dim() > 1 and tuple(x.shape[:2]) == (self.samples, length):
@@ -215,30 +215,30 @@ class StackActivations:
         return x.view(self.samples, length, *x.shape[1:]) if x.dim() and x.shape[0] == rows else None
 
     def gather_tokens(self, x_Bs: Tensor) -> Tensor:
-        """Gather (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
+        """Gather a per-token tensor (B, s, ...) to (B, S, ...). Forward one all-gather, backward one reduce-scatter."""
         if x_Bs.is_floating_point():
             return gather_from_sp_region(x_Bs, self.axis, SEQUENCE, self.full)
         return all_gather(x_Bs, self.axis, SEQUENCE, self.full)
 
-    def unflatten(self, x: Tensor) -> Tensor:
-        """Return an input (B*s, H), which some layers pass to their MLP, as (B, s, H)."""
+    def unflatten_tokens(self, x: Tensor) -> Tensor:
+        """View a flattened MLP input (B*s, H) as (B, s, H); return any other tensor unchanged."""
         length = local_length(self.full, self.axis)
         samples = x.shape[0] // length if length else self.samples
         return x.view(samples, length, x.shape[-1]) if x.dim() == 2 and x.shape[0] == samples * length else x
 
 
 class GatherHook:
-    """Hooks of a module that reads more than the local shard of the activations."""
+    """Base class of hooks around a module that needs more than its local shard of the activations."""
 
     _random: LocalRandomState
 
     def reset_after_error(self) -> None:
-        """Restore the outer random state, after the module or after a forward that raised."""
+        """Restore the random state from before the module, for example after a forward that raised."""
         self._random.leave()
 
 
-class FullSequenceModule(GatherHook):
-    """Hooks of a module that needs the full sequence: see ``StackActivations.register_full_sequence``."""
+class GatherSequenceHook(GatherHook):
+    """Hooks that gather the full sequence before a module and shard the module's output."""
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
@@ -250,46 +250,46 @@ class FullSequenceModule(GatherHook):
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, x = self._stream, first_tensor(args, kwargs)
         stream.restore_length(x)
-        if not stream.is_cut:
+        if not stream.is_sharded:
             return None
-        stream.check(x)
+        stream.check_local_length(x)
         self._random.enter(x, module.training)
         full = gather_from_region(x, stream.axis, SEQUENCE, stream._split())
         # the same tensor may be passed as queries, keys and values
         return tuple(full if a is x else a for a in args), {n: full if a is x else a for n, a in kwargs.items()}
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return with_first_output(output, self._local_positions)
+        return map_first_output(output, self._select_local_positions)
 
-    def _local_positions(self, x: Tensor) -> Tensor:
-        """Return the local positions of (B, S, ...), or of flattened tokens (B*S, H)."""
+    def _select_local_positions(self, x: Tensor) -> Tensor:
+        """Return the local positions of a tensor (B, S, ...), or of flattened tokens (B*S, H)."""
         stream = self._stream
         if x.dim() == 2 and x.shape[0] == stream.samples * stream.full:
-            return self._local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
+            return self._select_local_positions(x.unflatten(0, (stream.samples, stream.full))).flatten(0, 1)
         return scatter_to_region(x, stream.axis, SEQUENCE, stream._split())
 
 
-class TokenFreeModule(FullSequenceModule):
-    """Hooks of a module that takes no tokens: see ``StackActivations.register_token_free``."""
+class TokenFreeHook(GatherSequenceHook):
+    """Hooks that replicate a module without token inputs over the ranks, and sum its output gradient."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stream.is_cut and self._random.is_enabled:
+        if self._stream.is_sharded and self._random.is_enabled:
             self._random.enter(first_tensor(args, kwargs), module.training)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:
             return enter_region(x, self._stream.axis) if isinstance(x, Tensor) and x.requires_grad else x
 
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return output
         self.reset_after_error()
         return tree_map(enter, output)
 
 
-def with_first_tensor(
+def map_first_tensor(
     args: tuple[Any, ...], kwargs: dict[str, Any], change: Callable[[Tensor], Tensor]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Apply ``change`` to the hidden states, the first tensor in the arguments of a module."""
@@ -308,12 +308,12 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without a tensor argument", remedy="Pass it the hidden states")
+        raise InputError("A layer was called without a tensor argument", remedy="Pass the hidden states to the layer")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 
-def with_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to the hidden states in the output of a module: the output, or its first element."""
+def map_first_output(output: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """Apply ``change`` to the hidden states that a module returns, alone or as the first element."""
     if isinstance(output, list):
         return [change(output[0]), *output[1:]]
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)

@@ -36,9 +36,9 @@ ViewReplay = Callable[[Tensor], Tensor]
 
 
 def shard_logits(local: Tensor, axis: Axis, bounds: Sequence[int]) -> Tensor:
-    """Wrap the local columns (..., v) as logits (..., V). Returns ``local`` on an axis of size 1.
+    """Wrap this rank's vocabulary columns (..., v) as logits that behave like the full (..., V).
 
-    Communicates nothing.
+    Returns ``local`` on an axis of size 1. Communicates nothing.
 
     Args:
         bounds: R + 1 numbers; rank r has columns ``bounds[r]`` to ``bounds[r + 1]``, and ``bounds[R]`` is V.
@@ -66,9 +66,9 @@ class VocabParallelLogits(ShardedTensor):
     VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside of torch.
 
     Implementation: a wrapper of the full shape around the local shard, which has the autograd history. The wrapper is
-    the output of ``_Shard``, so that code that autograd calls with the full logits has correct gradients too. A view
-    records the tensor that it was taken from (``_origin``). A write goes to the origin. All views of a tensor share
-    the count of writes (``_writes``); a view that has not seen the last write is replayed from its origin.
+    the output of ``_WrapShard``, so that code that autograd calls with the full logits also has correct gradients. A
+    view records the tensor that it was taken from (``_origin``). A write goes to the origin. All views of a tensor
+    share the count of writes (``_writes``); a view that has not seen the last write is replayed from its origin.
     """
 
     TEXT = (
@@ -113,7 +113,10 @@ class VocabParallelLogits(ShardedTensor):
         return gather_from_region(local, self.axis, self.shard_dim, split, "gather").to(self.full_dtype)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> VocabParallelLogits:
-        """Wrap another local shard with this sharding. A deferred cast stays deferred, unless ``dtype`` is passed."""
+        """Wrap another local shard as logits with the same sharding.
+
+        A deferred cast stays deferred, unless ``dtype`` is passed.
+        """
         dim = self.shard_dim if dim is None else dim
         return wrap_local(local, self.axis, self.bounds, dim, dtype or self.full_dtype)
 
@@ -133,7 +136,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits and to the tensors that they are a view of.
+        """Apply an in-place function to the full logits, and update the tensors of which they are views.
 
         Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
         """
@@ -150,7 +153,7 @@ class VocabParallelLogits(ShardedTensor):
             self.refuse("An in-place function changes the shape or dtype of vocabulary-parallel logits")
         self._writes[0] += 1
         for each, written in zip(reversed(chain), fulls, strict=True):
-            _rewrite(each, written)
+            _replace_values(each, written)
         return self if result is full else result
 
     def _held(self) -> str:
@@ -158,10 +161,10 @@ class VocabParallelLogits(ShardedTensor):
 
 
 def wrap_local(local: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int, dtype: torch.dtype) -> VocabParallelLogits:
-    """Wrap ``local``, this rank's slice of ``dim``, with its autograd history if it has one."""
+    """Wrap this rank's slice of dim ``dim`` as VocabParallelLogits, and keep its autograd history."""
     if local.requires_grad:
         if torch.is_grad_enabled():
-            out: VocabParallelLogits = _Shard.apply(local, axis, bounds, dim, dtype)
+            out: VocabParallelLogits = _WrapShard.apply(local, axis, bounds, dim, dtype)
             return out
         local = local.detach()
     return VocabParallelLogits(local, axis, bounds, dim, dtype)
@@ -175,25 +178,25 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
     """
     if x._writes_seen != x._writes[0] and x._origin is not None:
         base, replay = x._origin
-        _rewrite(x, replay(base.full_tensor()))
+        _replace_values(x, replay(base.full_tensor()))
     if not x.local.requires_grad and torch.is_grad_enabled():
         with DisableTorchFunctionSubclass():
             has_history = x.requires_grad
         if has_history:
-            x.local = _Unshard.apply(x)
+            x.local = _UnwrapShard.apply(x)
     return x.local
 
 
-def _rewrite(x: VocabParallelLogits, full: Tensor) -> None:
-    """Replace the values and the autograd history of ``x`` by those of ``full``."""
+def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
+    """Replace the values and the autograd history of the logits x with those of the full tensor."""
     local = local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
-        _Rewrite.apply(x, local)
+        _ReplaceValues.apply(x, local)
     x.local, x._full, x._writes_seen = local, full, x._writes[0]
 
 
 def local_slice_like(full: Tensor, x: VocabParallelLogits) -> Tensor:
-    """Return this rank's slice of a full tensor with the shape of ``x``."""
+    """Return this rank's slice of a full tensor that has the full shape of the logits x."""
     return local_slice(full, x.axis, x.bounds, x.shard_dim)
 
 
@@ -206,8 +209,8 @@ def local_slice(full: Tensor, axis: Axis, bounds: tuple[int, ...], dim: int) -> 
     return full.narrow(dim, bounds[axis.rank], bounds[axis.rank + 1] - bounds[axis.rank])
 
 
-class _Shard(Function):
-    """Wrap the local shard as the full tensor. Backward: the local slice of the gradient."""
+class _WrapShard(Function):
+    """Autograd function that wraps a local shard as full logits. Backward: slices the gradient."""
 
     @staticmethod
     def forward(
@@ -221,8 +224,8 @@ class _Shard(Function):
         return local_slice(grad, *ctx.place).to(ctx.dtype), None, None, None, None
 
 
-class _Unshard(Function):
-    """Return the local shard of a wrapper that has the autograd history. Backward: wrap the gradient."""
+class _UnwrapShard(Function):
+    """Autograd function that returns the local shard of full logits. Backward: wraps the gradient."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits) -> Tensor:
@@ -234,8 +237,8 @@ class _Unshard(Function):
         return VocabParallelLogits(grad, *ctx.place)
 
 
-class _Rewrite(Function):
-    """Replace the values of a wrapper by another local shard."""
+class _ReplaceValues(Function):
+    """Autograd function that replaces the values of full logits with another local shard."""
 
     @staticmethod
     def forward(ctx: Any, x: VocabParallelLogits, local: Tensor) -> VocabParallelLogits:
@@ -254,7 +257,10 @@ def _detach(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Cast or move. Defers a cast from 16 bits to fp32; returns the same logits if nothing changes."""
+    """Cast sharded logits or move them to a device. A cast from 16 bits to fp32 is deferred.
+
+    Returns the same logits if nothing changes.
+    """
     x = args[0]
     others = [rules.blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
     if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
@@ -303,11 +309,11 @@ def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     # the hook must not refer to the logits: they own the graph, which would then never be freed
     layout = x.placed(local.new_empty([0] * local.dim()))
 
-    def on_local(grad: Tensor) -> Tensor | None:
+    def call_hook_on_local_gradient(grad: Tensor) -> Tensor | None:
         replaced = hook(layout.placed(grad, dtype=grad.dtype))
         return None if replaced is None else local_slice_like(replaced, layout)
 
-    return local.register_hook(on_local)
+    return local.register_hook(call_hook_on_local_gradient)
 
 
 def _get_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -321,24 +327,24 @@ def _set_grad(func: TorchFunction, args: Args, kwargs: Kwargs) -> None:
 
 
 def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Run Tensor.backward with a gradient of the logits."""
+    """Run ``Tensor.backward`` from the local shard, with the local slice of the passed gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
         return rules.gathered(func, args, kwargs)
-    return func(*_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
+    return func(*_get_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
 
 
 def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Run torch.autograd.backward from several tensors, optionally to some inputs."""
+    """Run ``torch.autograd.backward`` with sharded logits replaced by their local shards."""
     tensors, passed, inputs = args[0], kwargs.get("grad_tensors"), kwargs.get("inputs")
     gradients = [passed] if isinstance(passed, Tensor) else passed or [None] * len(tensors)
-    roots, gradients = zip(*map(_local_root, tensors, gradients), strict=True)
+    roots, gradients = zip(*map(_get_local_root, tensors, gradients), strict=True)
     leaves = inputs and [local_shard(x) if isinstance(x, VocabParallelLogits) else x for x in inputs]
     return func(roots, **{**kwargs, "grad_tensors": gradients, "inputs": leaves})
 
 
-def _local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """Return the tensor and the gradient where backward starts."""
+def _get_local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
+    """Return the local shard of x and of its gradient, from which the backward starts."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
         return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
     with torch.enable_grad():  # a backward may call torch.autograd.backward

@@ -62,7 +62,7 @@ def vocab_parallel_cross_entropy(
     backward, which allocates their gradient in their dtype.
 
     Communicates: forward one all-gather of 3*R*T numbers (4*R*T with label smoothing) in fp32, or fp64 for fp64 logits;
-    backward nothing. For T=4,096 on four ranks these are 196,608 bytes; logits with V=128,000 have 2 GB.
+    backward nothing. For T=4,096 on four ranks these are 196,608 bytes; logits with V=128,000 take 2 GB.
 
     Args:
         logits_Tv: (T, v), the columns of this rank.
@@ -101,14 +101,14 @@ class _CrossEntropy(Function):
         valid_T = targets_T != options.ignore_index
         label_T1 = (targets_T - options.bounds[options.axis.rank])[:, None]
         column_T1 = label_T1.clamp(0, max(logits_Tv.shape[1] - 1, 0))
-        is_mine_T1 = column_T1 == label_T1
-        local_KT = _local_statistics(logits_Tv, column_T1, is_mine_T1, options)
+        is_local_T1 = column_T1 == label_T1
+        local_KT = _compute_local_statistics(logits_Tv, column_T1, is_local_T1, options)
         gathered = all_gather(local_KT, options.axis, 0, purpose="loss")
-        max_T, sum_T, loss_T = _combine(gathered.view(options.axis.size, *local_KT.shape), options)
+        max_T, sum_T, loss_T = _combine_statistics(gathered.view(options.axis.size, *local_KT.shape), options)
         loss_T = torch.where(valid_T, loss_T, 0.0)
         num_valid = valid_T.sum()
         ctx.options = options
-        ctx.save_for_backward(logits_Tv, valid_T, column_T1, is_mine_T1, max_T, sum_T, num_valid)
+        ctx.save_for_backward(logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid)
         if options.reduction != "none":
             loss_T = loss_T.sum()
         if options.reduction == "mean":
@@ -118,22 +118,23 @@ class _CrossEntropy(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None]:
-        logits_Tv, valid_T, column_T1, is_mine_T1, max_T, sum_T, num_valid = ctx.saved_tensors
+        logits_Tv, valid_T, column_T1, is_local_T1, max_T, sum_T, num_valid = ctx.saved_tensors
         options: _Options = ctx.options
         grad = grad.to(max_T.dtype)
         if options.reduction == "mean":
             grad = grad / num_valid
         weight_T1 = torch.where(valid_T, grad, 0.0)[:, None]
-        at_label_T1 = torch.where(is_mine_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
+        at_label_T1 = torch.where(is_local_T1, weight_T1, 0.0) * (options.label_smoothing - 1)
         uniform_T1 = weight_T1 * (options.label_smoothing / options.bounds[-1]) if options.label_smoothing else None
         statistics = (max_T[:, None], weight_T1 / sum_T[:, None])
-        return _gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
+        return _compute_gradient(logits_Tv, *statistics, column_T1, at_label_T1, uniform_T1), None, None
 
 
-def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, options: _Options) -> Tensor:
-    """Return (K, T): maximum, sum of exponentials, logit of the label or 0; with smoothing also the sum of the logits.
+def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
+    """Return the maximum, the sum of exponentials and the label logit of the local columns, as (K, T).
 
-    Both sums are relative to the maximum.
+    The label logit is 0 on other ranks. With label smoothing, also returns the sum of the logits. Both sums are
+    relative to the maximum.
     """
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
@@ -141,20 +142,23 @@ def _local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_mine_T1: Tensor, 
     if width == 0:
         out_KT[0] = -torch.inf
         return out_KT
-    for rows in _chunks(logits_Tv, dtype):
+    for rows in _split_rows(logits_Tv, dtype):
         x_tv = logits_Tv[rows]
         max_t = x_tv.amax(1).to(dtype)
-        shifted_tv = torch.sub(x_tv, _finite(max_t)[:, None])
+        shifted_tv = torch.sub(x_tv, _clamp_infinite(max_t)[:, None])
         if options.label_smoothing:
             out_KT[3, rows] = shifted_tv.sum(1)
         out_KT[0, rows] = max_t
         out_KT[1, rows] = shifted_tv.exp_().sum(1)
-    out_KT[2] = torch.where(is_mine_T1, logits_Tv.gather(1, column_T1), 0.0)[:, 0]
+    out_KT[2] = torch.where(is_local_T1, logits_Tv.gather(1, column_T1), 0.0)[:, 0]
     return out_KT
 
 
-def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
-    """Return M, S and the loss of each token, each (T,), bitwise identical on all ranks."""
+def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tensor]:
+    """Combine the statistics of all ranks into M, S and the loss of each token, each (T,).
+
+    The results are bitwise identical on all ranks.
+    """
     max_RT, sum_RT, target_RT = stats_RKT[:, 0], stats_RKT[:, 1], stats_RKT[:, 2]
     max_T = max_RT.amax(0)
     sum_T = (sum_RT * (max_RT - max_T).exp()).sum(0)
@@ -162,14 +166,14 @@ def _combine(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, Tensor, Tens
     if options.label_smoothing:
         # -log p summed over the vocabulary is V log S - sum (x - M)
         spread_T = stats_RKT[:, 3].sum(0)
-        for rank, offset_T in enumerate(_finite(max_RT) - max_T):
+        for rank, offset_T in enumerate(_clamp_infinite(max_RT) - max_T):
             spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T
         uniform_T = sum_T.log() - spread_T / options.bounds[-1]
         loss_T = (1 - options.label_smoothing) * loss_T + options.label_smoothing * uniform_T
     return max_T, sum_T, loss_T
 
 
-def _gradient(
+def _compute_gradient(
     logits_Tv: Tensor,
     max_T1: Tensor,
     scale_T1: Tensor,
@@ -177,11 +181,14 @@ def _gradient(
     at_label_T1: Tensor,
     uniform_T1: Tensor | None,
 ) -> Tensor:
-    """Return (T, v) in the dtype of the logits: scale * exp(x - M) + ``at_label`` at the label - ``uniform``."""
+    """Return the gradient (T, v) of the local logits, in their dtype.
+
+    Computes scale * exp(x - M) + ``at_label`` at the label - ``uniform``.
+    """
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
-    for rows in _chunks(logits_Tv, max_T1.dtype):
+    for rows in _split_rows(logits_Tv, max_T1.dtype):
         out_tv = grad_Tv[rows]
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
@@ -194,13 +201,13 @@ def _gradient(
     return grad_Tv
 
 
-def _finite(max_T: Tensor) -> Tensor:
+def _clamp_infinite(max_T: Tensor) -> Tensor:
     """Clamp a maximum of -inf, so that a rank whose columns are all masked adds exp(-inf) = 0 instead of NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
-def _chunks(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
-    """Yield slices of rows whose values in ``dtype`` fit CHUNK_BYTES, with at least one row each."""
+def _split_rows(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+    """Yield slices of the logits' rows that fit in CHUNK_BYTES when cast to ``dtype``, or of one row."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)
     for start in range(0, num_tokens, size):
@@ -211,7 +218,7 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
             f"The loss received logits of shape {tuple(logits_Tv.shape)} and labels of shape {tuple(targets_T.shape)}, "
-            "but takes (tokens, vocabulary) and (tokens,)",
+            "but it needs shapes (tokens, vocabulary) and (tokens,)",
             remedy="Flatten both: logits.view(-1, vocab_size) and labels.view(-1)",
         )
     if targets_T.numel() == 0:
@@ -256,8 +263,8 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits have {width} columns on rank {axis.rank} of {axis.size}, but its share of "
-            f"vocab_size={vocab_size} is {expected}",
+            f"The logits have {width} columns on rank {axis.rank} of {axis.size}, but the share of this "
+            f"rank in vocab_size={vocab_size} is {expected} columns",
             remedy="Shard the vocabulary evenly, with one column more on the first ranks if it does not divide",
         )
     return vocab_parallel_cross_entropy(
@@ -266,7 +273,7 @@ def cross_entropy_1d(
 
 
 class DistCrossEntropyLoss(nn.Module):
-    """Module that computes ``cross_entropy_1d``."""
+    """Cross-entropy loss of logits that are sharded over the vocabulary: see ``cross_entropy_1d``."""
 
     def __init__(
         self,

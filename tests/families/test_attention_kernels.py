@@ -15,7 +15,7 @@ from shardformer.kernels import attention as attention_kernels
 from shardformer.kernels import attention_registration
 from shardformer.kernels.attention_registration import (
     ATTENTION_NAME,
-    _describe,
+    _describe_kernels,
     check_flash_attention,
     use_flash_attention,
 )
@@ -29,12 +29,12 @@ OPTION = "enable_flash_attention"
 IN_FP64 = ("bert", "roberta", "albert", "ernie", "whisper", "t5", "vit", "beit", "swin", "swinv2", "sam")
 # Classes whose method is replaced, because they do not dispatch their attention.
 OWN = {
-    "bloom": "bloom",
-    "chatglm": "chatglm",
-    "gpt_neo": "gpt_neo",
-    "gptj": "gptj",
-    "sam": "sam_vision",
-    "swinv2": "swinv2",
+    "bloom": "bloom_attention",
+    "chatglm": "chatglm_attention",
+    "gpt_neo": "gpt_neo_attention",
+    "gptj": "gptj_attention",
+    "sam": "sam_vision_attention",
+    "swinv2": "swinv2_attention",
 }
 HELD_BY_THE_MODEL = {
     "sam": "relative positions are a product with each query, which the model makes as large as the scores",
@@ -77,7 +77,7 @@ def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, score
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(attention_registration.overridden_modules(build(family, {})))
+    computes_itself = family in OWN and any(attention_registration.find_overridden_modules(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -110,7 +110,7 @@ def test_attention_scores_are_not_materialized(
     assert bool(of_batch) == (family in HELD_BY_THE_MODEL)
     if family in HELD_BY_THE_MODEL:
         record_property("feature", f"part: {HELD_BY_THE_MODEL[family]}")
-    assert "memory-efficient" in _describe(model, CUDA) or family == "falcon"
+    assert "memory-efficient" in _describe_kernels(model, CUDA) or family == "falcon"
 
 
 # -- refused ----------------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in attention_registration.overridden_modules(model)] == []
+    assert [path for path, _, _ in attention_registration.find_overridden_modules(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

@@ -33,7 +33,7 @@ WRITTEN_OUT = [family for family, ran in KERNELS.items() if ran == {f"bias {TANH
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     """Return the names of the fused kernels that ran."""
     found: set[str] = set()
-    lock, compute = threading.Lock(), fused_ops.bias_activation_gate
+    lock, compute = threading.Lock(), fused_ops.apply_bias_activation_gate
 
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         name = TANH if isinstance(act, functools.partial) else getattr(act, "__name__", "")
@@ -41,7 +41,7 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
             found.add(" ".join(["bias"] * (bias is not None) + [name] + ["gate"] * (gate is not None)))
         return compute(act, x, bias, gate)
 
-    monkeypatch.setattr(fused, "kernel", lambda device: noted)
+    monkeypatch.setattr(fused, "get_compiled_kernel", lambda device: noted)
     yield found
 
 

@@ -17,8 +17,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import shardformer
 from shardformer.context_parallel.attention_kernels import (
+    BlockMask,
     ScoreOptions,
-    VisibleBlock,
     partial_attention,
     partial_attention_backward,
 )
@@ -170,7 +170,7 @@ def context_kernels(device: str) -> str:
             k, v, grad = (torch.randn(2, heads, 40, 32, device=where, dtype=dtype) for heads in (2, 2, 4))
             positions = torch.arange(40, device=where)
             sees = (positions[:, None] >= positions[None, :]) | (positions[None, :] % 3 == 0)
-            part = VisibleBlock(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
+            part = BlockMask(kind == "causal", sees[None, None] if kind == "sees" else None, positions, positions)
             how = ScoreOptions(32**-0.5)
             out, lse = partial_attention(q, k, v, part, how)
             ours = [out, *partial_attention_backward(grad, q, k, v, out, lse, part, how)[:3]]

@@ -32,9 +32,9 @@ def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def noted(act: Any, x: Tensor, bias: Tensor | None, gate: Tensor | None) -> Tensor:
         terms = {"bias": bias, "act": act, "gate": gate}
         found.append(" ".join(name for name, term in terms.items() if term is not None))
-        return fused_ops.bias_activation_gate(act, x, bias, gate)
+        return fused_ops.apply_bias_activation_gate(act, x, bias, gate)
 
-    monkeypatch.setattr(fused, "kernel", lambda device: noted)
+    monkeypatch.setattr(fused, "get_compiled_kernel", lambda device: noted)
     return found
 
 
@@ -209,8 +209,8 @@ def test_fused_activation_works_under_no_grad_and_in_inference_mode() -> None:
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch hides it from users
 @pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.full)])
 def test_compiled_kernel_equals_eager_for_any_batch_size(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
-    compiled = torch.compile(fused_ops.bias_activation_gate, dynamic=True, backend=backend)
-    monkeypatch.setattr(fused, "kernel", lambda device: compiled)
+    compiled = torch.compile(fused_ops.apply_bias_activation_gate, dynamic=True, backend=backend)
+    monkeypatch.setattr(fused, "get_compiled_kernel", lambda device: compiled)
     counters = torch._dynamo.utils.counters["stats"]
     before = counters["unique_graphs"]
     for shape in ((4, 6, 8), (3, 5, 8)):

@@ -14,7 +14,7 @@ from torch import Tensor
 import shardformer
 from shardformer.errors import ConfigError
 from shardformer.kernels import attention as attention_kernels
-from shardformer.kernels.attention_registration import _describe, use_flash_attention
+from shardformer.kernels.attention_registration import _describe_kernels, use_flash_attention
 from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.ops import Ops
 from tests.timm.models import MODELS, Small, images, loss
@@ -32,7 +32,7 @@ def said_of(name: str) -> tuple[str, int]:
     def use(model: Any) -> tuple[str, int]:
         said = shardformer.describe_sharding(model)
         return "\n".join(said.notes), sum(
-            n for *_, now, n in said.changes if now in ("forward_on_kernels", "timm_swinv2")
+            n for *_, now, n in said.changes if now in ("forward_on_kernels", "timm_swinv2_attention")
         )
 
     said: tuple[str, int] = sharded(name, FLASH, use)
@@ -98,7 +98,7 @@ def held_by(name: str) -> tuple[set[str], bool, str]:
         loss(model, batch)
     assert called, name
     of_batch = [shape for shape in held if len(shape) == 4 and shape[0] > 1 and shape[1:] in called]
-    return ops.names, bool(of_batch), _describe(model, CUDA)
+    return ops.names, bool(of_batch), _describe_kernels(model, CUDA)
 
 
 @pytest.mark.parametrize("name", [of(name, "memory-efficient attention") for name in MODELS])

@@ -193,7 +193,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "the sum at a block's exit": lambda: left_out(edges, "start_all_reduce", own, backward=False),
     "the sum of a block's input gradient": lambda: left_out(edges, "start_all_reduce", own, backward=True),
     "the sum of the head's input gradient": lambda: replaced(
-        linear, "single_column_projection", lambda _: lambda column, x: column.multiply(x)
+        linear, "project_single_column", lambda _: lambda column, x: column.multiply(x)
     ),
     "the sum of the embedding": lambda: replaced(embedding, "reduce_from_tp_region", lambda _: own),
     "the sum of an embedding that a layer follows": lambda: replaced(edges, "all_reduce", lambda _: own),

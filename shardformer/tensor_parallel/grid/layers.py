@@ -41,7 +41,7 @@ from shardformer.tensor_parallel.region import TpRegion, linear_matmul, local_le
 
 
 class GridModule(ParallelModule):
-    """Layer that takes a tensor grid instead of one axis."""
+    """Base class of parallel layers that are sharded over a tensor grid instead of one axis."""
 
     takes_grid = True
     grid: TensorGrid
@@ -52,12 +52,12 @@ class GridModule(ParallelModule):
 
 
 def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
-    """Return the splits of the hidden dim of a weight: over the contraction (3D only), then over the rows."""
+    """Return the splits of a weight's hidden dim: over the contraction axis (3D only), then over the rows."""
     size = grid.contraction.size * grid.row.size
     if full < size:
         raise ConfigError(
             f"{full} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}",
-            remedy="Use fewer rows",
+            remedy="Use a tensor grid with fewer rows",
         )
     contraction = grid.contraction
     over_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []
@@ -69,7 +69,7 @@ class _GridLinear(GridModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard an nn.Linear or a transformers Conv1D that has its full weight over a ``TensorGrid``."""
+        """Shard a full nn.Linear or transformers Conv1D over a ``TensorGrid``."""
         return super().from_native_module(module, process_group.column, grid=process_group, **kwargs)
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True, *, grid: TensorGrid, **kw: Any) -> None:
@@ -84,7 +84,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
     In a block, the block communicates. Outside of a block it gathers its weight (backward: a reduce-scatter).
     """
 
-    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim = hidden_dim(self.transposed)
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = hidden_splits(self.in_features, self.grid)
@@ -101,21 +101,21 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
     Shards its weight like ``GridLinear_Col``, and its bias along H like the activations.
     """
 
-    def _specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
+    def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
         dim, grid = 1 - hidden_dim(self.transposed), self.grid
         splits: dict[int, AnySplit | list[AnySplit]] = {1 - dim: self.split}
         splits[dim] = hidden_splits(self.out_features, grid)
         bias_split = Split.even(self.out_features, grid.hidden.size, axes=(grid.hidden.name,))
         return ShardSpec(shape, splits), ShardSpec((self.out_features,), {0: bias_split})
 
-    def _output_width(self, edges: TpRegion) -> int:
-        if not isinstance(edges, GridRegion):
+    def _output_width(self, region: TpRegion) -> int:
+        if not isinstance(region, GridRegion):
             return self.out_features
         return local_length(self.out_features, self.grid.hidden)
 
-    def _reduced_product(self, x: Tensor, weight: Tensor, edges: TpRegion) -> Tensor:
-        if isinstance(edges, GridRegion):
-            y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, edges)
+    def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+        if isinstance(region, GridRegion):
+            y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, region)
             return y
         weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
         return reduce_from_tp_region(linear_matmul(x, weight, None, self.transposed), self.grid.column)
@@ -128,14 +128,14 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
 
 def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tensor:
-    """Gather the hidden dim of a weight. Backward: reduce-scatters of its gradient."""
+    """All-gather a weight along its hidden dim ``dim``. Backward: reduce-scatters of its gradient."""
     contracted = local_length(full, grid.contraction)
     return gather_from_sp_region(gather_from_sp_region(weight, grid.row, dim, contracted), grid.contraction, dim, full)
 
 
 @dataclass(frozen=True)
 class ModeLayers:
-    """The layer classes of one tensor-parallel mode."""
+    """Layer classes of one tensor-parallel mode, by their role in a model."""
 
     column: type[ParallelModule]  # the first linears of a block
     row: type[ParallelModule]  # the last linear of a block
@@ -152,7 +152,9 @@ LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=Gri
 
 
 class GridNorm(ShardedNorm):
-    """Layer norm or RMS norm over H hidden features: (..., h) -> (..., h) if sharded, or (..., H) -> (..., H).
+    """Layer norm or RMS norm over hidden features that are sharded over a tensor grid, or replicated.
+
+    (..., h) -> (..., h) for a sharded input, or (..., H) -> (..., H).
 
     Communicates for (..., h): forward one all-reduce of one number per token for an RMS norm, or one all-gather of the
     local means and sums of squares for a layer norm; backward one all-reduce of one or two numbers per token.
@@ -163,7 +165,7 @@ class GridNorm(ShardedNorm):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
-        """Shard a norm that has its full weight over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
+        """Shard a full layer norm or RMS norm over a ``TensorGrid``. Raises ConfigError like ``ShardedNorm``."""
         grid: TensorGrid = process_group
         return super().from_native_module(module, grid.hidden, **kwargs)
 
@@ -183,7 +185,7 @@ class GridNorm(ShardedNorm):
 
 
 def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis, full: int, eps: float) -> Tensor:
-    """Return the layer norm over features that are sharded over ``axis``, computed in fp32 (fp64 for fp64 inputs)."""
+    """Apply a layer norm over features that are sharded over ``axis``, in fp32, or fp64 for fp64 inputs."""
     x32 = x if x.dtype == torch.float64 else x.to(torch.float32)
     normed: Tensor = _Normalize.apply(x32, axis, full, eps)
     y = normed if weight is None else normed * weight
@@ -191,7 +193,10 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis
 
 
 class _Normalize(Function):
-    """Normalize to mean 0 and variance 1 over all features, from the local means and sums of squares (Chan 1979)."""
+    """Autograd function that normalizes sharded features to mean 0 and variance 1.
+
+    Combines the local means and sums of squares of all ranks (Chan 1979).
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, full: int, eps: float) -> Tensor:

@@ -36,18 +36,18 @@ from shardformer.tensor_parallel.region import (
     LocalRandomState,
     ReplicatedRegion,
     TpRegion,
-    bias_grad,
+    cast_projection_operands,
+    compute_bias_grad,
+    compute_weight_grad,
     linear_matmul,
     local_length,
-    projection_operands,
-    weight_grad,
     with_backward,
 )
 from shardformer.tensor_parallel.sequence_parallel import (
     GatherHook,
     StackActivations,
-    with_first_output,
-    with_first_tensor,
+    map_first_output,
+    map_first_tensor,
 )
 from shardformer.torch_compat import current_graph_task_id
 from shardformer.transformers_compat import caches_in, holds_tokens
@@ -57,22 +57,22 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 
 @dataclass(frozen=True)
 class GridRegion:
-    """Communication at the entry and the exit of a block on a tensor grid, sharded over samples and features."""
+    """Communication at the entry and the exit of a tensor-parallel block on a 2D, 2.5D or 3D tensor grid."""
 
     grid: TensorGrid
     full: int  # the number of hidden features on all ranks
     batch_dim: int = 0  # the sample dim of activations with three or more dims; for fewer it is 0
 
     @property
-    def is_cube(self) -> bool:
+    def is_3d(self) -> bool:
         return self.grid.mode == "3d"
 
     @property
-    def contracted(self) -> int:
-        """The number of hidden features of one row of the grid: all of them, in 3D those of this depth."""
+    def num_row_features(self) -> int:
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, those of this depth in 3D."""
         return local_length(self.full, self.grid.contraction)
 
-    def samples_inside(self, x: Tensor) -> int:
+    def num_samples_inside_block(self, x: Tensor) -> int:
         """Return the number of local samples inside a block, for activations x between the blocks."""
         return x.shape[self._sample_dim(x)] * self.grid.batch.size // self.grid.core.size
 
@@ -80,26 +80,26 @@ class GridRegion:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the activations between the blocks without the hidden dim, for x inside a block."""
+        """Return the shape that x, an activation inside a block, has between the blocks, without the hidden dim."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
 
     def enter(self, x: Tensor) -> Tensor:
-        """Return the block's input (b, S, H) of a local x, gathered if the forward reads its values."""
+        """Return the block's input (b, S, H) for a local activation x, which is gathered on first use."""
         dim = self._sample_dim(x)
-        shape = (*x.shape[:dim], self.samples_inside(x), *x.shape[dim + 1 : -1], self.full)
-        return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._scatter_grad)
+        shape = (*x.shape[:dim], self.num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
+        return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
 
     def _gather_hidden(self, x: Tensor) -> Tensor:
-        if not self.is_cube:
+        if not self.is_3d:
             return all_gather(x, self.grid.column, -1, self.full)
         full = all_gather(all_gather(x, self.grid.column, self._sample_dim(x)), self.grid.depth, -1, self.full)
         return local_chunk(full, self.grid.depth, self._sample_dim(full))
 
-    def _scatter_grad(self, grad: Tensor) -> Tensor:
+    def _reduce_gradient(self, grad: Tensor) -> Tensor:
         """Sum the gradient of ``_gather_hidden`` over the ranks of a row, and return the local shard."""
-        if not self.is_cube:
+        if not self.is_3d:
             return reduce_scatter(grad, self.grid.column, -1)
         full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
         local = local_chunk(full, self.grid.depth, full.dim() - 1)
@@ -107,102 +107,114 @@ class GridRegion:
 
     # --- communication of the column- and row-parallel products
 
-    def start_gather(self, x: Tensor) -> PendingCollective:
-        """Start to gather the input of a product: (b, S, H), in 3D (more samples, S, h)."""
-        if self.is_cube:
+    def start_input_gather(self, x: Tensor) -> PendingCollective:
+        """Start the all-gather of a matmul input x: of its hidden features, or in 3D of its samples."""
+        if self.is_3d:
             return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
 
-    def start_scatter(self, x: Tensor) -> PendingCollective:
-        """Start to sum x over the ranks of a row, and to scatter the sum."""
-        return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_cube else -1)
+    def start_output_scatter(self, x: Tensor) -> PendingCollective:
+        """Start the reduce-scatter of the partial products x over the ranks of a row."""
+        return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_3d else -1)
 
-    def start_weight(self, weight: Tensor, dim: int) -> PendingCollective:
-        """Start to gather the hidden dim of a weight over the rows."""
-        return collectives.start_all_gather(weight, self.grid.row, dim, self.contracted, purpose="weights")
+    def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
+        """Start the all-gather of a weight's hidden dim ``dim`` over the rows of the grid."""
+        return collectives.start_all_gather(weight, self.grid.row, dim, self.num_row_features, purpose="weights")
 
-    def start_weight_grad(self, grad: Tensor, dim: int) -> PendingCollective:
+    def start_weight_grad_scatter(self, grad: Tensor, dim: int) -> PendingCollective:
         return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
 
-    def reduce_partial(self, x: Tensor) -> Tensor:
-        """Sum partial products, and return the sum of the local samples. Communicates only in 3D."""
+    def reduce_partial_products(self, x: Tensor) -> Tensor:
+        """Sum partial products over the contraction axis, and return the local samples. Only in 3D."""
         return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
 
     def gather_samples(self, x: Tensor) -> Tensor:
-        """Gather the samples for a product with a weight that is sharded over the contraction (only in 3D)."""
+        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Only in 3D."""
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
 # b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
 
 
-def grid_column_projections(
-    x: Tensor, edges: GridRegion, columns: Sequence[ColumnParallel], known: Tensor | None = None
+def project_grid_columns(
+    x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the detached input of the column-parallel linears (None in 3D, where it stays sharded), and their outputs.
+    """Return the detached input of the column-parallel linears, and their outputs, on a tensor grid.
 
-    ``known`` is the full input of the block, if it is already gathered.
+    In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
     """
-    x, known, weights = projection_operands(x, columns, known)
-    seen, *outputs = _GridColumnProjections.apply(
-        x, None if edges.is_cube else known, edges, [c.transposed for c in columns], *weights
+    x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
+    full_x, *outputs = _GridColumnProjections.apply(
+        x, None if region.is_3d else gathered_x, region, [c.transposed for c in columns], *weights
     )
-    return None if edges.is_cube else seen, outputs
+    return None if region.is_3d else full_x, outputs
 
 
 class _GridColumnProjections(Function):
-    """Products of the block input with all column-parallel weights. Saves only local shards."""
+    """Autograd function that multiplies the block input by all column-parallel weights of a tensor grid.
+
+    Saves only local shards.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, known: Tensor | None, edges: GridRegion, transposed: list[bool], *params: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        gathered_x: Tensor | None,
+        region: GridRegion,
+        transposed: list[bool],
+        *params: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = params[::2], params[1::2]
-        ctx.edges, ctx.transposed = edges, transposed
+        ctx.region, ctx.transposed = region, transposed
         ctx.save_for_backward(x, *weights)
         ctx.set_materialize_grads(False)
-        arriving = None if known is not None else edges.start_gather(x)
-        gathered = _start_weights(edges, weights, transposed)
-        seen = known if arriving is None else arriving.wait()
-        assert seen is not None
+        arriving = None if gathered_x is not None else region.start_input_gather(x)
+        gathered = _start_weight_gathers(region, weights, transposed)
+        full_x = gathered_x if arriving is None else arriving.wait()
+        assert full_x is not None
         outputs = []
         for weight, t, bias in zip(gathered, transposed, biases, strict=True):
-            y = edges.reduce_partial(linear_matmul(seen, weight.wait(), None, t))
+            y = region.reduce_partial_products(linear_matmul(full_x, weight.wait(), None, t))
             outputs.append(y if bias is None else y + bias)
-        visible = seen.detach()
+        visible = full_x.detach()
         ctx.mark_non_differentiable(visible)
         return (visible, *outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        edges, (x, *weights) = ctx.edges, ctx.saved_tensors
+        region, (x, *weights) = ctx.region, ctx.saved_tensors
         needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
-        gathering = edges.start_gather(x) if any(needs[::2]) else None
-        arriving = _start_weights(edges, weights, ctx.transposed) if needs_x else []
-        gathered_grads = [None if grad is None else edges.gather_samples(grad) for grad in grads]
+        gathering = region.start_input_gather(x) if any(needs[::2]) else None
+        arriving = _start_weight_gathers(region, weights, ctx.transposed) if needs_x else []
+        gathered_grads = [None if grad is None else region.gather_samples(grad) for grad in grads]
         summed: Tensor | None = None
         for weight, grad, t in zip(arriving, gathered_grads, ctx.transposed, strict=False):
             full_weight = weight.wait()
             if grad is not None:
                 product = linear_matmul(grad, full_weight, None, not t)
                 summed = product if summed is None else summed.add_(product)
-        leaving = None if summed is None else edges.start_scatter(summed)
-        seen = None if gathering is None else gathering.wait()
+        leaving = None if summed is None else region.start_output_scatter(summed)
+        full_x = None if gathering is None else gathering.wait()
         pending: list[PendingCollective | None] = []
         for i, (grad, t) in enumerate(zip(gathered_grads, ctx.transposed, strict=True)):
-            w_grad = weight_grad(seen, grad, t) if needs[2 * i] and grad is not None and seen is not None else None
-            pending.append(None if w_grad is None else edges.start_weight_grad(w_grad, hidden_dim(t)))
+            w_grad = (
+                compute_weight_grad(full_x, grad, t)
+                if needs[2 * i] and grad is not None and full_x is not None
+                else None
+            )
+            pending.append(None if w_grad is None else region.start_weight_grad_scatter(w_grad, hidden_dim(t)))
         out: list[Tensor | None] = []
         for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
             out.append(None if w_pending is None else w_pending.wait())
-            out.append(bias_grad(grad) if needs[2 * i + 1] else None)
+            out.append(compute_bias_grad(grad) if needs[2 * i + 1] else None)
         x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
         return (x_grad, None, None, None, *out)
 
 
 class GridRowParallelMatmul(Function):
-    """Row-parallel linear without bias: partial products, summed over the ranks of a row.
+    """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
 
     If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
     """
@@ -210,51 +222,55 @@ class GridRowParallelMatmul(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, edges: GridRegion) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: GridRegion) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.transposed, ctx.edges, ctx.gathered = transposed, edges, None
-        arriving = edges.start_weight(weight, 1 - hidden_dim(transposed))
-        gathered = edges.gather_samples(x)
-        return edges.start_scatter(linear_matmul(gathered, arriving.wait(), None, transposed)).wait()
+        ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
+        arriving = region.start_weight_gather(weight, 1 - hidden_dim(transposed))
+        gathered = region.gather_samples(x)
+        return region.start_output_scatter(linear_matmul(gathered, arriving.wait(), None, transposed)).wait()
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
-        edges, (x, weight), t = ctx.edges, ctx.saved_tensors, ctx.transposed
+        region, (x, weight), t = ctx.region, ctx.saved_tensors, ctx.transposed
         needs_x, needs_weight = ctx.needs_input_grad[:2]
-        dim, known, ctx.gathered = 1 - hidden_dim(t), ctx.gathered, None
-        arriving = edges.start_weight(weight, dim) if needs_x else None
-        full_grad = edges.start_gather(grad).wait() if known is None else known
+        dim, gathered_x, ctx.gathered = 1 - hidden_dim(t), ctx.gathered, None
+        arriving = region.start_weight_gather(weight, dim) if needs_x else None
+        full_grad = region.start_input_gather(grad).wait() if gathered_x is None else gathered_x
         pending = None
         if needs_weight:
-            pending = edges.start_weight_grad(weight_grad(edges.gather_samples(x), full_grad, t), dim)
+            pending = region.start_weight_grad_scatter(compute_weight_grad(region.gather_samples(x), full_grad, t), dim)
         else:
             ctx.gathered = full_grad
         x_grad = (
-            None if arriving is None else edges.reduce_partial(linear_matmul(full_grad, arriving.wait(), None, not t))
+            None
+            if arriving is None
+            else region.reduce_partial_products(linear_matmul(full_grad, arriving.wait(), None, not t))
         )
         return x_grad, None if pending is None else pending.wait(), None, None
 
 
 def hidden_dim(transposed: bool) -> int:
-    """Return the hidden dim of a column-parallel weight; of a row-parallel weight it is the other dim."""
+    """Return the hidden dim of a column-parallel weight: 0 if it is stored transposed, otherwise 1."""
     return 0 if transposed else 1
 
 
-def _start_weights(
-    edges: GridRegion, weights: Sequence[Tensor | None], transposed: Sequence[bool]
+def _start_weight_gathers(
+    region: GridRegion, weights: Sequence[Tensor | None], transposed: Sequence[bool]
 ) -> list[PendingCollective]:
-    return [edges.start_weight(w, hidden_dim(t)) for w, t in zip(weights, transposed, strict=True) if w is not None]
+    return [
+        region.start_weight_gather(w, hidden_dim(t)) for w, t in zip(weights, transposed, strict=True) if w is not None
+    ]
 
 
 class GridTensorParallelBlock(TensorParallelBlock):
-    """State of one block on a tensor grid. Gathers the weights if the input is replicated."""
+    """State of one tensor-parallel block on a tensor grid. Gathers the weights if the input is replicated."""
 
-    def _project_all(self, known: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
-        edges = self.edges
+    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        region = self.region
         assert self._source is not None and self._entered is not None
-        if isinstance(edges, GridRegion):
-            return grid_column_projections(self._source, edges, self.columns, known)
+        if isinstance(region, GridRegion):
+            return project_grid_columns(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
 
@@ -262,7 +278,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
 
 
 class GridStackActivations(StackActivations):
-    """The activations between the blocks of one stack, sharded over samples and hidden features.
+    """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
     Pads a batch that does not divide with copies of its last sample, and drops their outputs. A forward that reads or
     returns cached keys and values is replicated over the ranks.
@@ -276,14 +292,14 @@ class GridStackActivations(StackActivations):
         self._random = LocalRandomState(grid.whole, enabled=random)
 
     @property
-    def is_cut(self) -> bool:
+    def is_sharded(self) -> bool:
         return self._is_open
 
     @property
-    def shares_samples(self) -> Axis | None:
+    def sample_sharing_axis(self) -> Axis | None:
         return self.grid.hidden
 
-    def edges(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
+    def select_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
         if current_graph_task_id() >= 0:
             self._is_open = True  # only forwards in training are recomputed
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
@@ -301,7 +317,7 @@ class GridStackActivations(StackActivations):
                 "A forward in training received cached keys and values, which a tensor grid does not support",
                 remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'",
             )
-        return with_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
+        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
 
     def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
         """Shard the stack's input (B, S, H) to (b, S, h). Backward: one all-gather over all ranks."""
@@ -314,9 +330,9 @@ class GridStackActivations(StackActivations):
         grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
 
         def shard(x: Tensor) -> Tensor:
-            return _local_samples(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
+            return _shard_samples_and_features(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
 
-        return with_backward(x_BSH, shard, lambda grad: _all_samples(grad, grid, dim, samples, width))
+        return with_backward(x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width))
 
     def leave_stack(self, x_bSh: Tensor) -> Tensor:
         """Gather the full output of the stack. Forward: one all-gather over all ranks; backward nothing.
@@ -328,23 +344,23 @@ class GridStackActivations(StackActivations):
             return x_bSh
         if self._is_random:
             self._random.leave()
-        samples = self.batch_of(x_bSh.shape[self.batch_dim])
+        samples = self.find_batch_size(x_bSh.shape[self.batch_dim])
         assert samples is not None  # the input of this forward was recorded
         grid, dim, width = self.grid, self.batch_dim, self.width
 
         def pad_and_shard(grad: Tensor) -> Tensor:
             shape = [-samples % grid.samples if d == dim else n for d, n in enumerate(grad.shape)]
-            return _local_samples(torch.cat((grad, grad.new_zeros(shape)), dim), grid, dim)
+            return _shard_samples_and_features(torch.cat((grad, grad.new_zeros(shape)), dim), grid, dim)
 
-        return with_backward(x_bSh, lambda x: _all_samples(x, grid, dim, samples, width), pad_and_shard)
+        return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 
-    def register_full_sequence(self, module: nn.Module, random: bool) -> GridFullHiddenModule:
-        """Gather all hidden features of the local samples for ``module``. One all-gather, in the backward too."""
-        return GridFullHiddenModule(self, module, random)
+    def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
+        """Gather all hidden features for ``module``. One all-gather in the forward, and one in the backward."""
+        return GatherHiddenHook(self, module, random)
 
-    def cut_argument(self, x: Tensor, dim: int, samples: int) -> Tensor:
-        """Return the local samples of a block argument along ``dim``, which counts samples or a multiple of them."""
-        batch = self.batch_of(samples)
+    def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
+        """Return the local samples of a block argument, whose dim ``dim`` has a multiple of the batch size."""
+        batch = self.find_batch_size(num_local)
         if batch is None or x.shape[dim] % batch:
             return x
         by_sample = x.unflatten(dim, (batch, -1))
@@ -352,15 +368,15 @@ class GridStackActivations(StackActivations):
         local: Tensor = pad_with_last(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
         return local.flatten(dim, dim + 1)
 
-    def batch_of(self, samples: int) -> int | None:
-        """Return the batch size of the current or recomputed forward, from the number of local samples."""
-        if current_graph_task_id() < 0 or self.rows(self.samples) == samples:
+    def find_batch_size(self, num_local: int) -> int | None:
+        """Return the batch size of the current or recomputed forward that has ``num_local`` local samples."""
+        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
-        return next((n for n in self._batch_sizes if self.rows(n) == samples), None)
+        return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
 
-    def rows(self, batch: int) -> int:
-        """Return the number of local samples of a batch between the blocks."""
-        return -(-batch // self.grid.samples) * self.grid.samples // self.grid.batch.size
+    def num_local_samples(self, batch_size: int) -> int:
+        """Return how many samples of a batch this rank stores between the blocks."""
+        return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
         memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random.is_enabled)
@@ -368,8 +384,8 @@ class GridStackActivations(StackActivations):
         return copy
 
 
-class GridFullHiddenModule(GatherHook):
-    """Hooks of a module that reads all hidden features, such as a mixture of experts with its router."""
+class GatherHiddenHook(GatherHook):
+    """Hooks that gather all hidden features before a module, such as a router, and shard its output."""
 
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
@@ -381,34 +397,34 @@ class GridFullHiddenModule(GatherHook):
         return Split.even(self._stream.width, self._axis.size)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        def join(x: Tensor) -> Tensor:
-            self._stream.edges(x)
-            if not self._stream.is_cut:
+        def gather(x: Tensor) -> Tensor:
+            self._stream.select_region(x)
+            if not self._stream.is_sharded:
                 return x
             self._random.enter(x, module.training)
             return gather_from_region(x, self._axis, -1, self._split())
 
-        return with_first_tensor(args, kwargs, join)
+        return map_first_tensor(args, kwargs, gather)
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-        if not self._stream.is_cut:
+        if not self._stream.is_sharded:
             return output
         self.reset_after_error()
-        return with_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
+        return map_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
 
 
-def pad_with_last(x: Tensor, more: int, dim: int = 0) -> Tensor:
-    """Return x with ``more`` copies of its last element along ``dim`` appended."""
-    if not more:
+def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
+    """Return x with ``num_copies`` copies of its last slice along ``dim`` appended."""
+    if not num_copies:
         return x
     last = x.narrow(dim, x.shape[dim] - 1, 1)
-    return torch.cat((x, last.expand([more if d == dim else n for d, n in enumerate(x.shape)])), dim)
+    return torch.cat((x, last.expand([num_copies if d == dim else n for d, n in enumerate(x.shape)])), dim)
 
 
-def _local_samples(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
+def _shard_samples_and_features(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
     local = local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
     return local.clone(memory_format=torch.contiguous_format)  # a view would keep all of x alive
 
 
-def _all_samples(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
+def _gather_samples_and_features(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
     return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, samples)

@@ -14,7 +14,7 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.context_parallel import masks
 from shardformer.context_parallel import masks as mask
 from shardformer.context_parallel.attention_kernels import Dropout, RelativePositionBias, ScoreOptions
-from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal
+from shardformer.context_parallel.masks import ChunkedMask, Predicate, causal_predicate
 from shardformer.context_parallel.ring_attention import RingExchange, ring_attention
 from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.local_ranks.threads import run_as_threads
@@ -42,10 +42,10 @@ def kind_of(name: str, length: int) -> Kind:
     padding = torch.ones(BATCH, length, dtype=torch.bool)
     padding[0, :3] = padding[1, -4:] = False
     return {
-        "causal": Kind(causal),
+        "causal": Kind(causal_predicate),
         "all": Kind(None),
         "window": Kind(window),
-        "padded": Kind(causal, padding),
+        "padded": Kind(causal_predicate, padding),
         "all padded": Kind(None, padding & torch.tensor([[False], [True]])),
         "documents": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k])),
         "by one": Kind(lambda b, h, q, k: (k <= q) & (documents[b, q] == documents[b, k]), by_vmap=True),
@@ -68,7 +68,7 @@ def in_one_place(
     weights = scores.softmax(-1)[..., : k.shape[2]] * sees
     if how.dropout is not None:
         indices = torch.arange(q.shape[2])
-        weights = weights * how.dropout.weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
+        weights = weights * how.dropout.compute_weight_factors(q.shape[0], indices, torch.arange(k.shape[2]))
     return weights @ v
 
 
@@ -127,7 +127,7 @@ def test_ring_attention_equals_attention_on_one_rank(case: dict[str, Any]) -> No
         torch.testing.assert_close(sum(grads[at] for _, grads in found), full, rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize(("predicate", "share"), [(causal, 4.5), (None, 6.0)])
+@pytest.mark.parametrize(("predicate", "share"), [(causal_predicate, 4.5), (None, 6.0)])
 @pytest.mark.parametrize("ring", [2, 4])
 def test_communication_matches_the_formula(predicate: Predicate | None, share: float, ring: int) -> None:
     """Numbers per rank, forward and backward: 4.5 N K D (P-1)/P if causal, 6 N K D (P-1)/P otherwise."""
@@ -185,7 +185,8 @@ def test_16_bit_error_of_a_long_ring_is_close_to_one_kernel() -> None:
             own = at.indices(context.sequence.rank)
             mine = [x[:, :, own].requires_grad_() for x in (q, k, v)]
             out = ring_attention(
-                *mine, RingExchange(context.sequence, ChunkedMask(causal, None, at, at, 1), ScoreOptions(0.25))
+                *mine,
+                RingExchange(context.sequence, ChunkedMask(causal_predicate, None, at, at, 1), ScoreOptions(0.25)),
             )
             return [out.detach(), *torch.autograd.grad(out, mine, grad[:, :, own])]
 
@@ -203,12 +204,12 @@ def late(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tenso
     return (queries % 4 > 1) & (keys >= 0)
 
 
-@pytest.mark.parametrize("predicate", [causal, late, window, None])
+@pytest.mark.parametrize("predicate", [causal_predicate, late, window, None])
 def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch: pytest.MonkeyPatch) -> None:
     positions, chunks = SequencePositions(16, 2), range(4)
 
     def found() -> dict[tuple[int, int], masks.Visibility]:
-        monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
+        monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
         sees = ChunkedMask(predicate, None, positions, positions, 1)
         return {(row, col): sees.visibility(row, col) for row in chunks for col in chunks}
 
@@ -218,7 +219,7 @@ def test_mask_evaluated_in_chunks_is_the_same(predicate: Predicate, monkeypatch:
 
 
 def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mask, "_REMEMBERED", masks._Remembered())
+    monkeypatch.setattr(mask, "_VISIBILITY_CACHE", masks._VisibilityCache())
     positions = SequencePositions(16, 2)
 
     def looking_back(size: int) -> Predicate:
@@ -231,13 +232,15 @@ def test_windows_of_different_sizes_are_cached_separately(monkeypatch: pytest.Mo
 
 def test_mask_cache_is_per_thread_and_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each thread keeps only the last few masks, because ranks may be threads."""
-    monkeypatch.setattr(mask, "REMEMBERED", 2)
+    monkeypatch.setattr(mask, "MAX_CACHED_MASKS", 2)
 
     def ask(context: ParallelContext) -> list[int]:
         for length in (8, 12, 16):
-            ChunkedMask(causal, None, SequencePositions(length, 2), SequencePositions(length, 2), 1).visibility(0, 0)
+            ChunkedMask(
+                causal_predicate, None, SequencePositions(length, 2), SequencePositions(length, 2), 1
+            ).visibility(0, 0)
         all_gather_objects(None, context.tensor)
-        return [id(known) for known in masks._REMEMBERED.masks.values()]
+        return [id(known) for known in masks._VISIBILITY_CACHE.masks.values()]
 
     one, other = run_as_threads(ask, tensor=2)
     assert len(one) == len(other) == 2

@@ -24,7 +24,7 @@ def full() -> Tensor:
 def cut(x: Tensor, context: ParallelContext) -> tuple[Tensor, SequenceShardedTensor]:
     """Return the local rows, which require a gradient, and the sharded tensor of them."""
     rows = IndexShards.of(SequencePositions(S, RANKS), context.sequence)
-    local = rows.take(x, 1).requires_grad_()
+    local = rows.slice_local(x, 1).requires_grad_()
     return local, SequenceShardedTensor(local, rows, 1)
 
 
@@ -35,7 +35,7 @@ def test_slices_equal_those_of_the_full_tensor(taken: slice) -> None:
     def take(context: ParallelContext) -> Tensor:
         out: Any = cut(full(), context)[1][:, taken]
         assert isinstance(out, SequenceShardedTensor)
-        assert torch.equal(out.local, out.rows.take(full()[:, taken], 1)), "labels are taken by its rows"
+        assert torch.equal(out.local, out.rows.slice_local(full()[:, taken], 1)), "labels are taken by its rows"
         return out.full_tensor().detach()
 
     for found in run_as_threads(take, sequence=RANKS):
@@ -49,7 +49,7 @@ def test_gathered_rows_get_the_summed_gradients() -> None:
     def gather(context: ParallelContext) -> tuple[Tensor | None, Tensor]:
         local, x = cut(full(), context)
         (x.full_tensor() * weights[context.sequence.rank]).sum().backward()
-        return local.grad, x.rows.take(torch.stack(weights).sum(0), 1)
+        return local.grad, x.rows.slice_local(torch.stack(weights).sum(0), 1)
 
     for found, expected in run_as_threads(gather, sequence=RANKS):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
@@ -71,7 +71,7 @@ def test_cross_entropy_equals_that_of_the_full_tensor(weighs: bool, reduction: s
         loss = F.cross_entropy(whole.view(-1, V), target.view(-1), weight, reduction=reduction)
         loss.backward()
         assert local.grad is not None
-        return loss.detach(), local.grad / RANKS, whole.rows.take(x.grad, 1)  # type: ignore[arg-type]  # it is there
+        return loss.detach(), local.grad / RANKS, whole.rows.slice_local(x.grad, 1)  # type: ignore[arg-type]  # it is there
 
     for loss, gradient, own in run_as_threads(compute, sequence=RANKS):
         torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
@@ -100,8 +100,8 @@ def test_masked_write_equals_that_of_the_full_tensor(trailing: bool) -> None:
         own = added.clone().requires_grad_()
         y = changed(x, own)
         y[mask.logical_not()] *= 1  # a number
-        (y.local * x.rows.take(weights, 1)).sum().mul(RANKS).backward()  # each rank's gradient counts P times
-        return y.full_tensor().detach(), local.grad, x.rows.take(whole.grad, 1), own.grad
+        (y.local * x.rows.slice_local(weights, 1)).sum().mul(RANKS).backward()  # each rank's gradient counts P times
+        return y.full_tensor().detach(), local.grad, x.rows.slice_local(whole.grad, 1), own.grad
 
     found = run_as_threads(write, sequence=RANKS)
     for y, grad, expected_grad, _ in found:

@@ -18,8 +18,8 @@ MUTANTS = [
     mutant(
         "bias-gradient-of-the-last-chunk",
         "shardformer/context_parallel/ring_attention.py",
-        "line_grad += block_line_grad",
-        "line_grad = block_line_grad",
+        "bias_grad += block_bias_grad",
+        "bias_grad = block_bias_grad",
         "The table of relative positions (T5) is trained on the keys that arrive last.",
         first=("tests/layers/context/test_ring.py",),
     ),
@@ -117,8 +117,8 @@ MUTANTS = [
     mutant(
         "windows-of-two-sizes-are-one",
         "shardformer/context_parallel/masks.py",
-        "map(mask_fingerprint, [thing.__code__, *cells, *(thing.__defaults__ or ()), thing.__kwdefaults__])",
-        "map(mask_fingerprint, [thing.__code__, *(thing.__defaults__ or ()), thing.__kwdefaults__])",
+        "map(mask_fingerprint, [value.__code__, *cells, *(value.__defaults__ or ()), value.__kwdefaults__])",
+        "map(mask_fingerprint, [value.__code__, *(value.__defaults__ or ()), value.__kwdefaults__])",
         "The second sliding window that a process meets sees what the first one saw.",
         first=(
             "tests/layers/context/test_ring.py::test_windows_of_different_sizes_are_cached_separately",
