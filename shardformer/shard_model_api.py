@@ -1,4 +1,4 @@
-"""Entry points that shard a model in place: ``shard_model``, ``ShardFormer`` and ``ModelSharder``."""
+"""Shard a model in place with ``shard_model``, ``ShardFormer`` or ``ModelSharder``."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def shard_in_place(
     policy: Policy | type[Policy] | None = None,
     then: Callable[[nn.Module], object] = lambda _: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model: resolve and validate its policy, apply it on all ranks, and install saving and loading.
+    """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
-        then: called with the sharded model. If it raises, the model is restored.
+        finish: called with the sharded model. If it raises, the model is restored.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -71,7 +71,10 @@ NO_POLICY = "no policy"
 
 
 def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
-    """Return the policy of a model and its plan. The policy has no rules if the model has none and needs none."""
+    """Find the policy of a model and plan the sharding with it.
+
+    Returns a policy without rules if none is found and only data parallelism is used.
+    """
     cuts, is_needed = sharder.is_tensor_parallel or policy is not None, sharder.needs_policy or policy is not None
     try:
         found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
@@ -84,7 +87,7 @@ def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> Resolved
 
 
 def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> None:
-    """Validate the policy and the layout on a reduced model, and store the findings in ``resolved``.
+    """Validate the policy and the parallel layout on a reduced model, and store the results in ``resolved``.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
@@ -117,11 +120,11 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
 
 
 class ModelSharder:
-    """Legacy equivalent of ``shard_model``: shards one model in place.
+    """Shards one model in place. Legacy interface: use ``shard_model`` in new code.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
-        shard_config: the configuration. A policy passed here is used as the policy.
+        shard_config: the configuration, or a policy, as in the legacy signature ``ModelSharder(model, policy)``.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
     """
 
@@ -163,7 +166,9 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Shards models according to a ``ShardConfig``. Without a context in it, all processes are tensor parallel ranks.
+    """Shards models in place according to a ``ShardConfig``.
+
+    If the config has no context, all processes are tensor parallel ranks.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -193,7 +198,7 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model in place across the launched processes. Without a context, all are tensor parallel ranks.
+    """Shard a model in place across the launched processes.
 
     Args:
         model: the plain model.
@@ -216,7 +221,7 @@ def shard_model(
         )
     if config is not None and (options or context is not None):
         raise ConfigError(
-            f"shard_model received config and also {', '.join(options) or 'context'}",
+            f"shard_model received both config and {', '.join(options) or 'context'}",
             remedy="Put all options into ShardConfig(...), or omit config",
         )
     config = config or ShardConfig.of({"context": context, **options})
@@ -231,7 +236,7 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """Measure the forward time in seconds of each layer, for ``PipelineStageManager(layer_costs=...)``.
+    """Measure the forward time of each layer in seconds, for ``PipelineStageManager(layer_costs=...)``.
 
     Run this in one process before sharding, and pass the result to all processes. The first and last entries include
     the modules before and after the layers. The model keeps its training mode, buffers and random state.
@@ -261,11 +266,11 @@ def measure_pipeline_costs(
 def resolve_policy(
     model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, copies: bool = False
 ) -> tuple[Policy, str]:
-    """Return the policy for ``model`` and a description of its source.
+    """Return the policy to shard a model with, and text that describes where the policy comes from.
 
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
-        copies: whether the layers of a user-defined module may be found by running a copy of it.
+        may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -300,7 +305,7 @@ def resolve_policy(
 
 
 def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Whether ``model`` is a user-defined wrapper that shares the config of a transformers model inside it."""
+    """Whether a policy fits only a transformers model inside ``model``, a user's wrapper with the same config."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

@@ -1,4 +1,4 @@
-"""Lowering of roles (attention, MLP, experts) to module descriptions, and the distribution of heads over ranks."""
+"""Convert roles (attention, MLP, experts) to module descriptions, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerLowering:
-    """Lowers the roles of one layer to module descriptions.
+    """Converts the roles of one layer (attentions, MLPs, experts) to module descriptions.
 
     Args:
         layer: the layer.
@@ -61,10 +61,10 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def exists(self, role: Role) -> bool:
-        """Whether the layer has the module that the role describes. Raises PolicyError if a required one is missing.
+        """Whether the layer has the module that a role describes.
 
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
-        least one layer has the exit.
+        least one layer has the exit. Raises PolicyError if a required module is missing.
         """
         has = paths.find_module(self.layer, role.at) is not None
         if "*" in role.at:
@@ -76,7 +76,7 @@ class LayerLowering:
         return has
 
     def mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """Describe one MLP, or every MLP that matches a path with ``*``."""
+        """Describe how to shard one MLP, or every MLP that matches a path with ``*``."""
         if "*" not in mlp.at:
             return self.mlp(mlp)
         found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
@@ -127,7 +127,10 @@ class LayerLowering:
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
     def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Return the dim of each parameter to shard. Raises PolicyError if none fits, or if it is ambiguous."""
+        """Return the dim along which each parameter of stacked experts is sharded.
+
+        Raises PolicyError if no dim or several dims are possible.
+        """
         ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
         if experts.dims or experts.fused == 1:
             required = dict(experts.dims) or {experts.down: 2}
@@ -147,7 +150,7 @@ class LayerLowering:
     def block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, others: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Return the description of a block and its linears, and the block itself."""
+        """Return the module description of one tensor-parallel block and its linears, and the block."""
         others = others or {}
         columns = {**entering, **others}
         subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
@@ -177,7 +180,7 @@ class LayerLowering:
 
 
 def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return the config that makes transformers compute each expert separately, which supports shards of any size."""
+    """Return path -> config with which transformers computes each expert separately, as needed for unaligned shards."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
@@ -187,7 +190,7 @@ def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if no layer has the exit of an optional role, which would never be applied."""
+    """Raise PolicyError if an optional role never applies, because no layer has the module at its exit."""
     for role in stack.blocks:
         out = exit_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
@@ -201,7 +204,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return every consistent choice of the dim that holds an expert's features, for each parameter.
+    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     Several choices fit if the number of features equals the hidden size.
@@ -220,7 +223,7 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Distribution of the heads of one attention over ``ranks`` tensor parallel ranks.
+    """Distribution of the query and KV heads of one attention over tensor parallel ranks.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
@@ -259,7 +262,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """Head distribution of one partition."""
+        """Distribution of the heads of one partition over the ranks."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -269,7 +272,7 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        """Boundaries of each rank's query heads, in every partition."""
+        """Boundaries between the ranks' query heads in one partition, as a list of ranks + 1 indices."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
         return even_bounds(self.num_heads // self.partitions, self.ranks)
@@ -278,39 +281,42 @@ class HeadLayout:
         return self.partitions * len(self._own(rank))
 
     def _read(self, rank: int) -> list[int]:
-        """Return the KV head that each local query head reads."""
+        """Return the index of the KV head that each query head of a rank reads."""
         return [head // self.group for head in self._own(rank)]
 
     def _own(self, rank: int) -> range:
         return range(self.query_bounds[rank], self.query_bounds[rank + 1])
 
     def kv_heads_of_rank(self, rank: int) -> list[int]:
-        """Return the KV heads that this rank stores."""
+        """Return the indices of the KV heads that a rank stores in one partition."""
         return sorted(set(self._read(rank)))
 
     def expand(self, rank: int) -> list[int] | None:
-        """Return the local KV head that each query head reads; None if repeating all KV heads equally is correct."""
+        """Return the local KV head that each query head of a rank reads, if the forward cannot derive it.
+
+        None if all KV heads are read by the same number of query heads, so that repeating each is correct.
+        """
         read, stored = self._read(rank), self.kv_heads_of_rank(rank)
         if all(read.count(h) == read.count(stored[0]) for h in stored):
             return None
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def seen(self, rank: int) -> list[int]:
-        """Return the KV heads that this rank's forward reads, in its order."""
+        """Return the indices of the KV heads that the forward of a rank reads, in the order of the forward."""
         own = self.kv_heads_of_rank(rank) if self.expand(rank) is None else self._read(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def kv_heads(self, rank: int) -> int:
-        """Return the number of KV heads that this rank's forward reads."""
+        """Return the number of KV heads that the forward of a rank reads."""
         return len(self.seen(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
-        """Return the split of features with ``unit`` per query head (default: the head dim)."""
+        """Return how the ranks split a dim that has ``unit`` features per query head (default: the head dim)."""
         return self._split(pairwise(self.query_bounds), unit)
 
     def kv_split(self, unit: int | None = None) -> Split:
-        """Return the split of features with ``unit`` per KV head (default: the head dim)."""
+        """Return how the ranks split a dim that has ``unit`` features per KV head (default: the head dim)."""
         stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
         return self._split([(h[0], h[-1] + 1) for h in stored], unit)
 
@@ -320,7 +326,12 @@ class HeadLayout:
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
-        """Return the split of ``width`` features grouped by KV head: its query heads (if ``queries``), its k, its v."""
+        """Return how the ranks split a fused projection whose features are grouped by KV head.
+
+        Args:
+            queries: whether each group contains the query heads of the KV head, before its k and v.
+            width: number of features.
+        """
         per_group = width // self.num_kv_heads
         if not queries:
             return self.kv_split(per_group)
@@ -336,7 +347,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return how the dims of a parameter or buffer are split, for its entry in ``local_attrs``."""
+        """Return how the ranks split a parameter or buffer that ``local_attrs`` names: dim -> split."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -351,13 +362,16 @@ class HeadLayout:
         return {dims[0]: split}
 
     def values(self, rank: int) -> dict[str, int]:
-        """Return the values of attributes on this rank: heads, kv_heads, groups and width."""
+        """Return the counts on a rank that ``local_attrs`` can assign: heads, kv_heads, groups and width."""
         heads, kv_heads = self.heads(rank), self.kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
 def features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
-    """Return the features per head. Raises PolicyError if they do not divide evenly, or are not ``expected``."""
+    """Return the number of features per head of a projection.
+
+    Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
+    """
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features each" if expected and not features % count else ""
         raise PolicyError(
@@ -369,13 +383,13 @@ def features_per_head(path: str, features: int, count: int, expected: int | None
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Lowers the role of one attention to a module description.
+    """Converts the role of one attention to a module description.
 
     Args:
         role: the attention.
         layer: the layer that contains it.
         config: the model's config, in which head counts are looked up.
-        num_heads, num_kv_heads: the counts, or their fields, from the role or the policy.
+        num_heads, num_kv_heads: head counts, or the config fields with them, from the role or the policy.
     """
 
     role: Attention
@@ -396,7 +410,7 @@ class AttentionLowering:
 
     @property
     def uneven_heads(self) -> int | None:
-        """Number of heads in an early stage that has fewer heads than ranks; None otherwise."""
+        """Number of heads if an early stage of the model has fewer heads than ranks; None otherwise."""
         heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
@@ -445,10 +459,12 @@ class AttentionLowering:
         return paths.resolve_path(self.role.at, name)
 
     def _add_local_attrs(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
-        """Add the entries of ``local_attrs`` to the description. Returns forward argument -> dim that counts heads.
+        """Add the changes for the entries of ``local_attrs`` to the description of the attention.
+
+        Returns argument of the forward -> its dim that counts heads.
 
         Args:
-            of_k: how the projection of k or v is split; also used for a norm of k.
+            key_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
         """
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
@@ -490,7 +506,7 @@ class AttentionLowering:
         )
 
     def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """Return the arguments for the replacement of each input projection."""
+        """Return the keyword arguments for the parallel layer that replaces each input projection."""
         layout, q_unit = self.layout, None
         expand = layout.expand(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
@@ -538,7 +554,7 @@ class AttentionLowering:
 
 
 def _existing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """Return the projections without those that end in ``?`` and are missing in this layer's module ``at``."""
+    """Return the projections without optional ones, whose path ends in ``?``, that this layer does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

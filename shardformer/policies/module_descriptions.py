@@ -1,4 +1,4 @@
-"""Descriptions of the replacements in one class of modules, and type checks of their fields."""
+"""Describe what sharding replaces in each class of modules, and check the types of the descriptions' fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ModuleKey = str | type[nn.Module]
 
 @dataclass
 class SubModuleReplacementDescription:
-    """A submodule and its replacement.
+    """Description of a submodule and the parallel layer that replaces it.
 
     Args:
         suffix: path of the submodule inside the described module.
@@ -39,7 +39,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Arguments of a module's forward that depend on the tensor parallel rank.
+    """Arguments of an attention's forward whose values differ between tensor parallel ranks.
 
     Args:
         at: path of the module.
@@ -60,7 +60,7 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Modules that enter the tensor-parallel region together once and leave it once.
+    """Description of a tensor-parallel block, such as an attention or MLP: its linears, entry and exit.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.
@@ -89,19 +89,21 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
-        """Return the block with paths relative to a model that contains the described module at ``path``."""
+        """Return the block with ``path`` as a prefix of all module paths."""
         own = with_path_prefix(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and with_path_prefix(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry contains the linear at the exit."""
+        """Whether the module at the entry of the block contains the linear at the exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
 class ModulePolicyDescription:
-    """Replacements in the modules of one kind. Names of attributes and parameters may be paths.
+    """Description of what sharding replaces in one class of modules.
+
+    Names of attributes and parameters may be paths.
 
     Args:
         attribute_replacement: attribute -> its value after sharding.
@@ -122,7 +124,7 @@ class ModulePolicyDescription:
 
 
 def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
-    """Merge several descriptions of one kind of module."""
+    """Merge several descriptions of the same module into one."""
     return ModulePolicyDescription(
         attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
         sub_module_replacement=[sub for d in descriptions for sub in d.sub_module_replacement or []],
@@ -135,7 +137,7 @@ TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", typ
 
 
 def check_field_types(thing: Any) -> None:
-    """Raise PolicyError if a field of a dataclass, or of a dataclass inside it, has a value of the wrong type.
+    """Raise PolicyError if a field of a dataclass, or of dataclasses in its fields, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up="fc1", down=3)
@@ -166,7 +168,7 @@ def type_hints_of(kind: Any) -> Mapping[str, Any]:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type in words, for an error."""
+    """Return a type hint in words for an error message, such as "a string"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(each) for each in arguments)

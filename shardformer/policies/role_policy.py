@@ -1,4 +1,4 @@
-"""``RolePolicy``: a table of a model's roles (attentions, MLPs, embeddings), converted to module descriptions.
+"""``RolePolicy``, a policy in the form of a table of the model's roles (attentions, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
 attentions and MLPs to one layer, and those of their projections to that module. A leading dot makes a projection's path
@@ -37,7 +37,9 @@ BETWEEN_STAGES = "the model reads the hidden states between its layers, but a st
 
 
 class RolePolicy(Policy):
-    """A policy that is a table of roles. See ``shardformer/policies/models`` for examples.
+    """A policy in the form of a table of roles (attentions, MLPs, embeddings).
+
+    See ``shardformer/policies/models`` for examples.
 
     Class attributes:
         stack: the model's stack or stacks of layers.
@@ -93,11 +95,11 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_exits(self) -> bool:
-        """Whether the layer directly adds the outputs that the table combines with ``shared_exit``."""
+        """Whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Whether the model reads the hidden states between its layers."""
+        """Whether the model reads the output of single layers, not only that of the last layer."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -108,7 +110,7 @@ class RolePolicy(Policy):
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support a pipeline, or None if it does."""
+        """Return why this model does not support pipeline parallelism, or None if it does."""
         if self.no_pipeline or self.reads_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
@@ -123,7 +125,7 @@ class RolePolicy(Policy):
 
     @property
     def base(self) -> str:
-        """Path of the base model inside the model. Empty if the model is the base model."""
+        """Path of the base model inside the model with a head; empty if the model is the base model."""
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and isinstance(getattr(self.model, prefix, None), nn.Module) else ""
 
@@ -180,11 +182,11 @@ class RolePolicy(Policy):
         return [*self._own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
     def _own_stacks(self, *, any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of this table.
+        """Return the stacks of layers that this policy describes, without those of submodels.
 
         Args:
             any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several tokens at
-                a time is not part of the stack and receives all tokens.
+                a time is not part of the stack, and receives all tokens.
         """
         base, out = paths.get_module(self.model, self.base), []
         for s, _ in self._present_stacks():
@@ -231,7 +233,7 @@ class RolePolicy(Policy):
         return out
 
     def _present_stacks(self) -> list[tuple[LayerStack, bool]]:
-        """Return the stacks that the model has, and whether each is one of several stages."""
+        """Return (stack of layers, whether it is one of several stages) for each stack that the model has."""
         base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
@@ -275,18 +277,18 @@ class RolePolicy(Policy):
         return None
 
     def _attention(self, role: Attention, where: LayerLowering) -> AttentionLowering:
-        """Lower the attention, with the policy's head counts if the role has none."""
+        """Return the conversion of an attention, with the policy's head counts if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         return AttentionLowering(role, where, getattr(self.model, "config", None), heads, kv_heads)
 
 
 def is_shipped(policy: Policy) -> bool:
-    """Whether a policy's class is part of this package, or derived by it."""
+    """Whether a policy is built in or derived by this package, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
 def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    """Return the result of ``module_policy``, after checking the types of a user's own descriptions.
+    """Return the module descriptions of a policy, after checking the types of descriptions that a user wrote.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
@@ -308,7 +310,7 @@ def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescr
 
 
 def _reads_each_token(norm: nn.Module, layers: nn.Module) -> bool:
-    """Whether a module after the layers works on each token separately, such as a norm of a class that they use."""
+    """Whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
 

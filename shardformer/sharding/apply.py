@@ -1,4 +1,4 @@
-"""Applies a sharding plan to a model and records each change."""
+"""Apply a sharding plan to a model, and record each change of the model."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 @dataclass
 class ResolvedPolicy:
-    """Policy of one model, its plan, and what validation learned about the layout.
+    """Policy of one model, with its sharding plan and the results of validating the parallel layout.
 
     Args:
         policy: bound to the model and to the configuration.
-        source: description of the policy's source.
+        source: where the policy comes from, as text.
         plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
-        context: findings about context parallelism.
+        context: results of validating context parallelism.
         samples: batch dimensions of the attention arguments on a tensor grid.
         unvalidated: name of an input that was not validated on the tensor grid -> reason.
         notes: what ``describe_sharding`` reports about the validation.
@@ -66,15 +66,15 @@ class ResolvedPolicy:
 
 
 class Sharder:
-    """Shards one model in place with a resolved and validated policy.
+    """Shards one model in place with a policy that was found and validated before.
 
     ``shard_model_api.shard_in_place`` shows the order of the calls.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
-        fresh: whether the model was built only for this call, so that no optimizer can refer to its parameters.
-            Skips a search that visits every object of the process.
+        fresh: whether the model was built only for this call. No optimizer can then refer to its parameters, so the
+            search for one, which visits every object of the process, is skipped.
 
     Raises:
         ShardFormerError: on every rank, if the ranks do not form one grid.
@@ -102,14 +102,16 @@ class Sharder:
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Remove wrappers such as ``torch.compile`` from the model. Restore the model if the body raises."""
+        """Remove wrappers such as ``torch.compile`` inside the context. Restore the model if its body raises."""
         with random_kept_on_error(self.context.device), checks.restore_on_error(self.model), ExitStack() as around:
             take_out = partial(_unwrapped, self.model, stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
 
     def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
-        """Complete the plan and check it. The model is unchanged, except by the policy's ``preprocess``.
+        """Complete the sharding plan and check that it can be applied to the model.
+
+        The model is unchanged, except by the policy's ``preprocess``.
 
         Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
@@ -141,7 +143,7 @@ class Sharder:
         return plan
 
     def lines(self, plan: ShardingPlan) -> list[str]:
-        """Return lines of text that must be identical on every rank before the model is modified."""
+        """Return the config, model and plan as lines of text, which ranks compare before they modify the model."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -149,10 +151,10 @@ class Sharder:
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Apply a plan that is identical on every rank. Communicates.
+        """Apply the sharding plan, which must be identical on every rank, to the model.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
-        parameter on this rank. Empty without a pipeline.
+        parameter on this rank. Empty without a pipeline. Communicates initial weights and random states.
         """
         context, state = self.context, self.state
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
@@ -177,7 +179,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _unproven(self) -> dict[str, str]:
-        """Return the inputs that the sharded model refuses, each with the reason."""
+        """Return the names of forward arguments that the sharded model does not support -> the reason."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -190,9 +192,9 @@ class Sharder:
         }
 
     def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Apply the plan and materialize this rank's shards of a lazily initialized model. Returns its blocks.
+        """Apply the plan, and load or initialize this rank's shards if the model was built lazily.
 
-        Communicates nothing, so that a failing rank leaves no other rank waiting.
+        Returns the tensor-parallel blocks. Communicates nothing, so that no rank waits for a rank that fails.
         """
         waits = is_lazy(self.model)
         self.state.notes += lazy_notes(self.model)
@@ -248,7 +250,7 @@ class Sharder:
         return blocks
 
     def replace_module(self, plan: ShardingPlan) -> None:
-        """Replace submodules, shard parameters, and change attributes and methods as planned."""
+        """Replace submodules, shard parameters, and change attributes and methods according to the plan."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
@@ -314,7 +316,7 @@ class Sharder:
         return new
 
     def _sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
-        """Return the axis that shards the module at ``path``: the grid's columns in a stack, or the tensor axis."""
+        """Return the mesh axis that shards a module: the grid's column axis inside a stack, else the tensor axis."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
@@ -337,7 +339,7 @@ class Sharder:
 
 
 def _modifiable_owner(model: nn.Module, path: str) -> Any:
-    """Return the object at ``path``. Replaces a config, which other modules share, by a copy."""
+    """Return the module or config at ``path``, after replacing a config, which modules share, by a copy."""
     owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -346,7 +348,10 @@ def _modifiable_owner(model: nn.Module, path: str) -> Any:
 
 
 def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
-    """Bind a known policy to the model and plan it. ``learned`` are further fields of ``ResolvedPolicy``."""
+    """Bind a policy to the model of the sharder, and plan the sharding.
+
+    ``findings`` are further fields of the returned ``ResolvedPolicy``.
+    """
     plan = checks.make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
@@ -358,11 +363,11 @@ def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = Tr
 
 
 def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: bool = True, **learned: Any) -> Sharder:
-    """Shard a model that was built to validate ``policy`` or a layout, and return its sharder.
+    """Shard a model that was built only to validate a policy or a layout, and return its sharder.
 
     Args:
-        cuts: whether rules are checked even if no tensor axis shards the model.
-        learned: findings about the layout, as fields of ``ResolvedPolicy``.
+        applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.
+        findings: results of validation so far, as fields of ``ResolvedPolicy``.
     """
     sharder = Sharder(model, config, fresh=True)
 
@@ -375,7 +380,7 @@ def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: b
 
 
 def _replace_everywhere(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
-    """Replace modules under all of their names: as submodules, as attributes, and in lists, tuples and dicts.
+    """Replace modules wherever the model refers to them: in submodules, attributes, lists, tuples and dicts.
 
     Args:
         made: id(module) -> its replacement.
@@ -398,7 +403,7 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 
 
 def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """Return the value with replaced modules. Modifies lists and dicts in place, because they may be shared."""
+    """Return an attribute's value with modules replaced. Modifies lists and dicts in place, which may be shared."""
     if isinstance(value, nn.Module):
         return made.get(id(value), value)
     if type(value) not in (list, dict, tuple) or id(value) in seen:
@@ -416,7 +421,7 @@ def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]
 
 @contextmanager
 def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
-    """Remove the wrappers from the model inside the context.
+    """Remove wrappers such as ``torch.compile`` from submodules inside the context.
 
     Args:
         stages: number of pipeline stages that the model will run on.

@@ -1,4 +1,4 @@
-"""Context parallelism: checks the model, chooses ring and Ulysses sizes, and installs the hooks."""
+"""Set up context parallelism: check the model, choose ring and Ulysses sizes, and install the hooks."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ RING, GROUP = "ring", "ulysses"
 
 @dataclass(frozen=True)
 class RingSizes:
-    """Sizes of the ring and Ulysses groups that form the sequence axis.
+    """Sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
 
     Args:
         ring: number of ranks that exchange keys and values.
-        group: number of ranks that exchange heads for positions (Ulysses).
+        group: number of ranks in a Ulysses group, which exchange attention heads for sequence positions.
         gathers: whether keys and values are all-gathered instead of sent around the ring.
     """
 
@@ -54,7 +54,7 @@ def check_context(
     way: str,
     notes: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError if context parallelism does not support the model. Changes nothing.
+    """Raise ConfigError if context parallelism does not support the model.
 
     Args:
         notes: the policy's notes about the stacks.
@@ -79,7 +79,7 @@ def check_context(
 
 
 def attention_not_on_interface(model: nn.Module) -> str | None:
-    """Return why the model's attention cannot be replaced by another one, or None if it can."""
+    """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
     if own:
@@ -88,14 +88,15 @@ def attention_not_on_interface(model: nn.Module) -> str | None:
 
 
 def is_explicit(context: ParallelContext, way: str) -> bool:
-    """Whether the user chose the attention method explicitly, so that no other method may be used."""
+    """Whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
     return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
 def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> RingSizes:
-    """Return the sizes of ring and Ulysses groups. Raises ConfigError if the chosen method does not fit the axis.
+    """Choose the sizes of the ring and Ulysses groups for a method of context parallelism.
 
-    "auto" minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses within a host.
+    ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
+    within a host. Raises ConfigError if the method does not fit the sizes of the sequence axis.
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
@@ -103,7 +104,7 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> R
         if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
                 f"context_parallel={way!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
-                rule="Two sizes mean a ring of Ulysses groups: keys travel along the ring, heads within a group",
+                rule="Two sizes mean a ring of Ulysses groups: keys are sent along the ring, heads within a group",
                 remedy="Use context_parallel='auto', or pass one size for the axis",
             )
         return sizes
@@ -128,7 +129,7 @@ def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tup
 
 
 def _head_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads from the config; (1, 1) if they differ between layers."""
+    """Return the numbers of query heads and KV heads in the model's config; (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
@@ -139,15 +140,18 @@ def _head_counts(model: nn.Module) -> tuple[int, int]:
 
 
 def _uniform_field(config: Any, name: str) -> Any:
-    """Return a field of a config. None if it is missing or differs by layer (transformers raises RuntimeError)."""
+    """Return a field of a config, or None if it is missing or its value differs between layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:
+    except RuntimeError:  # transformers raises it for a value that differs between layers
         return None
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether each run of ``group`` consecutive ranks on the axis is within one host, as far as known."""
+    """Whether every Ulysses group of this size is within one host, as far as hosts are known.
+
+    A Ulysses group consists of consecutive ranks of the sequence axis.
+    """
     lines = context.grid.rank_groups("sequence")
     return not any(
         context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
@@ -161,8 +165,8 @@ class ContextFindings:
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
         gathers: (path of a stack's layers, path of a module in each layer) of modules that need the full sequence.
-        is_whole: whether the model's attentions are among them and stay unmodified.
-        reads_between: whether the model reads or writes positions of the hidden states between its layers.
+        is_whole: whether the full-sequence modules include the attentions, which then stay unmodified.
+        reads_between: whether the model reads or writes positions of the hidden states between two layers.
         unproven: name of an input with which the sequence cannot be sharded -> reason.
     """
 
@@ -176,9 +180,10 @@ class ContextFindings:
 def install_context_attention(
     model: nn.Module, state: ShardingMetadata, way: str, learned: ContextFindings, *, draws: bool
 ) -> None:
-    """Install the context-parallel attention, and gathers around modules that need the full sequence.
+    """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
 
-    Must run before the tensor-parallel regions are installed, which enclose it. Communicates to create groups.
+    Must run before the hooks of tensor-parallel regions, which enclose the attention, are installed. Communicates to
+    create process groups.
     """
     context = state.context
     sizes = choose_ring_sizes(model, context, way)
@@ -222,7 +227,10 @@ def install_context_hooks(
     *,
     draws: bool,
 ) -> None:
-    """Install the hooks that shard the sequence in the layers of a model. Must run after all other changes."""
+    """Install the hooks that shard the sequence in the layers of a model.
+
+    Must run after all other changes of the model.
+    """
     run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
@@ -239,7 +247,7 @@ def install_context_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Warn on the first rank that the model's attention is not sharded over the sequence axis."""
+    """Warn, on the first rank only, that context parallelism computes this model's attention in full on every rank."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot read positions of other ranks, so each of the "
@@ -250,17 +258,19 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 
 
 def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
-    """Adapt the plan to a model with replicated attention, whose blocks must not share an exit with another block.
+    """Return the sharding plan with separate block exits if every rank computes the attention in full.
+
+    Such an attention must not share its exit, and thus its collective, with another block.
 
     Args:
-        has_stream: whether the tensor axis also shards the sequence, which raises ConfigError.
+        has_stream: whether sequence parallelism over the tensor axis is enabled, too, which raises ConfigError.
     """
     if not learned.is_whole:
         return plan
     if has_stream:
         raise ConfigError(
-            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}, whose "
-            "attention is computed in full on every rank",
+            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}: every "
+            "rank computes its attention in full",
             remedy="Set enable_sequence_parallelism=False, or remove the sequence axis",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

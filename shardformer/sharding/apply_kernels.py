@@ -1,4 +1,4 @@
-"""Optional kernels: fused norms, flash attention, and activations fused with the bias of the linear before them."""
+"""Install optional fused kernels: norms, and activations fused with the bias of the linear before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUT
 
 
 def check_activations(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if torch.compile cannot build kernels, or if the option would have no effect."""
+    """Raise ConfigError if ``enable_jit_fused`` has no effect on the model, or torch.compile cannot build kernels."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
     elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
@@ -34,7 +34,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
 
 
 def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Replace activations by torch's kernels, and let the linears before them defer their bias to the activation."""
+    """Replace activations by fused kernels that also add the bias of the linear before the activation."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
             _replace(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
@@ -53,7 +53,7 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ConfigError if the model has no supported norm, so that the option would have no effect."""
+    """Raise ConfigError if ``enable_fused_normalization`` has no effect, because no norm of the model is supported."""
     problem: ConfigError | None = None
     for _, norm in _norms(model):
         try:
@@ -68,7 +68,7 @@ def check_norms(model: nn.Module) -> None:
 
 
 def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
-    """Replace and record every supported norm. Notes the norms that are not replaced."""
+    """Replace every supported norm of the model by a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
     for path, norm in list(_norms(model)):
         kind = type(norm).__name__

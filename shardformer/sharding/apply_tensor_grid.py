@@ -1,4 +1,4 @@
-"""Tensor parallelism on a 2D, 2.5D or 3D grid: plans and installs the changes between the blocks of a model."""
+"""Tensor parallelism on a 2D, 2.5D or 3D grid of ranks: plan and install the changes outside of blocks."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 
 
 def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """Return the config with its tensor axis reshaped to the grid of its mode, and that grid. All processes call it.
+    """Return the config with its tensor axis reshaped to the grid of the tensor parallel mode, and the grid.
 
-    Raises ConfigError if the sizes do not fit the mode.
+    All processes call it. Raises ConfigError if the sizes do not fit the mode.
     """
     view = with_tensor_grid(context, config.tensor_parallel_mode)
     if view is not config.context:
@@ -50,7 +50,7 @@ def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[Sh
 
 
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Extend the plan to the modules between blocks, where each rank has a shard of the hidden features.
+    """Extend a sharding plan to the modules between blocks, where each rank has a shard of the hidden features.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, gathered at the
     submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -84,7 +84,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         raise ConfigError(
             f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, whose "
             f"{[*gathered, *around][0]!r} reads all hidden features of a token",
-            rule="In 3D the ranks of a grid row have different samples between the blocks",
+            rule="In 3D, the ranks of a grid row have different samples between the blocks",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))
@@ -93,7 +93,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Whether a module has direct parameters, or is a norm without parameters."""
+    """Whether a module outside of blocks needs a rule: it has direct parameters, or is a norm without parameters."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -118,7 +118,7 @@ def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | No
 def _add_outer_module(
     plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
 ) -> None:
-    """Add a module that has direct parameters and is outside the blocks to the plan."""
+    """Add a rule to the plan for a module with direct parameters that is outside of all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -147,7 +147,7 @@ def _add_outer_module(
 
 
 def full_input_modules(policy: Any) -> list[str]:
-    """Return the paths of modules that may receive other inputs than hidden states."""
+    """Return the paths of modules in a policy's layers that may receive other inputs than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
@@ -160,12 +160,12 @@ def full_input_modules(policy: Any) -> list[str]:
 
 
 def argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return the key under which findings about an argument are stored: the path with ``*`` for a layer's index."""
+    """Return the key of a module's argument that all layers share: (path with ``*`` for indices, argument)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (argument, tensor) for all input tensors of a module. The hidden states are named ``HIDDEN_STATES``."""
+    """Yield (argument name, tensor) for all input tensors of a module; the first tensor is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
     hidden, names = first_tensor(args, kwargs), _names_of(module)
@@ -179,7 +179,7 @@ def _names_of(module: nn.Module) -> list[str]:
 
 
 def _argument_path(path: Any, names: list[str]) -> str:
-    """Return the argument's name, whether passed by position or keyword, and the path of a tensor inside it."""
+    """Return the name of the argument that contains a tensor, followed by the tensor's path inside the argument."""
     kind, key, *inner = path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"
@@ -189,7 +189,7 @@ def _argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Install hooks that select this rank's samples in the additional arguments of each attention."""
+    """Install hooks that select this rank's samples in the additional arguments of each attention, such as masks."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
@@ -209,12 +209,12 @@ def install_argument_hooks(
 def _remove_caches(
     streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
-    """Remove keys and values from the output: they belong to this rank's samples and must not be reused."""
+    """Remove KV caches from the model's output, because they contain only this rank's samples."""
     return without_caches(output, arguments) if any(stream.is_cut for stream in streams[-1:]) else None
 
 
 class _LocalSamplesHook:
-    """Pre-forward hook of an attention that selects this rank's samples of its arguments.
+    """Pre-forward hook of an attention that selects this rank's samples from the attention's arguments.
 
     Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
     """

@@ -1,4 +1,4 @@
-"""Installs tensor-parallel blocks on a model with replaced layers, and its gradient reduction."""
+"""Install the hooks of tensor-parallel blocks, and the gradient reduction, on a model with replaced layers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,10 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 def install_regions(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Register the hooks of every stack and block. Must run last, because hooks stay on their module."""
+    """Register the hooks of every stack of layers and every tensor-parallel block.
+
+    Must run after modules are replaced, because hooks stay on their module.
+    """
     axis, random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
@@ -107,7 +110,7 @@ def _identity(x: Tensor) -> Tensor:
 
 
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
-    """Raise ConfigError if a layer of a stack that shards the sequence or the features is itself a block."""
+    """Raise ConfigError if a layer is itself a tensor-parallel block, in a stack that shards its hidden states."""
     layouts = {stack.layers: stack.layout_in(stream) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
@@ -123,7 +126,7 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
 def _install_stack(
     model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, random: bool
 ) -> None:
-    """Install the hooks of one stack, which shard its hidden states from the first to the last layer.
+    """Install the hooks that shard the hidden states from the first to the last layer of one stack.
 
     The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
     states between two layers, each layer gathers and shards them.
@@ -155,10 +158,12 @@ def _install_block(
     random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Install one block. Returns None if it needs no hooks, or if it is shared by two layers and already installed.
+    """Install one tensor-parallel block on the linears of an attention or MLP.
+
+    Returns None if the block needs no hooks, or if two layers share it and it is already installed.
 
     Args:
-        axis: of ranks with the same input.
+        axis: axis of the ranks that have the same input.
     """
     row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
@@ -176,7 +181,7 @@ def _install_block(
         stream, random, arguments.width
     )
     for name in [*description.columns, *description.cross_columns]:
-        column = _require_layer(model, name, classes.column, "columns")
+        column = _require_layer(model, name, classes.column, "column")
         column.block = block
         if name in description.columns:
             block.columns.append(column)
@@ -193,7 +198,7 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], what: str
     module = model.get_submodule(name)
     if not isinstance(module, kind):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}, but {what} of a block must be a {kind.__name__}",
+            f"{name} is a {type(module).__name__}, but the {what} of a block must be a {kind.__name__}",
             remedy="Name the same path in sub_module_replacement",
         )
     return module
@@ -202,7 +207,9 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], what: str
 def install_gradient_reduction(
     model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
 ) -> None:
-    """Fill ``state.entries`` and install reducers that make every gradient equal to that of the plain model.
+    """Install the gradient reducers that make every gradient equal to that of the plain model.
+
+    Stores how each parameter is reduced in ``state.entries``.
 
     One reducer handles the parameters of this stage. Further reducers handle the parameters that it shares with other
     stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
@@ -234,7 +241,7 @@ def install_gradient_reduction(
 
 
 class ParameterRegions:
-    """Finds the activation layout around each parameter, and whether it is in a block, between blocks or outside."""
+    """Finds the region that contains a parameter (in a block, between blocks or outside) and its layout."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
@@ -265,7 +272,9 @@ def _prefix(path: str) -> str:
 
 
 def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
-    """Create the groups that reduce gradients, on all processes in one order. Returns reduction -> its group.
+    """Create the process groups that reduce gradients, in the same order on all processes.
+
+    Returns a function that maps a reduction to the axis of its group.
 
     Args:
         shared: sets of stages that share a parameter.
@@ -293,7 +302,7 @@ def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) 
 
 @dataclass(eq=False)
 class _RegionSideHook:
-    """Pre-forward hook that sets divisors: gradients are partial inside a block and complete after its exit."""
+    """Pre-forward hook that sets the divisor of gradients, which are partial inside a block and full after its exit."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]
@@ -305,9 +314,10 @@ class _RegionSideHook:
 
 
 def _detect_region_side(at: nn.Module, block: TensorParallelBlock, by_param: dict[int, GradientSlot]) -> None:
-    """Detect at run time on which side of the block's exit a module runs (ALBERT's norm runs after it, T5 has none).
+    """Install hooks that detect, in each forward, whether a module runs before or after the exit of its block.
 
-    Not needed where the stack shards the hidden states: each rank then sees only its shard after the exit.
+    ALBERT's norm runs after the exit. The hooks are not needed if the stack shards the hidden states, because each rank
+    then sees only its shard after the exit.
     """
     for module in at.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))

@@ -1,4 +1,4 @@
-"""Checks before a model is sharded, and restoration of the model if sharding fails."""
+"""Check that a model can be sharded, and restore the model if sharding fails."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def check_process_group(config: ShardConfig) -> ParallelContext:
-    """Return the context to shard over, after checking that all processes passed consistent groups.
+    """Return the parallel context of a config, after checking that all processes passed consistent process groups.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -78,7 +78,7 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _Announcement:
-    """Announcement of one process: ranks of its group, description of the group, and the reason why it cannot shard."""
+    """Announcement of one process in the launcher's store: its process group, and why it cannot shard, if so."""
 
     ranks: list[int]
     group: str
@@ -86,7 +86,7 @@ class _Announcement:
 
 
 def _read_announcements(store: Any, other: int, own: _Announcement, deadline: float) -> ShardFormerError | None:
-    """Read the announcements of process ``other`` up to the next that concerns this process. Returns the problem.
+    """Return the error if the next announcement of another process contradicts the announcement of this process.
 
     Waits for members of this process's group without a deadline. Skips announcements of groups without this process.
     Keeps an announcement that belongs to a later call.
@@ -127,7 +127,7 @@ SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of i
 
 
 def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
-    """Return whether ``key`` was set, and the error that ended process ``other`` before that, if it reported one.
+    """Wait until another process sets a key of the store. Return whether it did, and any error that ended it.
 
     Waits until the deadline, or for the store's timeout. Polls, because ``store.wait`` does not notice a process that
     ended, and logs a warning for each interrupted wait.
@@ -156,7 +156,7 @@ def check_not_sharded(model: nn.Module) -> None:
 
 
 def check_unsharded(model: nn.Module) -> None:
-    """Raise ConfigError if the model is already sharded, or if its parameters cannot be read or sharded."""
+    """Raise ConfigError if the model is already sharded or was created under ``torch.inference_mode``."""
     check_not_sharded(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
@@ -167,12 +167,12 @@ def check_unsharded(model: nn.Module) -> None:
 
 
 def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> ShardingPlan:
-    """Return the plan of the policy for the model, after checking all options.
+    """Return the sharding plan of a policy for a model, after checking that the model supports the config.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
-        cuts: whether weights are sharded (see ``make_plan``).
+        applies_rules: whether weights are sharded (see ``make_plan``).
 
     Raises:
         PolicyError: see ``make_plan``.
@@ -202,7 +202,7 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ConfigError if a parameter that will be sharded has hooks, which sharding would drop."""
+    """Raise ConfigError if a parameter to shard has hooks, because the shard that replaces it would not have them."""
     sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and tensor_hooks_of(p):
@@ -214,7 +214,7 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
 
 
 def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
-    """Raise ConfigError if a buffer or attribute is a view of a parameter that is sharded or on another stage."""
+    """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved to a stage."""
     sharded = plan.sharded_parameter_ids()
     is_here = stages.is_here if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
@@ -227,9 +227,9 @@ def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> 
 
 
 def referenced_elsewhere(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that an object other than the model's modules refers to, such as an optimizer.
+    """Return the ids of parameters to which an object other than a module of the model refers, such as an optimizer.
 
-    Compares reference counts with that of a parameter that only its module refers to.
+    Compares their reference counts with the count of a parameter to which only its module refers.
     """
     alone = nn.Module()
     alone.only = nn.Parameter(torch.empty(0))
@@ -248,11 +248,11 @@ def _reference_counts(model: nn.Module) -> list[tuple[int, int]]:
 
 
 def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | None, outside: Collection[int]) -> None:
-    """Raise ConfigError if an optimizer refers to a parameter that will be replaced by its shard.
+    """Raise ConfigError if an optimizer already refers to a parameter that will be replaced by its shard.
 
     Args:
-        outside: result of ``referenced_elsewhere`` before planning. The slow search through all objects of the process
-            runs only if it contains a parameter to shard.
+        referenced: result of ``find_referenced_parameters`` before planning. The slow search through all objects of the
+            process runs only if it contains a parameter to shard.
     """
     sharded = plan.sharded_parameter_ids()
     if stages is not None:
@@ -274,7 +274,7 @@ def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | No
 
 
 def check_layouts(model: nn.Module, coords: Coords) -> None:
-    """Raise PolicyError if a shard does not match its layout, as when tied weights are split in two ways."""
+    """Raise PolicyError if the shape of a local shard does not match its layout, or tied weights have two layouts."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
@@ -289,9 +289,9 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
 
 @contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore modules, parameters, hooks, attributes and configs if the body raises.
+    """Restore the model's modules, parameters, hooks, attributes and configs if the body of the context raises.
 
-    Does not copy the values of parameters: values that a policy's own functions wrote are not restored.
+    Parameter values that functions of a policy overwrite in place are not restored.
     """
     params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _hook_tables(p)))) for p in model.parameters()]
     modules = list(model.modules())
@@ -338,11 +338,11 @@ def check_stages(ties: Sequence[Group], stages_of: Callable[[str], Sequence[int]
 
 
 def restore_ties(model: nn.Module, ties: Sequence[Group], specs: Mapping[int, ShardSpec]) -> None:
-    """Make shards share memory if their full parameters did.
+    """Make local shards share memory if their full parameters shared memory before sharding.
 
     Args:
         model: the sharded model.
-        ties: groups of names before sharding.
+        ties: groups of names of parameters that shared memory before sharding.
         specs: id(shard) -> its layout.
 
     Raises ConfigError if the parameters of a group are sharded in different ways.

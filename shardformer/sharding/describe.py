@@ -1,4 +1,4 @@
-"""Describe a sharded model: replaced modules, shapes of sharded parameters, and the layers of each stage."""
+"""Describe a sharded model: its replaced modules, local shapes of parameters, and layers of each stage."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TableRow = tuple[str, tuple[str, ...], int]
 
 
 def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    r"""Format rows as aligned lines, grouped under a heading for each stack of layers.
+    r"""Format the rows of a table as aligned lines, with a heading for each stack of layers.
 
     Args:
         head: the titles of the columns.
@@ -56,7 +56,11 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
 
 
 def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
-    """Align the cells in columns, right-aligned from column ``numbers`` on. A line of one cell is unchanged."""
+    """Pad the cells of each line to the width of their column. Lines of one cell are unchanged.
+
+    Args:
+        numbers: the first column to align on the right. None aligns all columns on the left.
+    """
     columns = range(max(map(len, lines)))
     widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
 
@@ -67,7 +71,11 @@ def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) ->
 
 
 def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
-    """Wrap names to ``width``. Spaces that match ``together`` do not break, and a long path breaks at a dot."""
+    """Wrap a list of module paths to lines of at most ``width`` characters. A longer path breaks at a dot.
+
+    Args:
+        unbroken: pattern of spaces at which a line must not break.
+    """
     words = re.sub(together, "\xa0", names).split(" ")
     breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
     text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
@@ -76,7 +84,7 @@ def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
 
 
 def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge replicated parameters (path, shape, count, share) of one module, and of equal modules, into one row."""
+    """Merge replicated parameters (path, shape, count, share) of one module, or of equal modules, into table rows."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -96,12 +104,12 @@ def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[T
 
 
 def percent(share: float) -> str:
-    """Format a share as ``0.3%``, and as ``<0.1%`` if it would round to zero."""
+    """Format a fraction as ``0.3%``, or as ``<0.1%`` if it would round to zero."""
     return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
 
 
 def _section(path: str) -> str:
-    """Return the path up to the first index: ``transformer.h.*`` for ``transformer.h.*.attn``."""
+    """Return the stack in a path, ``transformer.h.*`` for ``transformer.h.*.attn``; empty outside of stacks."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -111,7 +119,7 @@ def _inside(section: str, path: str) -> str:
 
 
 def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Merge adjacent rows of one module with equal cells into one line: ``attn.q, k, v``."""
+    """Merge adjacent rows of one module whose cells are equal into one row, such as ``attn.q, k, v``."""
 
     def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
@@ -135,7 +143,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class StageRow:
-    """One pipeline stage.
+    """Row of the stage table that describes one pipeline stage.
 
     Args:
         stage: rank on the pipe axis.
@@ -159,7 +167,7 @@ class StageRow:
 
 
 def stage_rows(stages: Stages) -> list[StageRow]:
-    """Return a row for each rank of the pipe axis, identical on all ranks."""
+    """Return the rows of the stage table, one for each rank of the pipe axis. Identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
@@ -187,7 +195,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
 
 
 def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
-    """Format the rows as an aligned table, followed by the schedule and the parameters that stages share."""
+    """Format the stage table, followed by sentences about the schedule and the parameters that stages share."""
     head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
@@ -224,7 +232,7 @@ def _schedule_lines(stages: Stages) -> list[str]:
 
 
 def shared_lines(stages: Stages) -> list[str]:
-    """Return a sentence for each set of stages that share parameters."""
+    """Return a sentence for each set of pipeline stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
     for name, ranks in stages.shared.items():
         first = stages.parameters[name][0]
@@ -245,7 +253,7 @@ def shared_lines(stages: Stages) -> list[str]:
 
 
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
-    """Abbreviate paths that end in indices: ranges for the layers of a stack, counts for repeated paths.
+    """Abbreviate the paths of layers: ``h.0-2`` for several layers of a stack, ``h.0 (2 times)`` for repeated paths.
 
     >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
@@ -269,7 +277,7 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
 
 
 def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]:
-    """Return the shortest paths that cover these parameters and no others of ``every``.
+    """Return the fewest module paths that contain all of these parameters and no other parameter of the model.
 
     >>> modules_of(["e.word.weight", "e.place.weight", "h.weight"], dict.fromkeys(["e.word.weight", "e.place.weight",
     ...     "h.weight", "h.bias"]))
@@ -283,13 +291,15 @@ def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]
 
 
 def _ancestors(name: str) -> list[str]:
-    """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    """Return the path of every module that contains ``name``, and the name: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """Description of a sharded model, to print or to read row by row. In paths ``*`` is the index of a layer.
+    """Description of a sharded model, which can be printed or read row by row.
+
+    In paths, ``*`` is the index of a layer.
 
     Args:
         title: the model, mesh, source of the policy, enabled options and number of parameters.
@@ -329,7 +339,7 @@ class ShardingDescription:
 
 
 def describe_sharding(model: nn.Module) -> ShardingDescription:
-    """Describe a sharded model: replaced modules with full and local shapes, replicated parameters, and the policy.
+    """Describe a sharded model: its policy, replaced modules, full and local shapes, and replicated parameters.
 
     Raises:
         ConfigError: if the model is not sharded.
@@ -392,7 +402,7 @@ def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
 
 
 def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """Replace the layer index in ``path`` by ``*``, and store the number of these layers in ``layers``."""
+    """Replace the index of a layer in a module path by ``*``, and count the layers of the stack in ``layers``."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")

@@ -1,7 +1,7 @@
-"""Checks before each forward of a sharded model: its structure, its caches, and inputs that require gradients.
+"""Check the structure, KV caches and inputs of a sharded model before each forward.
 
-A KV cache that the sharded model filled holds this rank's heads. A cache that was filled elsewhere holds all heads:
-each rank selects its own heads, and the gradient of the full cache is summed over the ranks.
+A KV cache that the sharded model filled contains this rank's heads. A cache that was filled elsewhere contains all
+heads. Each rank then selects its own heads, and the gradient of the full cache is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ LOCAL_HEADS = "_shardformer_heads"
 
 
 class CacheHeads:
-    """Converts the KV caches that a sharded model is called with.
+    """Selects this rank's heads in KV caches that are passed to a sharded model.
 
     Args:
-        model: its attentions have a ``layer_idx``, as in transformers.
-        axis: the axis that shards the heads.
+        model: a model whose attentions have a ``layer_idx``, as in transformers.
+        axis: the mesh axis that shards the heads.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class CacheHeads:
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
     def enter(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Select this rank's heads in caches that hold all heads. Call it before a forward.
+        """Select this rank's heads in KV caches that contain all heads, before a forward.
 
         Raises ConfigError for a cache with an unexpected number of heads, or of an unknown structure.
         """
@@ -72,7 +72,7 @@ class CacheHeads:
             vars(cache)[LOCAL_HEADS] = True
 
     def leave(self, values: Sequence[Any]) -> None:
-        """Mark the caches that a forward filled."""
+        """Mark the KV caches that a forward filled, which contain only this rank's heads."""
         for cache in self._markable_caches(values):
             vars(cache)[LOCAL_HEADS] = True
 
@@ -119,7 +119,7 @@ _hook_tables_of = attrgetter(*MODULE_HOOK_TABLES)
 
 
 class ModuleFingerprint:
-    """Modules, parameters, hooks and forwards of a model when it was sharded.
+    """Record of a model's modules, parameters, hooks and forwards at sharding, to detect later changes.
 
     Args:
         parts: modules whose input or output is local to this rank.
@@ -138,7 +138,7 @@ class ModuleFingerprint:
         return new
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError if the model changed in a way that makes the sharded model wrong."""
+        """Raise ConfigError if the model was changed after sharding in a way that makes its results wrong."""
         if self._current_marks() == self._marks:
             return
         self._check_params(model)
@@ -206,7 +206,7 @@ class ModuleFingerprint:
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is local to this rank.
+    """A module whose input or output is only this rank's shard, and which hooks therefore must not read.
 
     Args:
         why: what is local, as a clause for errors.
@@ -223,7 +223,7 @@ class LocalInputModule:
 def local_input_modules(
     plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
 ) -> Iterator[LocalInputModule]:
-    """Yield the modules whose input or output is local to this rank."""
+    """Yield the modules of a sharded model whose input or output is only this rank's shard."""
     shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
     if shards:
         why = f"between the blocks each rank has a shard of the {' and '.join(shard.dim for shard in shards)}"
@@ -239,7 +239,7 @@ def local_input_modules(
 
 
 def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
-    """Reorder the hooks of a final norm so that the user's hooks run after the stack has gathered its output."""
+    """Reorder the forward hooks of final norms, so that a user's hooks receive the gathered output of the stack."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
         for key in [key for key, hook in hooks.items() if not is_of_library(hook)]:
@@ -260,7 +260,7 @@ def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputM
 
 
 def _check_shapes(model: nn.Module) -> None:
-    """Raise ConfigError if ``param.data = full`` replaced a shard, which torch allows for any shape."""
+    """Raise ConfigError if an assignment to ``param.data`` gave a parameter another shape than that of its shard."""
     coords = metadata_of(model).coords
     for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
@@ -273,7 +273,7 @@ def _check_shapes(model: nn.Module) -> None:
 
 
 def _params_of(model: nn.Module) -> dict[str, int]:
-    """Return the name and id of each parameter, without placeholders for parameters of other stages."""
+    """Return name -> id of each parameter, without placeholders for parameters of other pipeline stages."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -282,7 +282,7 @@ def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
 
 
 def _instance_forward_id(module: nn.Module) -> int:
-    """Return the id of a forward assigned to the instance; 0 for the forward of its class or of a pipeline stage."""
+    """Return the id of a forward assigned to the module; 0 if its class or a pipeline stage defines the forward."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
     is_of_class = getattr(forward, "__func__", None) is type(module).forward
@@ -322,7 +322,9 @@ class _CompareGradients(Function):
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Return the inputs with hooks that compare their gradients between ranks; None if no input requires a gradient.
+    """Return the inputs with a check that all ranks compute the same gradients of the inputs.
+
+    Returns None if no input requires a gradient.
 
     Communicates two numbers in the backward for each input that requires a gradient. The backward raises InputError on
     all ranks if the gradients differ.
@@ -341,7 +343,7 @@ def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis)
 
 
 class ForwardChecks:
-    """Forward hooks that check the model and its inputs.
+    """Forward hooks that check the structure of a sharded model and the inputs of each forward.
 
     Before a forward they reset regions after an error, attach gradient reducers and check the structure, caches and
     arguments; the first time they also compare the inputs. In training, ranks with the same batch get the same random
@@ -406,7 +408,7 @@ class ForwardChecks:
         return resolve_deferred(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether ranks align their random state before this forward.
+        """Whether ranks that receive the same batch synchronize their random state before this forward.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward's state.
         In generation, later tokens skip the check because the first tokens were compared.
@@ -418,7 +420,7 @@ class ForwardChecks:
         return self._has_local_inputs and (model.training or self._state.monitor is not None)
 
     def _check_called_by_pipeline(self, model: nn.Module) -> None:
-        """Raise ConfigError if one stage is called directly, without the pipeline that passes activations."""
+        """Raise ConfigError if a pipeline stage is called directly instead of by ``shardformer.Pipeline``."""
         stages = self._state.stages
         if stages is None or stages.manager.num_stages == 1 or stages.stage_forward is None or stages.is_running:
             return
@@ -434,8 +436,8 @@ class ForwardChecks:
         for name, why in self._state.unproven.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"The input {name} does not work for a {type(model).__name__} sharded over {self._state.context}: "
-                    f"with it, {why}",
+                    f"The input {name} is not supported on a {type(model).__name__} sharded over "
+                    f"{self._state.context}. With this input, {why}",
                     rule="A layout supports only inputs for which a reduced model trains correctly",
                     remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO",
                 )
@@ -447,7 +449,7 @@ class ForwardChecks:
         for name, value in kwargs.items():
             if is_cache(value) and holds_tokens(value):
                 raise ConfigError(
-                    f"{name} is a {type(value).__name__} with tokens, which a pipeline does not support",
+                    f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support",
                     rule="Each stage has the keys and values of its own layers only",
                     remedy="Remove the pipe axis for a model that is called with a KV cache",
                 )

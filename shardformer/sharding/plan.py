@@ -1,4 +1,4 @@
-"""Sharding plan: the changes that a policy makes to one model, computed and checked before the model is modified."""
+"""Compute and check the sharding plan: all changes that a policy will make to a model."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LARGE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Changes that will be made to a model. All paths are relative to the full model.
+    """All changes that sharding will make to a model, with paths relative to the full model.
 
     Args:
         model: the plain model.
@@ -62,13 +62,13 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return the id and name of every parameter that will be sharded."""
+        """Return id -> name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
     def restricted(self, placeholders: MissingParams) -> ShardingPlan:
-        """Return the plan for this pipeline stage, without the modules whose parameters are on other stages."""
+        """Return the plan without modules whose parameters are on other pipeline stages."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_any(self.model.get_submodule(path))
@@ -88,7 +88,7 @@ class ShardingPlan:
         )
 
     def fingerprint(self) -> list[str]:
-        """Return the plan as text, identical on all ranks that have the same plan."""
+        """Return the plan as lines of text, which ranks compare to check that they have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
@@ -105,10 +105,10 @@ class ShardingPlan:
 
 
 def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> ShardingPlan:
-    """Match the policy's rules against the model.
+    """Create the sharding plan of a model by matching the rules of a policy against the model's modules.
 
     Args:
-        cuts: whether weights are sharded. If False, the plan contains only the stacks.
+        applies_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
 
     Raises:
         PolicyError: if a rule matches nothing, a submodule or attribute does not exist, two rules match one module,
@@ -155,7 +155,7 @@ def _per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 
 
 def _paths_in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequence[str]]) -> Iterator[str]:
-    """Yield the paths that ``named`` selects from each stack's hints, for the layers that have them."""
+    """Yield the path of each module in a layer that ``select_names`` returns for the hints of the layer's stack."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in named(stack.sequence):
@@ -262,7 +262,7 @@ def _add_changes(
 
 
 def _check_count(name: str, before: Any, value: Any, size: int, evenly: Sequence[str]) -> None:
-    """Raise ConfigError if the tensor size does not divide a count of heads whose features are split evenly."""
+    """Raise ConfigError if a rule divides a count, such as that of heads, by a tensor size that does not divide it."""
     if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
@@ -296,7 +296,7 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
 
 
 def _check_tied(plan: ShardingPlan) -> None:
-    """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight.
+    """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
 
     A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
     owns the bias of its decoder but does not read it.
@@ -318,7 +318,7 @@ def _check_tied(plan: ShardingPlan) -> None:
 
 
 def _reads(kind: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a class, or a method that it calls, reads the attribute ``name``."""
+    """Whether the forward of a module class, or a method that it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()
@@ -358,7 +358,7 @@ def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
 
 
 def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
-    """``layers.0.mlp.2.weight`` -> ``layers.*.mlp.2.weight``, where the stack is ``layers.``."""
+    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name
@@ -369,7 +369,7 @@ def qualified_name(key: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text without object addresses, identical in every process."""
+    """Return a value as text without object addresses, so that the text is identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):

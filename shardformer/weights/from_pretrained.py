@@ -1,7 +1,7 @@
-"""``from_pretrained``: prepares saved weights so that each rank reads only its shards.
+"""Build models from saved weights, so that each rank reads only its shards of the weights.
 
-transformers decides which tensor of the files initializes which parameter, in which dtype, and initializes missing
-parameters. It receives all tensors of the files without their values.
+transformers decides which tensor of the files initializes which parameter, and in which dtype. It also initializes
+missing parameters. transformers receives the tensors of the files without their values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def from_pretrained(
     all_bytes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a model with saved weights that are read later: ``shard_model`` lets each rank read its shards.
+    """Build a model of transformers from saved weights, of which each rank reads its shards in ``shard_model``.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
@@ -158,7 +158,7 @@ def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
 
 
 def _check_index(where: str, path: str) -> None:
-    """Raise ConfigError if an index refers to files outside its folder."""
+    """Raise ConfigError if the index of safetensors files is invalid, or refers to files outside its folder."""
     try:
         with open(path, encoding="utf-8") as file:
             index = json.load(file)
@@ -194,7 +194,7 @@ def _generation_config(where: str, hub: Mapping[str, Any]) -> Any:
 
 @contextmanager
 def _without_loading_threads() -> Iterator[None]:
-    """Disable loading in threads by transformers, in which no calls are recorded."""
+    """Make transformers load weights in the main thread, because calls in other threads are not recorded."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:
@@ -232,7 +232,7 @@ def _check_loaded(model: Any, where: str, info: Mapping[str, Any]) -> None:
 
 
 def _tie_equal_weights(model: Any) -> None:
-    """Tie weights that were saved twice, if both copies are equal, as transformers does."""
+    """Tie two parameters of the model if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:

@@ -1,4 +1,4 @@
-"""Gather full weights from any layout, and write folders that transformers' ``from_pretrained`` reads."""
+"""Save a sharded model in the format of transformers, with full weights."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def export_pretrained(
     tokenizer: Any = None,
     max_file_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Write full weights as safetensors files with an index, the config and the generation config. All ranks call it.
+    """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
 
+    All ranks call it. It writes full weights as safetensors files with an index, the config and the generation config.
     No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
     for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no weights.
 
@@ -124,7 +125,10 @@ def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) 
 
 
 def check_target(target: Path, model: Any = None) -> None:
-    """Raise ConfigError if ``target`` is a file, the source of ``model``, or a directory that no export wrote."""
+    """Raise ConfigError if an export must not replace ``target``.
+
+    It must not be a file, the directory from which the model was loaded, or a directory that no export wrote.
+    """
     if target.is_symlink():
         raise ConfigError(
             f"The export directory {target} is a symbolic link",
@@ -158,7 +162,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _files_of(index: CheckpointIndex, most: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Return the tensors of each weights file, in the order of the index."""
+    """Distribute the tensors of a model over weights files of limited size. Returns file name -> its tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = most
     for full, entry in sorted(index.tensors.items()):
@@ -201,7 +205,7 @@ def _full(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
 def _finish(
     hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
 ) -> None:
-    """Write the files other than weights, and move the directory to its final path."""
+    """Write all files of an export except the weights, and move the directory to its final path."""
     remove(hidden / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
@@ -230,9 +234,9 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
 
 
 def check_export(model: Any, tokenizer: Any = None) -> None:
-    """Check that an export will work: write everything but the weights to a temporary directory, and read the config.
+    """Raise ConfigError if transformers cannot write or read the config or tokenizer, before an export needs them.
 
-    Raises ConfigError before training if transformers cannot write or read the config or tokenizer.
+    Writes all files except the weights to a temporary directory, and reads the config from it.
     """
     with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
         try:
@@ -254,7 +258,10 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
 def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> None:
-    """Make saving, loading and ``num_parameters`` of the sharded model use full weights. Submodules refuse saving."""
+    """Replace methods of a sharded model so that saving, loading and ``num_parameters`` work with full weights.
+
+    Submodules raise ConfigError when they are saved.
+    """
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
     for module in model.modules():
         own = _save_pretrained if module is model else _submodule_save_error
@@ -286,9 +293,9 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 
 
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    """Write full weights on the first rank, as ``save_pretrained`` of the plain model. All ranks call it.
+    """Save the full weights of a sharded model on the first rank, with ``save_pretrained`` of its class.
 
-    Replaces the directory atomically (see ``DirectoryWriter``).
+    All ranks call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
     state = metadata_of(self)
     context = state.context
@@ -310,7 +317,9 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ConfigError(f"save_pretrained({os.fspath(folder)!r}) names a file", remedy="Pass a directory")
+        raise ConfigError(
+            f"save_pretrained received the path of a file, {os.fspath(folder)!r}", remedy="Pass a directory"
+        )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
@@ -333,7 +342,7 @@ def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError, because only the sharded model can gather its weights."""
+    """Raise ConfigError for a submodule of a sharded model, because only the full model can gather its weights."""
     raise ConfigError(
         f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model",
         remedy="Save the full model, or use shardformer.full_state_dict(model)",

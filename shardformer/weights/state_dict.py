@@ -1,4 +1,4 @@
-"""State dicts of a sharded model: ``load_state_dict`` of full tensors or local shards, and ``full_state_dict``."""
+"""Load and return state dicts of a sharded model, with full tensors or local shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.pipeline.stage_manager import Stages
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load the state dict of the plain model, from which each rank takes its shards, or the state dict of this rank.
+    """Load a state dict of the plain model, from which each rank selects its shards, or of this rank's shards.
 
     Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
     """
@@ -68,7 +68,7 @@ def _check_values(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full(name: str, value: Tensor, own: Tensor, spec: ShardSpec) -> bool | None:
-    """Whether ``value`` is a full tensor rather than a shard; None if both have the same shape."""
+    """Whether a value of the state dict is a full tensor rather than a shard; None if both have the same shape."""
     if value.shape == own.shape:
         return None if spec.shape == tuple(own.shape) else False
     if tuple(value.shape) == spec.shape:
@@ -96,7 +96,7 @@ def _check_names(
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the plain model's state dict: all full parameters and buffers, on the CPU of every rank.
+    """Gather the plain model's state dict, with all full parameters and buffers, on the CPU of every rank.
 
     All ranks of the tensor and pipe axes call it; under ZeRO stage 3 all ranks. At most one full tensor, or one layer,
     is on the device at a time. Communicates one all-gather per sharded parameter and axis that shards it, and with a
@@ -126,7 +126,10 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _broadcast_from_stages(own: dict[str, Tensor], stages: Stages, state: ShardingMetadata) -> dict[str, Tensor]:
-    """Return the tensors of all stages, in the order of the plain model. Tied names share one tensor."""
+    """Broadcast the state dict of each pipeline stage, and return the state dict of the full model.
+
+    Its order is that of the plain model. Tied names share one tensor.
+    """
     pipe, device = state.context.pipe, state.context.device
     full: dict[str, Tensor] = {}
     dtypes = all_gather_objects({name: t.dtype for name, t in own.items()}, pipe)

@@ -1,4 +1,4 @@
-"""Falcon: decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
+"""Policy of Falcon, a decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: decoder with rotary positions whose attention and MLP read the output of the same norm."""
+"""Policy of GPT-J, a decoder with rotary positions whose attention and MLP read the output of the same norm."""
 
 from __future__ import annotations
 

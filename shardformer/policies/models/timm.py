@@ -23,7 +23,7 @@ TIMM_MLP = MLP("mlp", up=["fc1?", "fc1_g?", "fc1_x?"], down="fc2", fused=None, n
 
 
 class TimmPolicy(RolePolicy):
-    """Base of the policies of timm models.
+    """Base class of the policies of timm models.
 
     Class attributes:
         head_attrs: optional parameters outside the layers -> the dim that counts the heads of every layer.
