@@ -31,7 +31,7 @@ from shardformer.discovery.shrink_config import BuildModel, build_meta_model, la
 from shardformer.discovery.validation import get_stacks, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear
-from shardformer.policies.registry import FAMILIES, family_of
+from shardformer.policies.registry import FAMILIES, get_model_family
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
@@ -493,7 +493,7 @@ def no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) ->
         error: the error of ``derive_policy``.
         tensor: the requested tensor parallel size, if known.
     """
-    family, name = family_of(model), type(model).__name__
+    family, name = get_model_family(model), type(model).__name__
     reason = error.what.partition(" could be derived: ")[2] or error.what
     if isinstance(error, UnknownInputsError) and family is None:
         return _unknown_inputs_error(model, reason)

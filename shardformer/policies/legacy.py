@@ -133,7 +133,7 @@ class LegacyPolicy:
         return []
 
 
-def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
+def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
     """Convert the ``Argument`` objects of a legacy policy to module descriptions.
 
     Raises PolicyError for an argument without effect, or a layer without a weight or a kind of sharding.
@@ -148,11 +148,11 @@ def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescripti
         )
     for argument in arguments.values():
         check_field_types(argument)
-    heads = {_module_path(layer) for layer in _result_or_empty(policy.unembedding())}
-    return {key: _description(key, argument, heads) for key, argument in arguments.items()}
+    heads = {_get_module_path(layer) for layer in _result_or_empty(policy.unembedding())}
+    return {key: _convert_argument(key, argument, heads) for key, argument in arguments.items()}
 
 
-def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
+def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _result_or_empty(function())]
     if not layers and not attributes:
@@ -164,7 +164,7 @@ def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyD
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
-        sub_module_replacement=[_replacement(layer, heads) for layer in layers],
+        sub_module_replacement=[_convert_layer(layer, heads) for layer in layers],
     )
 
 
@@ -216,16 +216,16 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
             )
 
 
-def _result_or_empty(answer: Any) -> Any:
+def _result_or_empty(result: Any) -> Any:
     """Return the result of a method of a legacy policy, or () if the method is not implemented.
 
     Such a method returns None or an exception.
     """
-    is_exception = isinstance(answer, BaseException) or (isinstance(answer, type) and issubclass(answer, BaseException))
-    return () if answer is None or is_exception else answer
+    is_exception = isinstance(result, BaseException) or (isinstance(result, type) and issubclass(result, BaseException))
+    return () if result is None or is_exception else result
 
 
-def _module_path(layer: Layer) -> str:
+def _get_module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
             f"A layer list of the policy contains {layer!r:.80}, which is not a Layer",
@@ -242,17 +242,17 @@ def _module_path(layer: Layer) -> str:
     return path.rpartition(".")[0]
 
 
-def _replacement(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
-    path, target = _module_path(layer), layer.replace_layer
+def _convert_layer(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
+    path, target = _get_module_path(layer), layer.replace_layer
     kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    target = target or _default_target(layer, path in heads)
+    target = target or _choose_parallel_class(layer, path in heads)
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 
-def _default_target(layer: Layer, is_head: bool) -> Any:
+def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
     if isinstance(layer, Row_Layer):
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):

@@ -136,7 +136,7 @@ def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> Modul
 TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", type(None): "None", Any: "anything"}
 
 
-def check_field_types(thing: Any) -> None:
+def check_field_types(instance: Any) -> None:
     """Raise PolicyError if a field of a dataclass, or of dataclasses in its fields, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
@@ -144,9 +144,9 @@ def check_field_types(thing: Any) -> None:
     Traceback (most recent call last):
     shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Correct it in the policy.
     """
-    kind: Any = type(thing)
-    for item in fields(thing):
-        value = getattr(thing, item.name)
+    kind: Any = type(instance)
+    for item in fields(instance):
+        value = getattr(instance, item.name)
         check_type(kind.__name__, item.name, value, type_hints_of(kind)[item.name])
         for inner in _nested_descriptions(value):
             check_field_types(inner)
@@ -154,11 +154,11 @@ def check_field_types(thing: Any) -> None:
 
 def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raise PolicyError if ``value`` does not have the type ``hint``."""
-    if not _fits(value, hint):
+    if not _matches_type(value, hint):
         raise PolicyError(
             f"{owner} has {name}={value!r:.120}",
             rule=f"`{name}` must be {describe_type(hint)}",
-            remedy=f"Use {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
+            remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else "Correct it in the policy",
         )
 
 
@@ -176,41 +176,41 @@ def describe_type(hint: Any) -> str:
         return "a function"
     if origin is type:
         return "a class"
-    if _is_of(origin, Mapping):
+    if _is_subclass(origin, Mapping):
         return f"a dict ({describe_type(arguments[0])}: {describe_type(arguments[1])})"
     if origin is tuple and arguments[-1] is not ...:
         return f"({', '.join(map(describe_type, arguments))})"
-    if _is_of(origin, Collection):
+    if _is_subclass(origin, Collection):
         return f"a list (each {describe_type(arguments[0])})"
     return TYPE_NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOM' else 'a'} {hint.__name__}"
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches_type(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
+        return any(_matches_type(value, each) for each in arguments)
     if origin is Callable:
         return callable(value)
     if origin is type:
         return isinstance(value, type)
-    if _is_of(origin, Mapping):
+    if _is_subclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
+            _matches_type(k, arguments[0]) and _matches_type(v, arguments[1]) for k, v in value.items()
         )
-    if _is_of(origin, Collection):
+    if _is_subclass(origin, Collection):
         if not isinstance(value, Collection) or isinstance(value, str | Mapping):
             return False
         if origin is tuple and arguments[-1] is not ...:
-            return len(value) == len(arguments) and all(map(_fits, value, arguments))
-        return all(_fits(each, arguments[0]) for each in value)
+            return len(value) == len(arguments) and all(map(_matches_type, value, arguments))
+        return all(_matches_type(each, arguments[0]) for each in value)
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
-def _is_of(origin: Any, kind: type) -> bool:
+def _is_subclass(origin: Any, kind: type) -> bool:
     return isinstance(origin, type) and issubclass(origin, kind)
 
 

@@ -19,7 +19,7 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
-from shardformer.policies.legacy import LegacyPolicy, legacy_descriptions
+from shardformer.policies.legacy import LegacyPolicy, convert_legacy_policy
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.public_names import renamed_arguments
 
@@ -93,7 +93,7 @@ class Policy(LegacyPolicy):
 
         The default converts the result of ``argument_policy``.
         """
-        return legacy_descriptions(self)
+        return convert_legacy_policy(self)
 
     def postprocess(self) -> nn.Module:
         """Modify the sharded model, and return the model."""

@@ -92,9 +92,9 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     _REGISTERED[model_type] = policy
 
 
-def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
+def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
     """Return the policy registered for the model's family and a description of its source; None without a policy."""
-    family = family_of(model)
+    family = get_model_family(model)
     if not isinstance(family, str):
         return None
     if family in _REGISTERED:
@@ -104,10 +104,10 @@ def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
 
 def is_user_registered(model: nn.Module) -> bool:
     """Whether the user registered a policy for the model's family."""
-    return family_of(model) in _REGISTERED
+    return get_model_family(model) in _REGISTERED
 
 
-def family_of(model: nn.Module) -> Any:
+def get_model_family(model: nn.Module) -> Any:
     """Return the name of the model's family: ``model_type`` of the config, or ``timm:`` plus a class name."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)

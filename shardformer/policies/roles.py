@@ -124,20 +124,20 @@ class Attention:
     def __post_init__(self) -> None:
         check_field_types(self)
         for name in self.local_attrs:
-            self.local_attr_kind(name)
+            self.get_local_attr_kind(name)
 
-    def local_attr_kind(self, name: str, what: str | None = None) -> str:
+    def get_local_attr_kind(self, name: str, entry_kind: str | None = None) -> str:
         """Return what an entry of ``local_attrs`` counts, such as "heads".
 
-        Raises PolicyError if a module or tensor of the kind ``what`` cannot count that.
+        Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
         """
         entry = self.local_attrs[name]
         kind = entry if isinstance(entry, str) else entry[0]
-        kinds = LOCAL_ATTR_KINDS[what] if what else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
+        kinds = LOCAL_ATTR_KINDS[entry_kind] if entry_kind else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         if kind not in kinds:
             raise PolicyError(
                 f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
-                + (f" for an {what}" if what else ""),
+                + (f" for an {entry_kind}" if entry_kind else ""),
                 remedy=f"Use {' or '.join(map(repr, kinds))}",
             )
         return kind
@@ -207,7 +207,7 @@ class Experts:
 Role = Attention | MLP | Experts
 
 
-def exit_path(role: Role) -> str | None:
+def get_exit_path(role: Role) -> str | None:
     """Return the path of the linear at the exit of a role, relative to the layer; None if there is no single linear."""
     if isinstance(role, Experts) or "*" in role.at:
         return None

@@ -47,11 +47,11 @@ class RingSizes:
         return " x ".join(parts)
 
 
-def check_context(
+def check_context_parallel(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     context: ParallelContext,
-    way: str,
+    method: str,
     notes: Sequence[str] = (),
 ) -> None:
     """Raise ConfigError if context parallelism does not support the model.
@@ -65,20 +65,20 @@ def check_context(
             "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
             remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis",
         )
-    if why := attention_not_on_interface(model):
-        if is_explicit(context, way):
+    if why := explain_unsupported_attention(model):
+        if is_explicit_method(context, method):
             raise ConfigError(
-                f"context_parallel={way!r} with sequence={context.sequence.size} does not support "
+                f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
                 f"{type(model).__name__}, which {why}",
                 rule="Ring attention, Ulysses and gathered keys are installed through transformers' AttentionInterface",
                 remedy="Use context_parallel='auto', which computes this attention in full on every rank, or remove "
                 "the sequence axis and use enable_sequence_parallelism=True",
             )
         return
-    choose_ring_sizes(model, context, way)
+    choose_ring_sizes(model, context, method)
 
 
-def attention_not_on_interface(model: nn.Module) -> str | None:
+def explain_unsupported_attention(model: nn.Module) -> str | None:
     """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not is_on_interface(source))
@@ -87,12 +87,12 @@ def attention_not_on_interface(model: nn.Module) -> str | None:
     return None if classes else "has no attention that uses the AttentionInterface"
 
 
-def is_explicit(context: ParallelContext, way: str) -> bool:
+def is_explicit_method(context: ParallelContext, method: str) -> bool:
     """Whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
-    return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
+    return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
-def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> RingSizes:
+def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -> RingSizes:
     """Choose the sizes of the ring and Ulysses groups for a method of context parallelism.
 
     ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
@@ -100,23 +100,23 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> R
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
-        sizes = RingSizes(view[RING], view[GROUP], way == "gather")
-        if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
+        sizes = RingSizes(view[RING], view[GROUP], method == "gather")
+        if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={way!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
+                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
                 rule="Two sizes mean a ring of Ulysses groups: keys are sent along the ring, heads within a group",
                 remedy="Use context_parallel='auto', or pass one size for the axis",
             )
         return sizes
-    if way == "ulysses":
+    if method == "ulysses":
         return RingSizes(1, size)
-    if way in ("ring", "gather"):
-        return RingSizes(size, 1, way == "gather")
-    return min(_candidate_sizes(model, context), key=lambda found: found[0])[1]
+    if method in ("ring", "gather"):
+        return RingSizes(size, 1, method == "gather")
+    return min(_iterate_candidate_sizes(model, context), key=lambda found: found[0])[1]
 
 
-def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
-    size, queries, keys = context.sequence.size, *_head_counts(model)
+def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
+    size, queries, keys = context.sequence.size, *_get_head_counts(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
         if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
@@ -128,18 +128,18 @@ def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tup
         yield sent, RingSizes(ring, group)
 
 
-def _head_counts(model: nn.Module) -> tuple[int, int]:
+def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     """Return the numbers of query heads and KV heads in the model's config; (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := _uniform_field(inner, name), int):
-            keys = _uniform_field(inner, "num_key_value_heads")
+        if isinstance(queries := _get_uniform_field(inner, name), int):
+            keys = _get_uniform_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
 
 
-def _uniform_field(config: Any, name: str) -> Any:
+def _get_uniform_field(config: Any, name: str) -> Any:
     """Return a field of a config, or None if it is missing or its value differs between layers."""
     try:
         return getattr(config, name, None)
@@ -178,7 +178,7 @@ class ContextFindings:
 
 
 def install_context_attention(
-    model: nn.Module, state: ShardingMetadata, way: str, learned: ContextFindings, *, draws: bool
+    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextFindings, *, uses_random: bool
 ) -> None:
     """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
 
@@ -186,30 +186,30 @@ def install_context_attention(
     create process groups.
     """
     context = state.context
-    sizes = choose_ring_sizes(model, context, way)
+    sizes = choose_ring_sizes(model, context, method)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.reshape_axis("sequence", **{RING: sizes.ring, GROUP: sizes.group})
     state.context_run = run = ContextParallelState(
-        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
+        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, findings.is_whole, dims=dict(findings.dims)
     )
-    classes = () if learned.is_whole else tuple(attention_classes(model))
-    if not learned.is_whole:
-        _install_attention(model, run, classes)
-    ModelInputHook(run, model, draws=draws)
-    for path, name in learned.gathers:
+    classes = () if findings.is_whole else tuple(attention_classes(model))
+    if not findings.is_whole:
+        _configure_attention(model, run, classes)
+    ModelInputHook(run, model, draws=uses_random)
+    for path, name in findings.gathers:
         for layer in model.get_submodule(path).children():
             mixing = find_module(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
-    how = "attention is computed in full on every rank" if learned.is_whole else sizes
+                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=uses_random))
+    how = "attention is computed in full on every rank" if findings.is_whole else sizes
     state.notes.append(f"Context parallelism: {how}.")
-    if learned.gathers:
-        named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
-        what = "" if learned.is_whole else " (other than attention)"
+    if findings.gathers:
+        named = ", ".join(f"{layers}.*.{name}" for layers, name in findings.gathers)
+        what = "" if findings.is_whole else " (other than attention)"
         state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _install_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
+def _configure_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
     attention.register_context_attention()
     for config in attention_configs(model):
         config._attn_implementation = attention.NAME
@@ -223,9 +223,9 @@ def install_context_hooks(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     state: ShardingMetadata,
-    learned: ContextFindings,
+    findings: ContextFindings,
     *,
-    draws: bool,
+    uses_random: bool,
 ) -> None:
     """Install the hooks that shard the sequence in the layers of a model.
 
@@ -238,8 +238,8 @@ def install_context_hooks(
             continue
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
-        last = [*(layers if learned.reads_between else ()), norm or layers[-1]]
-        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=draws))
+        last = [*(layers if findings.reads_between else ()), norm or layers[-1]]
+        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=uses_random))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
@@ -257,17 +257,17 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
         )
 
 
-def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
+def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
     """Return the sharding plan with separate block exits if every rank computes the attention in full.
 
     Such an attention must not share its exit, and thus its collective, with another block.
 
     Args:
-        has_stream: whether sequence parallelism over the tensor axis is enabled, too, which raises ConfigError.
+        has_sequence_parallelism: whether sequence parallelism over the tensor axis is enabled, too. Raises ConfigError.
     """
-    if not learned.is_whole:
+    if not findings.is_whole:
         return plan
-    if has_stream:
+    if has_sequence_parallelism:
         raise ConfigError(
             f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}: every "
             "rank computes its attention in full",

@@ -35,7 +35,7 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 """(path of an attention with * for indices, name of an argument) -> its dim that counts samples, or a multiple."""
 
 
-def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
+def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
     """Return the config with its tensor axis reshaped to the grid of the tensor parallel mode, and the grid.
 
     All processes call it. Raises ConfigError if the sizes do not fit the mode.
@@ -67,8 +67,8 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     for stack in plan.stacks:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
-        _check_classes(plan, prefix)
-        if (width := _hidden_size(plan, blocks)) is None:
+        _check_replacement_classes(plan, prefix)
+        if (width := _get_hidden_size(plan, blocks)) is None:
             continue
         entries = tuple(f"{block.entry}." for block in blocks)  # inside, a rank has all features of its samples
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
@@ -98,7 +98,7 @@ def _needs_rule(module: nn.Module, width: int) -> bool:
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
 
-def _check_classes(plan: ShardingPlan, prefix: str) -> None:
+def _check_replacement_classes(plan: ShardingPlan, prefix: str) -> None:
     for path, sub in plan.replacements.items():
         target = sub.target_module
         if not path.startswith(prefix) or not isinstance(target, type) or issubclass(target, GridModule):
@@ -110,7 +110,7 @@ def _check_classes(plan: ShardingPlan, prefix: str) -> None:
             )
 
 
-def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
+def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
     rows: list[Any] = [find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None]
     return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
@@ -146,7 +146,7 @@ def _add_outer_module(
 # --- batch dimensions of the arguments of attentions
 
 
-def full_input_modules(policy: Any) -> list[str]:
+def find_full_input_modules(policy: Any) -> list[str]:
     """Return the paths of modules in a policy's layers that may receive other inputs than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
@@ -159,7 +159,7 @@ def full_input_modules(policy: Any) -> list[str]:
     return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
 
 
-def argument_key(path: str, argument: str) -> tuple[str, str]:
+def make_argument_key(path: str, argument: str) -> tuple[str, str]:
     """Return the key of a module's argument that all layers share: (path with ``*`` for indices, argument)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
@@ -168,17 +168,17 @@ def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple
     """Yield (argument name, tensor) for all input tensors of a module; the first tensor is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
-    hidden, names = first_tensor(args, kwargs), _names_of(module)
+    hidden, names = first_tensor(args, kwargs), _get_argument_names(module)
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
-            yield HIDDEN_STATES if leaf is hidden else _argument_path(path, names), leaf
+            yield HIDDEN_STATES if leaf is hidden else _format_argument_path(path, names), leaf
 
 
-def _names_of(module: nn.Module) -> list[str]:
+def _get_argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _argument_path(path: Any, names: list[str]) -> str:
+def _format_argument_path(path: Any, names: list[str]) -> str:
     """Return the name of the argument that contains a tensor, followed by the tensor's path inside the argument."""
     kind, key, *inner = path
     if kind.idx == 1:
@@ -203,7 +203,7 @@ def install_argument_hooks(
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
-        stream.batch_dim = samples.get(argument_key(stack.layers, HIDDEN_STATES)) or 0
+        stream.batch_dim = samples.get(make_argument_key(stack.layers, HIDDEN_STATES)) or 0
 
 
 def _remove_caches(
@@ -223,10 +223,10 @@ class _LocalSamplesHook:
         self, module: nn.Module, arguments: BlockArguments, stream: GridStackActivations, samples: ArgumentSamples
     ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
-        self._rows, self._names = 0, _names_of(module)
+        self._rows, self._names = 0, _get_argument_names(module)
         module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
         for name in arguments.region_inputs:
-            change_argument(module, name, partial(self._local_samples, name))
+            change_argument(module, name, partial(self._select_local_samples, name))
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_cut:
@@ -234,15 +234,15 @@ class _LocalSamplesHook:
         hidden = first_tensor(args, kwargs)
         self._rows = hidden.shape[self._stream.batch_dim]
 
-        def own(path: Any, leaf: Any) -> Any:
+        def select_samples(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
-            name = _argument_path(path, self._names)
-            return leaf if name in self._arguments.region_inputs else self._local_samples(name, leaf)
+            name = _format_argument_path(path, self._names)
+            return leaf if name in self._arguments.region_inputs else self._select_local_samples(name, leaf)
 
-        return tree_map_with_path(own, (args, kwargs))
+        return tree_map_with_path(select_samples, (args, kwargs))
 
-    def _local_samples(self, argument: str, x: Tensor) -> Tensor:
-        default = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
-        dim = self._samples.get(argument_key(self._arguments.at, argument), default)
-        return x if dim is None or not self._stream.is_cut else self._stream.cut_argument(x, dim, self._rows)
+    def _select_local_samples(self, argument: str, tensor: Tensor) -> Tensor:
+        default = 0 if tensor.dim() > 1 and tensor.shape[0] == self._stream.samples else None
+        dim = self._samples.get(make_argument_key(self._arguments.at, argument), default)
+        return tensor if dim is None or not self._stream.is_cut else self._stream.cut_argument(tensor, dim, self._rows)

@@ -20,5 +20,5 @@ class GPTJPolicy(RolePolicy):
     embeddings = "wte"
     head = "lm_head"
 
-    def sums_exits(self) -> bool:
+    def sums_block_outputs(self) -> bool:
         return bool(self.model.config.resid_pdrop == 0)  # dropout is applied to each output before the sum
