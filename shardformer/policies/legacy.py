@@ -181,7 +181,7 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
 
 def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
-    """Tie the parameters in pairs that ``binding_policy`` returns.
+    """Tie the pairs of parameters that ``binding_policy`` returns.
 
     Returns (name, name of the parameter to which it is tied) for each pair.
     """

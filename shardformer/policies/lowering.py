@@ -150,7 +150,10 @@ class LayerLowering:
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Return the module description of one tensor-parallel block and its linears, and the block."""
+        """Describe a tensor-parallel block and the replacement of its linears.
+
+        Returns (module description, block).
+        """
         cross_columns = cross_columns or {}
         columns = {**entering, **cross_columns}
         subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
@@ -180,7 +183,7 @@ class LayerLowering:
 
 
 def _make_eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return path -> config with which transformers computes each expert separately, as needed for unaligned shards."""
+    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
@@ -562,7 +565,7 @@ class AttentionLowering:
 
 
 def _remove_missing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """Return the projections without optional ones, whose path ends in ``?``, that this layer does not have."""
+    """Remove optional projections (paths that end in ``?``) that the attention of a layer does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

@@ -283,7 +283,7 @@ class RolePolicy(Policy):
         return None
 
     def _convert_attention(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
-        """Return the conversion of an attention, with the policy's head counts if the role has none."""
+        """Create the ``AttentionLowering`` of a role, with the policy's head counts if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
         return AttentionLowering(role, lowering, getattr(self.model, "config", None), heads, kv_heads)
 

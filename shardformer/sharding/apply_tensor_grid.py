@@ -160,7 +160,7 @@ def find_full_input_modules(policy: Any) -> list[str]:
 
 
 def make_argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return the key of a module's argument that all layers share: (path with ``*`` for indices, argument)."""
+    """Return a key for an argument of a module, the same for all layers: (path with ``*`` for indices, argument)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 

@@ -324,9 +324,9 @@ class _CompareGradients(Function):
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Return the inputs with a check that all ranks compute the same gradients of the inputs.
+    """Wrap the inputs so that the backward checks that all ranks compute the same gradients of them.
 
-    Returns None if no input requires a gradient.
+    Returns the wrapped inputs, or None if no input requires a gradient.
 
     Communicates two numbers in the backward for each input that requires a gradient. The backward raises InputError on
     all ranks if the gradients differ.

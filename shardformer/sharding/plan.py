@@ -156,7 +156,7 @@ def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
 def _paths_in_layers(
     plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
 ) -> Iterator[str]:
-    """Yield the path of each module in a layer that ``select_names`` returns for the hints of the layer's stack."""
+    """Yield the full paths of modules in layers that the sequence-parallel hints of a stack name."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for name in select_names(stack.sequence):
@@ -265,7 +265,7 @@ def _add_changes(
 
 
 def _check_count_divides(name: str, before: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
-    """Raise ConfigError if a rule divides a count, such as that of heads, by a tensor size that does not divide it."""
+    """Raise ConfigError if the tensor size does not divide a count, such as num_heads, that the policy divides."""
     if type(before) is int and type(value) is int and before % size and value == before // size and even_submodules:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(

@@ -125,7 +125,7 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
 
 
 def check_target(target: Path, model: Any = None) -> None:
-    """Raise ConfigError if an export must not replace ``target``.
+    """Raise ConfigError if ``target`` is not a directory that an export may create or replace.
 
     It must not be a file, the directory from which the model was loaded, or a directory that no export wrote.
     """
@@ -236,7 +236,7 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
 
 
 def check_export(model: Any, tokenizer: Any = None) -> None:
-    """Raise ConfigError if transformers cannot write or read the config or tokenizer, before an export needs them.
+    """Raise ConfigError if an export would fail, because transformers cannot write or read the config or tokenizer.
 
     Writes all files except the weights to a temporary directory, and reads the config from it.
     """

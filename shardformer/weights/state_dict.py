@@ -17,7 +17,7 @@ from shardformer.pipeline.stage_manager import Stages
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load a state dict of the plain model, from which each rank selects its shards, or of this rank's shards.
+    """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
 
     Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
     """
