@@ -44,10 +44,7 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 def install_regions(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Register the hooks of every stack of layers and every tensor-parallel block.
-
-    Must run after modules are replaced, because hooks stay on their module.
-    """
+    """Register the hooks of all stacks of layers and tensor-parallel blocks, after modules were replaced."""
     axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
