@@ -1,4 +1,4 @@
-"""Entry points that shard a model in place: ``shard_model``, ``ShardFormer`` and ``ModelSharder``."""
+"""Shard a model in place with ``shard_model``, ``ShardFormer`` or ``ModelSharder``."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from shardformer.errors import ConfigError, PolicyError, first_line
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
-from shardformer.policies.registry import is_user_registered, registered_policy
+from shardformer.policies.registry import find_registered_policy, is_user_registered
 from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
-from shardformer.sharding.apply import ResolvedPolicy, Sharder, resolve_as
-from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit
-from shardformer.sharding.checks import check_unsharded
+from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
+from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
+from shardformer.sharding.checks import check_can_be_sharded
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
@@ -35,14 +35,14 @@ def shard_in_place(
     model: nn.Module,
     config: ShardConfig,
     policy: Policy | type[Policy] | None = None,
-    then: Callable[[nn.Module], object] = lambda _: None,
+    finish: Callable[[nn.Module], object] = lambda _: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model: resolve and validate its policy, apply it on all ranks, and install saving and loading.
+    """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
-        then: called with the sharded model. If it raises, the model is restored.
+        finish: called with the sharded model. If it raises, the model is restored.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -53,43 +53,49 @@ def shard_in_place(
     sharder = Sharder(model, config)
 
     def plan() -> ShardingPlan:
-        check_unsharded(model)
-        resolved = _resolve(sharder, policy)
+        check_can_be_sharded(model)
+        resolved = _find_and_bind_policy(sharder, policy)
         if resolved.source != NO_POLICY:
-            _validate(sharder, resolved, is_users=policy is not None or is_user_registered(model))
+            _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
         return sharder.plan(resolved)
 
     with sharder.restoring_on_error():
         explain = partial(check_same_files, model, sharder.context)
-        shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines, explain=explain))
+        shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
-        then(sharder.model)
+        finish(sharder.model)
     return sharder.model, shared_params
 
 
 NO_POLICY = "no policy"
 
 
-def _resolve(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
-    """Return the policy of a model and its plan. The policy has no rules if the model has none and needs none."""
-    cuts, is_needed = sharder.is_tensor_parallel or policy is not None, sharder.needs_policy or policy is not None
+def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
+    """Find the policy of a model and plan the sharding with it.
+
+    Returns a policy without rules if none is found and only data parallelism is used.
+    """
+    applies_rules, is_needed = (
+        sharder.is_tensor_parallel or policy is not None,
+        sharder.needs_policy or policy is not None,
+    )
     try:
-        found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, copies=is_needed)
-        return resolve_as(sharder, *found, cuts=cuts)
+        found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, may_run_copy=is_needed)
+        return bind_policy(sharder, *found, applies_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
             raise
         notes = [f"The model has no policy. Data parallelism needs none. {first_line(error)}"]
-        return resolve_as(sharder, WithoutRules(), NO_POLICY, notes=notes)
+        return bind_policy(sharder, WithoutRules(), NO_POLICY, notes=notes)
 
 
-def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> None:
-    """Validate the policy and the layout on a reduced model, and store the findings in ``resolved``.
+def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_policy: bool) -> None:
+    """Validate the policy and the parallel layout on a reduced model, and store the results in ``resolved``.
 
     Raises PolicyError if the user's policy is wrong, ConfigError if the model does not support the layout.
     """
     model, config, context, policy = sharder.model, sharder.config, sharder.context, resolved.policy
-    if sharder.is_tensor_parallel and sharder.grid is None and is_users:
+    if sharder.is_tensor_parallel and sharder.grid is None and is_user_policy:
         why_not = validate_user_policy(resolved.plan, policy, context.tensor.size)
         resolved.notes = [why_not] if why_not else []
     if sharder.grid is not None:
@@ -103,7 +109,7 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
     if config.uses_context_parallel:
         way = config.context_parallel
-        sizes, allow_full_attention = choose_ring_sizes(model, context, way), not is_explicit(context, way)
+        sizes, allow_full_attention = choose_ring_sizes(model, context, way), not is_explicit_method(context, way)
         with without_fake_tensors():
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
         if learned.failure is not None:
@@ -117,11 +123,11 @@ def _validate(sharder: Sharder, resolved: ResolvedPolicy, *, is_users: bool) -> 
 
 
 class ModelSharder:
-    """Legacy equivalent of ``shard_model``: shards one model in place.
+    """Shards one model in place. Legacy interface: use ``shard_model`` in new code.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
-        shard_config: the configuration. A policy passed here is used as the policy.
+        shard_config: the configuration, or a policy, as in the legacy signature ``ModelSharder(model, policy)``.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
     """
 
@@ -133,7 +139,7 @@ class ModelSharder:
     ) -> None:
         if policy is None and _is_policy(shard_config):
             shard_config, policy = None, shard_config  # legacy signature: ModelSharder(model, policy)
-        self.model, self.shard_config, self._policy = model, _checked_config(shard_config), policy
+        self.model, self.shard_config, self._policy = model, _require_shard_config(shard_config), policy
 
     def shard(self) -> list[dict[int, Tensor]]:
         """Shard the model and return the parameters that several pipeline stages share (see ``Sharder.shard``)."""
@@ -141,11 +147,11 @@ class ModelSharder:
         return shared_params
 
 
-def _is_policy(thing: Any) -> bool:
-    return issubclass(thing, Policy) if isinstance(thing, type) else isinstance(thing, Policy)
+def _is_policy(value: Any) -> bool:
+    return issubclass(value, Policy) if isinstance(value, type) else isinstance(value, Policy)
 
 
-def _checked_config(config: Any) -> ShardConfig:
+def _require_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
             f"The configuration {config!r:.80} is not a ShardConfig",
@@ -163,14 +169,16 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Shards models according to a ``ShardConfig``. Without a context in it, all processes are tensor parallel ranks.
+    """Shards models in place according to a ``ShardConfig``.
+
+    If the config has no context, all processes are tensor parallel ranks.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
     """
 
     def __init__(self, shard_config: ShardConfig | None = None) -> None:
-        self.shard_config = _checked_config(shard_config)
+        self.shard_config = _require_shard_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
         """Shard ``model`` in place with ``policy``, or with the policy registered for its family.
@@ -193,7 +201,7 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model in place across the launched processes. Without a context, all are tensor parallel ranks.
+    """Shard a model in place across the launched processes.
 
     Args:
         model: the plain model.
@@ -216,11 +224,11 @@ def shard_model(
         )
     if config is not None and (options or context is not None):
         raise ConfigError(
-            f"shard_model received config and also {', '.join(options) or 'context'}",
+            f"shard_model received both config and {', '.join(options) or 'context'}",
             remedy="Put all options into ShardConfig(...), or omit config",
         )
     config = config or ShardConfig.of({"context": context, **options})
-    return shard_in_place(model, _checked_config(config), policy)[0]
+    return shard_in_place(model, _require_shard_config(config), policy)[0]
 
 
 @renamed_parameters({"rounds": "repeats"})
@@ -231,7 +239,7 @@ def measure_pipeline_costs(
     *,
     repeats: int = 3,
 ) -> list[float]:
-    """Measure the forward time in seconds of each layer, for ``PipelineStageManager(layer_costs=...)``.
+    """Measure the forward time of each layer in seconds, for ``PipelineStageManager(layer_costs=...)``.
 
     Run this in one process before sharding, and pass the result to all processes. The first and last entries include
     the modules before and after the layers. The model keeps its training mode, buffers and random state.
@@ -259,13 +267,13 @@ def measure_pipeline_costs(
 
 
 def resolve_policy(
-    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, copies: bool = False
+    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, may_run_copy: bool = False
 ) -> tuple[Policy, str]:
-    """Return the policy for ``model`` and a description of its source.
+    """Return the policy to shard a model with, and text that describes where the policy comes from.
 
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
-        copies: whether the layers of a user-defined module may be found by running a copy of it.
+        may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -278,10 +286,10 @@ def resolve_policy(
                 else "Derive your class from shardformer.policies.Policy or shardformer.policies.RolePolicy",
             )
         chosen = policy() if isinstance(policy, type) else policy
-        chosen.find_submodel_policy = _submodel_policy
+        chosen.find_submodel_policy = _find_submodel_policy
         return chosen, f"the user's policy {type(chosen).__name__}"
-    if (known := registered_policy(model)) is not None and not _is_for_submodel(model, known[0]):
-        known[0].find_submodel_policy = _submodel_policy
+    if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
+        known[0].find_submodel_policy = _find_submodel_policy
         if tensor not in (None, 1) and not is_user_registered(model):
             check_registered_policy(model, known[0])
         return known
@@ -294,20 +302,20 @@ def resolve_policy(
         return derived, "a derived and validated policy"
     except PolicyError as error:
         if tensor == 1:
-            return derive_layer_stacks(model, allow_copy=copies), "the order of its layers"
+            return derive_layer_stacks(model, allow_copy=may_run_copy), "the order of its layers"
         problem = error
     raise make_no_policy_error(model, problem, tensor)
 
 
-def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Whether ``model`` is a user-defined wrapper that shares the config of a transformers model inside it."""
+def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
+    """Whether a policy fits only a transformers model inside ``model``, a user's wrapper with the same config."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):
         return False
     try:
         own = copy.copy(policy)
-        own.find_submodel_policy = _submodel_policy
+        own.find_submodel_policy = _find_submodel_policy
         own.set_model(model)
         own.stacks()
     except PolicyError:
@@ -315,5 +323,5 @@ def _is_for_submodel(model: nn.Module, policy: Policy) -> bool:
     return False
 
 
-def _submodel_policy(model: nn.Module) -> Policy:
+def _find_submodel_policy(model: nn.Module) -> Policy:
     return resolve_policy(model, None)[0]

@@ -32,7 +32,7 @@ from shardformer.discovery.shrink_config import LayerKind, build_meta_model, get
 from shardformer.discovery.validation import get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, did_you_mean
 from shardformer.module_paths import is_linear
-from shardformer.policies.registry import FAMILIES, family_of
+from shardformer.policies.registry import FAMILIES, get_model_family
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
@@ -522,7 +522,7 @@ def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | Non
         error: the error of ``derive_policy``.
         tensor: the requested tensor parallel size, if known.
     """
-    family, name = family_of(model), type(model).__name__
+    family, name = get_model_family(model), type(model).__name__
     reason = error.what.partition(" could be derived: ")[2] or error.what
     if isinstance(error, UnknownInputsError) and family is None:
         return _make_unknown_inputs_error(model, reason)

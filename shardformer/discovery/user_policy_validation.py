@@ -33,7 +33,7 @@ from shardformer.module_paths import as_path_list, get_at, join_path, match_path
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
-from shardformer.sharding.apply import shard_with
+from shardformer.sharding.apply import shard_for_validation
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
@@ -414,7 +414,7 @@ class _PolicyTrial:
             copied.find_submodel_policy = lambda part: copy.copy(self._parts.setdefault(type(part), find_policy(part)))
         try:
             config = ShardConfig(context=context, extra_kwargs=dict(policy.shard_config.extra_kwargs))
-            shard_with(model, config, copied)
+            shard_for_validation(model, config, copied)
         except Exception as error:
             raise _NotValidated(validation.summarize_error(error)) from error
 

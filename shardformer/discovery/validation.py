@@ -39,9 +39,14 @@ from shardformer.pipeline.stage_manager import copy_shared_attributes
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import LayerStack
-from shardformer.sharding.apply import shard_with
-from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, attention_not_on_interface
-from shardformer.sharding.apply_tensor_grid import ArgumentSamples, argument_key, full_input_modules, named_arguments
+from shardformer.sharding.apply import shard_for_validation
+from shardformer.sharding.apply_context_parallel import ContextFindings, RingSizes, explain_unsupported_attention
+from shardformer.sharding.apply_tensor_grid import (
+    ArgumentSamples,
+    find_full_input_modules,
+    make_argument_key,
+    named_arguments,
+)
 from shardformer.torch_compat import tree_leaves
 
 MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
@@ -93,7 +98,7 @@ def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: 
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context, **options)  # type: ignore[arg-type]  # boolean options only
-        shard_with(model, config, policy())
+        shard_for_validation(model, config, policy())
 
     return validate_sharding(reference, shard, tensor=ranks)
 
@@ -330,14 +335,14 @@ def _validate_context(
             if not findings.is_whole:
                 context = context.reshape_axis("sequence", ring=sizes.ring, ulysses=sizes.group)
             config = ShardConfig(context=context, context_parallel="gather" if sizes.gathers else "auto")
-            shard_with(model, config, copy.copy(policy), cuts=False, context=findings)
+            shard_for_validation(model, config, copy.copy(policy), applies_rules=False, context=findings)
             if context.rank == 0:
                 runs.append(metadata_of(model).context_run)
 
         failure = validate_sharding(reference, shard, sequence=sizes.ring * sizes.group)
         return ContextValidation(failure, replace(findings, dims=runs[0].dims) if runs else ContextFindings())
 
-    not_dispatched = attention_not_on_interface(reduced.model)
+    not_dispatched = explain_unsupported_attention(reduced.model)
     failure = ""
     candidates = list(
         _iter_context_candidates(
@@ -427,11 +432,11 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _find_batch_dims(reduced, larger_batch_run, full_input_modules(bound), [s.layers for s in bound.stacks()])
+    samples = _find_batch_dims(reduced, larger_batch_run, find_full_input_modules(bound), [s.layers for s in bound.stacks()])
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)
-        shard_with(model, config, copy.copy(policy), samples=samples)
+        shard_for_validation(model, config, copy.copy(policy), samples=samples)
 
     failure = validate_sharding(reference, shard, tensor=total)
     if failure is None:
@@ -480,7 +485,7 @@ def _record_argument_shapes(
         for path, module in modules.items():
 
             def note(module: nn.Module, args: Any, kwargs: Any, path: str = path) -> None:
-                shapes = {argument_key(path, n): tuple(x.shape) for n, x in named_arguments(module, args, kwargs)}
+                shapes = {make_argument_key(path, n): tuple(x.shape) for n, x in named_arguments(module, args, kwargs)}
                 found.update(shapes)
 
             hooks.callback(module.register_forward_pre_hook(note, with_kwargs=True).remove)

@@ -1,4 +1,4 @@
-"""Legacy policies (``argument_policy``), and their conversion to module descriptions."""
+"""Convert legacy policies, which override ``argument_policy``, to module descriptions."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ from shardformer.tensor_parallel.parallel_module import GroupLike, ParallelModul
 
 @dataclass
 class Layer:
-    """Legacy description of one layer to shard, by the paths of its weight and bias.
+    """Legacy description of one linear or embedding to shard, by the paths of its weight and bias.
 
     Args:
         weight: path of the weight, such as ``attention.self.query.weight``.
         bias: path of the bias.
         replace_layer: class that replaces the layer. None uses Linear1D_Col, Linear1D_Row or, for an embedding,
             VocabParallelEmbedding1D.
-        ignore: whether a missing layer is skipped.
+        ignore: whether the layer may be missing from the model.
         n_cast: number of equal blocks that are fused in the weight (3 for a fused q, k, v).
     """
 
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass
 class Col_Layer(Layer):
-    """Legacy description of a layer that is sharded along its output features.
+    """Legacy description of a linear that is sharded along its output features (column parallel).
 
     Args:
         gather_output: whether every rank gets the full output.
@@ -59,26 +59,34 @@ class Col_Layer(Layer):
 
 @dataclass
 class Row_Layer(Layer):
-    """Legacy description of a layer that is sharded along its input features."""
+    """Legacy description of a linear that is sharded along its input features (row parallel)."""
 
 
 @dataclass
 class Argument:
-    """Legacy description of one class of modules: new attribute values, and functions that list layers to shard."""
+    """Legacy description of the changes in one class of modules.
+
+    Args:
+        attr_dict: attribute -> its value after sharding.
+        param_funcs: functions that return the layers to shard.
+    """
 
     attr_dict: dict[str, Any] | None = field(default_factory=dict)
     param_funcs: list[Callable[[], list[Layer]]] | None = field(default_factory=list)
 
 
 class LegacyPolicy:
-    """Methods that a legacy policy overrides. ``legacy_descriptions`` converts their results."""
+    """Base of ``Policy`` with the methods that a legacy policy overrides."""
 
     model: Any
     axis: Axis
 
     @staticmethod
     def argument_policy(model_config: Any, shard_config: int) -> dict[Any, Argument]:
-        """Return the ``Argument`` of each class of modules. ``shard_config`` is the tensor parallel size."""
+        """Return the changes for each class of modules in the model.
+
+        ``shard_config`` is the tensor parallel size.
+        """
         raise PolicyError(
             "The policy overrides neither module_policy() nor argument_policy(), and has no table of roles",
             remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples",
@@ -86,47 +94,47 @@ class LegacyPolicy:
 
     @staticmethod
     def inject_policy() -> tuple[Any, ...]:
-        """Return the class of the model and the class that replaces it, or an empty tuple."""
+        """Return (class of the model, class that replaces it), or an empty tuple to keep the class."""
         return ()
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return a dict from the path of a parameter to the path of the parameter that is tied to it."""
+        """Return the parameters to tie: path of a parameter -> path of the parameter that is tied to it."""
         return None
 
     @staticmethod
     def attn_in() -> list[Layer]:
-        """Return the layers that compute q, k and v."""
+        """Return the linears that compute q, k and v in each attention."""
         return []
 
     @staticmethod
     def attn_out() -> list[Layer]:
-        """Return the output layers of attention."""
+        """Return the output projections of the attentions."""
         return []
 
     @staticmethod
     def mlp_in() -> list[Layer]:
-        """Return the first layers of the MLP."""
+        """Return the linears that read the input of each MLP."""
         return []
 
     @staticmethod
     def mlp_out() -> list[Layer]:
-        """Return the last layers of the MLP."""
+        """Return the linears that compute the output of each MLP."""
         return []
 
     @staticmethod
     def embedding() -> list[Layer]:
-        """Return the embeddings to shard over the vocabulary."""
+        """Return the embeddings to shard along the vocabulary."""
         return []
 
     @staticmethod
     def unembedding() -> list[Layer]:
-        """Return the heads to shard over the vocabulary."""
+        """Return the language model heads to shard along the vocabulary."""
         return []
 
 
-def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
-    """Convert the result of ``argument_policy`` to module descriptions.
+def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescription]:
+    """Convert the ``Argument`` objects of a legacy policy to module descriptions.
 
     Raises PolicyError for an argument without effect, or a layer without a weight or a kind of sharding.
     """
@@ -140,11 +148,11 @@ def legacy_descriptions(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescripti
         )
     for argument in arguments.values():
         check_field_types(argument)
-    heads = {_module_path(layer) for layer in _result_or_empty(policy.unembedding())}
-    return {key: _description(key, argument, heads) for key, argument in arguments.items()}
+    heads = {_get_module_path(layer) for layer in _result_or_empty(policy.unembedding())}
+    return {key: _convert_argument(key, argument, heads) for key, argument in arguments.items()}
 
 
-def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
+def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyDescription:
     functions, attributes = argument.param_funcs or [], argument.attr_dict or {}
     layers = [layer for function in functions for layer in _result_or_empty(function())]
     if not layers and not attributes:
@@ -156,12 +164,15 @@ def _description(key: Any, argument: Argument, heads: set[str]) -> ModulePolicyD
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
-        sub_module_replacement=[_replacement(layer, heads) for layer in layers],
+        sub_module_replacement=[_convert_layer(layer, heads) for layer in layers],
     )
 
 
 def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | None:
-    """Change the model to the class that ``inject_policy`` names. Returns (class before, class after)."""
+    """Change the class of the model to the class that ``inject_policy`` returns.
+
+    Returns (class before, class after), or None if the policy keeps the class.
+    """
     if not (pair := _result_or_empty(policy.inject_policy())):
         return None
     native, custom = pair
@@ -170,7 +181,10 @@ def inject_class(policy: LegacyPolicy, model: nn.Module) -> tuple[type, type] | 
 
 
 def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, str]]:
-    """Tie the parameters that ``binding_policy`` pairs. Returns (name, name of the parameter it is tied to)."""
+    """Tie the pairs of parameters that ``binding_policy`` returns.
+
+    Returns (name, name of the parameter to which it is tied) for each pair.
+    """
     tied = []
     for source, target in dict(_result_or_empty(policy.binding_policy())).items():
         source_param = model.get_parameter(source)
@@ -186,7 +200,7 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
 
 
 def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
-    """Raise PolicyError if ``inject_policy`` or ``binding_policy`` names something that the model does not have."""
+    """Raise PolicyError if the model lacks the class or a parameter that a legacy policy names."""
     pair = _result_or_empty(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
@@ -202,13 +216,16 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
             )
 
 
-def _result_or_empty(answer: Any) -> Any:
-    """Return a policy function's result, or () if it is not implemented: it returned None or an exception."""
-    is_exception = isinstance(answer, BaseException) or (isinstance(answer, type) and issubclass(answer, BaseException))
-    return () if answer is None or is_exception else answer
+def _result_or_empty(result: Any) -> Any:
+    """Return the result of a method of a legacy policy, or () if the method is not implemented.
+
+    Such a method returns None or an exception.
+    """
+    is_exception = isinstance(result, BaseException) or (isinstance(result, type) and issubclass(result, BaseException))
+    return () if result is None or is_exception else result
 
 
-def _module_path(layer: Layer) -> str:
+def _get_module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
             f"A layer list of the policy contains {layer!r:.80}, which is not a Layer",
@@ -225,17 +242,17 @@ def _module_path(layer: Layer) -> str:
     return path.rpartition(".")[0]
 
 
-def _replacement(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
-    path, target = _module_path(layer), layer.replace_layer
+def _convert_layer(layer: Layer, heads: set[str]) -> SubModuleReplacementDescription:
+    path, target = _get_module_path(layer), layer.replace_layer
     kwargs: dict[str, Any] = {"gather_output": True} if isinstance(layer, Col_Layer) and layer.gather_output else {}
     if layer.n_cast is not None:
         kwargs["n_fused"] = layer.n_cast
         target = FusedLinear1D_Col if target in (None, Linear1D_Col) else target
-    target = target or _default_target(layer, path in heads)
+    target = target or _choose_parallel_class(layer, path in heads)
     return SubModuleReplacementDescription(path, target, kwargs, ignore_if_not_exist=layer.ignore)
 
 
-def _default_target(layer: Layer, is_head: bool) -> Any:
+def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
     if isinstance(layer, Row_Layer):
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):
@@ -248,7 +265,7 @@ def _default_target(layer: Layer, is_head: bool) -> Any:
 
 
 class ColumnOrEmbedding(ParallelModule):
-    """Creates a vocabulary-parallel embedding for an embedding, and a column-parallel linear for a linear."""
+    """Replaces an embedding by a vocabulary-parallel embedding, and a linear by a column-parallel linear."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

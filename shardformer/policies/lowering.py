@@ -1,4 +1,4 @@
-"""Lowering of roles (attention, MLP, experts) to module descriptions, and the distribution of heads over ranks."""
+"""Convert roles (attention, MLP, experts) to module descriptions, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from shardformer.policies.roles import (
     LayerStack,
     LocalAttr,
     Role,
-    exit_path,
+    get_exit_path,
 )
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
@@ -44,7 +44,7 @@ ColumnPaths = Mapping[str, dict[str, Any]]
 
 @dataclass
 class LayerLowering:
-    """Lowers the roles of one layer to module descriptions.
+    """Converts the roles of one layer (attentions, MLPs, experts) to module descriptions.
 
     Args:
         layer: the layer.
@@ -60,35 +60,35 @@ class LayerLowering:
     is_stage: bool = False
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
-    def exists(self, role: Role) -> bool:
-        """Whether the layer has the module that the role describes. Raises PolicyError if a required one is missing.
+    def has_role(self, role: Role) -> bool:
+        """Whether the layer has the module that a role describes.
 
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
-        least one layer has the exit.
+        least one layer has the exit. Raises PolicyError if a required module is missing.
         """
         has = paths.find_module(self.layer, role.at) is not None
         if "*" in role.at:
             has = bool(paths.match_paths(role.at, [name for name, _ in self.layer.named_modules()]))
-        if has and role.optional and (out := exit_path(role)) is not None:
+        if has and role.optional and (out := get_exit_path(role)) is not None:
             has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
             raise paths.no_match_error(self.path, role.at, self.layer)
         return has
 
-    def mlps(self, mlp: MLP) -> ModulePolicyDescription:
-        """Describe one MLP, or every MLP that matches a path with ``*``."""
+    def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:
+        """Describe how to shard one MLP, or every MLP that matches a path with ``*``."""
         if "*" not in mlp.at:
-            return self.mlp(mlp)
+            return self._describe_mlp(mlp)
         found = paths.match_paths(mlp.at, [name for name, _ in self.layer.named_modules()])
-        return merge_descriptions([self.mlp(replace(mlp, at=at)) for at in found])
+        return merge_descriptions([self._describe_mlp(replace(mlp, at=at)) for at in found])
 
-    def mlp(self, mlp: MLP) -> ModulePolicyDescription:
+    def _describe_mlp(self, mlp: MLP) -> ModulePolicyDescription:
         ups = paths.existing_paths(paths.as_path_list(mlp.up), mlp.at, self.layer, self.path)
         down = paths.resolve_path(mlp.at, mlp.down)
-        width = self.features(down, out=False)
-        fused = mlp.fused or max(self.features(ups[0], out=True) // width, 1)
+        width = self.count_features(down, out=False)
+        fused = mlp.fused or max(self.count_features(ups[0], out=True) // width, 1)
         for up in ups:
-            features = self.features(up, out=True)
+            features = self.count_features(up, out=True)
             if features != fused * width:
                 raise PolicyError(
                     f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
@@ -96,7 +96,7 @@ class LayerLowering:
                 )
         self._check_width(width, ups[0])
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
-        description, block = self.block(mlp.at, {up: {"split": split} for up in ups}, down, row)
+        description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
         norms = [norm.rstrip("?") for norm in norms if paths.module_exists(self.layer, norm, self.path)]
         norms = [norm for norm in norms if not isinstance(paths.find_module(self.layer, norm), nn.Identity)]
@@ -106,12 +106,12 @@ class LayerLowering:
         block.shared_exit = mlp.shared_exit
         return description
 
-    def experts(self, experts: Experts) -> ModulePolicyDescription:
+    def describe_experts(self, experts: Experts) -> ModulePolicyDescription:
         module = paths.get_module(self.layer, experts.at)
         ups = paths.as_path_list(experts.up)
         stacked = {name: self._require_stacked_parameter(module, experts, name) for name in (*ups, experts.down)}
         shapes = {name: tuple(full.shape) for name, full in stacked.items()}
-        dims = self._expert_dims(experts, shapes)
+        dims = self._choose_expert_dims(experts, shapes)
         width = shapes[experts.down][dims[experts.down]]
         self._check_width(width, f"{experts.at}.{ups[0]}")
         unit = math.gcd(width, ALIGNED)
@@ -123,11 +123,14 @@ class LayerLowering:
         splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
         parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
         block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-        attributes = {} if is_aligned else _eager_experts_config(module, experts.at)
+        attributes = {} if is_aligned else _make_eager_experts_config(module, experts.at)
         return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
 
-    def _expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Return the dim of each parameter to shard. Raises PolicyError if none fits, or if it is ambiguous."""
+    def _choose_expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
+        """Return the dim along which each parameter of stacked experts is sharded.
+
+        Raises PolicyError if no dim or several dims are possible.
+        """
         ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
         if experts.dims or experts.fused == 1:
             required = dict(experts.dims) or {experts.down: 2}
@@ -144,18 +147,21 @@ class LayerLowering:
             )
         return ways[0]
 
-    def block(
-        self, entry: str, entering: ColumnPaths, row: str, row_split: Split, others: ColumnPaths | None = None
+    def describe_block(
+        self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Return the description of a block and its linears, and the block itself."""
-        others = others or {}
-        columns = {**entering, **others}
+        """Describe a tensor-parallel block and the replacement of its linears.
+
+        Returns (module description, block).
+        """
+        cross_columns = cross_columns or {}
+        columns = {**entering, **cross_columns}
         subs = [LayerReplacement(name, self.classes.column, dict(kwargs)) for name, kwargs in columns.items()]
         subs.append(LayerReplacement(row, self.classes.row, {"split": row_split}))
-        block = BlockDescription(entry, list(entering), row, list(others))
+        block = BlockDescription(entry, list(entering), row, list(cross_columns))
         return ModulePolicyDescription(sub_module_replacement=subs, blocks=[block]), block
 
-    def features(self, name: str, *, out: bool) -> int:
+    def count_features(self, name: str, *, out: bool) -> int:
         return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
     def _check_width(self, width: int, up: str) -> None:
@@ -176,8 +182,8 @@ class LayerLowering:
         return full
 
 
-def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return the config that makes transformers compute each expert separately, which supports shards of any size."""
+def _make_eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
+    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
     config: Any = getattr(module, "config", None)
     if not hasattr(config, "_experts_implementation"):
         return {}
@@ -187,9 +193,9 @@ def _eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
-    """Raise PolicyError if no layer has the exit of an optional role, which would never be applied."""
+    """Raise PolicyError if an optional role never applies, because no layer has the module at its exit."""
     for role in stack.blocks:
-        out = exit_path(role) if role.optional else None
+        out = get_exit_path(role) if role.optional else None
         there = [layer for layer in layers if paths.find_module(layer, role.at) is not None]
         if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
@@ -201,7 +207,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return every consistent choice of the dim that holds an expert's features, for each parameter.
+    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     Several choices fit if the number of features equals the hidden size.
@@ -220,7 +226,7 @@ def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int)
 
 @dataclass(frozen=True)
 class HeadLayout:
-    """Distribution of the heads of one attention over ``ranks`` tensor parallel ranks.
+    """Distribution of the query and KV heads of one attention over tensor parallel ranks.
 
     Splits query heads as evenly as possible, in full groups if there are enough KV heads. With fewer KV heads than
     ranks, each KV head is replicated on all ranks whose query heads read it. Six query heads on two KV heads over four
@@ -259,7 +265,7 @@ class HeadLayout:
 
     @cached_property
     def partition(self) -> HeadLayout:
-        """Head distribution of one partition."""
+        """Distribution of the heads of one partition over the ranks."""
         n = self.partitions
         return replace(self, num_heads=self.num_heads // n, num_kv_heads=self.num_kv_heads // n, partitions=1)
 
@@ -269,58 +275,66 @@ class HeadLayout:
 
     @cached_property
     def query_bounds(self) -> list[int]:
-        """Boundaries of each rank's query heads, in every partition."""
+        """Boundaries between the ranks' query heads in one partition, as a list of ranks + 1 indices."""
         if (kv_heads := self.num_kv_heads // self.partitions) >= self.ranks:
             return [b * self.group for b in even_bounds(kv_heads, self.ranks)]
         return even_bounds(self.num_heads // self.partitions, self.ranks)
 
-    def heads(self, rank: int) -> int:
-        return self.partitions * len(self._own(rank))
+    def count_query_heads(self, rank: int) -> int:
+        return self.partitions * len(self._query_heads(rank))
 
-    def _read(self, rank: int) -> list[int]:
-        """Return the KV head that each local query head reads."""
-        return [head // self.group for head in self._own(rank)]
+    def _kv_head_per_query(self, rank: int) -> list[int]:
+        """Return the index of the KV head that each query head of a rank reads."""
+        return [head // self.group for head in self._query_heads(rank)]
 
-    def _own(self, rank: int) -> range:
+    def _query_heads(self, rank: int) -> range:
         return range(self.query_bounds[rank], self.query_bounds[rank + 1])
 
     def kv_heads_of_rank(self, rank: int) -> list[int]:
-        """Return the KV heads that this rank stores."""
-        return sorted(set(self._read(rank)))
+        """Return the indices of the KV heads that a rank stores in one partition."""
+        return sorted(set(self._kv_head_per_query(rank)))
 
-    def expand(self, rank: int) -> list[int] | None:
-        """Return the local KV head that each query head reads; None if repeating all KV heads equally is correct."""
-        read, stored = self._read(rank), self.kv_heads_of_rank(rank)
+    def map_local_kv_heads(self, rank: int) -> list[int] | None:
+        """Return the local KV head that each query head of a rank reads, if the forward cannot derive it.
+
+        None if all KV heads are read by the same number of query heads, so that repeating each is correct.
+        """
+        read, stored = self._kv_head_per_query(rank), self.kv_heads_of_rank(rank)
         if all(read.count(h) == read.count(stored[0]) for h in stored):
             return None
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
-    def seen(self, rank: int) -> list[int]:
-        """Return the KV heads that this rank's forward reads, in its order."""
-        own = self.kv_heads_of_rank(rank) if self.expand(rank) is None else self._read(rank)
+    def get_kv_heads_read(self, rank: int) -> list[int]:
+        """Return the indices of the KV heads that the forward of a rank reads, in the order of the forward."""
+        own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
-    def kv_heads(self, rank: int) -> int:
-        """Return the number of KV heads that this rank's forward reads."""
-        return len(self.seen(rank))
+    def count_kv_heads(self, rank: int) -> int:
+        """Return the number of KV heads that the forward of a rank reads."""
+        return len(self.get_kv_heads_read(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
-        """Return the split of features with ``unit`` per query head (default: the head dim)."""
-        return self._split(pairwise(self.query_bounds), unit)
+        """Return how the ranks split a dim that has ``unit`` features per query head (default: the head dim)."""
+        return self._make_split(pairwise(self.query_bounds), unit)
 
     def kv_split(self, unit: int | None = None) -> Split:
-        """Return the split of features with ``unit`` per KV head (default: the head dim)."""
+        """Return how the ranks split a dim that has ``unit`` features per KV head (default: the head dim)."""
         stored = [self.kv_heads_of_rank(r) for r in range(self.ranks)]
-        return self._split([(h[0], h[-1] + 1) for h in stored], unit)
+        return self._make_split([(h[0], h[-1] + 1) for h in stored], unit)
 
-    def _split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
+    def _make_split(self, heads: Iterable[tuple[int, int]], unit: int | None) -> Split:
         d = unit or self.head_dim
         partition = Split(tuple(((a * d, b * d),) for a, b in heads))
         return Split.stack([partition] * self.partitions, [partition.full] * self.partitions)
 
     def grouped_split(self, queries: bool, width: int) -> Split:
-        """Return the split of ``width`` features grouped by KV head: its query heads (if ``queries``), its k, its v."""
+        """Return how the ranks split a fused projection whose features are grouped by KV head.
+
+        Args:
+            queries: whether each group contains the query heads of the KV head, before its k and v.
+            width: number of features.
+        """
         per_group = width // self.num_kv_heads
         if not queries:
             return self.kv_split(per_group)
@@ -329,14 +343,18 @@ class HeadLayout:
             own: list[tuple[int, int]] = []
             for h in self.kv_heads_of_rank(rank):
                 start, first = h * per_group, h * self.group
-                local = [i - first for i, read in zip(self._own(rank), self._read(rank), strict=True) if read == h]
+                local = [
+                    i - first
+                    for i, read in zip(self._query_heads(rank), self._kv_head_per_query(rank), strict=True)
+                    if read == h
+                ]
                 own += [(start + local[0] * d, start + (local[-1] + 1) * d)]
                 own += [(start + self.group * d, start + per_group)]
             parts.append(tuple(own))
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return how the dims of a parameter or buffer are split, for its entry in ``local_attrs``."""
+        """Return how the ranks split a parameter or buffer that ``local_attrs`` names: dim -> split."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -350,14 +368,17 @@ class HeadLayout:
             )
         return {dims[0]: split}
 
-    def values(self, rank: int) -> dict[str, int]:
-        """Return the values of attributes on this rank: heads, kv_heads, groups and width."""
-        heads, kv_heads = self.heads(rank), self.kv_heads(rank)
+    def count_local_values(self, rank: int) -> dict[str, int]:
+        """Return the counts on a rank that ``local_attrs`` can assign: heads, kv_heads, groups and width."""
+        heads, kv_heads = self.count_query_heads(rank), self.count_kv_heads(rank)
         return {"heads": heads, "kv_heads": kv_heads, "groups": heads // kv_heads, "width": heads * self.head_dim}
 
 
-def features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
-    """Return the features per head. Raises PolicyError if they do not divide evenly, or are not ``expected``."""
+def get_features_per_head(path: str, features: int, count: int, expected: int | None = None) -> int:
+    """Return the number of features per head of a projection.
+
+    Raises PolicyError if the heads do not divide the features, or the number is not ``expected``.
+    """
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features each" if expected and not features % count else ""
         raise PolicyError(
@@ -369,13 +390,13 @@ def features_per_head(path: str, features: int, count: int, expected: int | None
 
 @dataclass(frozen=True)
 class AttentionLowering:
-    """Lowers the role of one attention to a module description.
+    """Converts the role of one attention to a module description.
 
     Args:
         role: the attention.
         layer: the layer that contains it.
         config: the model's config, in which head counts are looked up.
-        num_heads, num_kv_heads: the counts, or their fields, from the role or the policy.
+        num_heads, num_kv_heads: head counts, or the config fields with them, from the role or the policy.
     """
 
     role: Attention
@@ -388,28 +409,28 @@ class AttentionLowering:
     def layout(self) -> HeadLayout:
         num_heads = self._head_count(self.num_heads)
         if num_heads is None:
-            raise self._missing_count_error()
+            raise self._make_missing_count_error()
         num_kv_heads = self._head_count(self.num_kv_heads) or num_heads
         out = self._path(self.role.projections.out)
-        unit = features_per_head(f"{self.layer.path}.{out}", self.layer.features(out, out=False), num_heads)
+        unit = get_features_per_head(f"{self.layer.path}.{out}", self.layer.count_features(out, out=False), num_heads)
         return HeadLayout(num_heads, num_kv_heads, unit, self.layer.axis.size, self.role.projections.partitions)
 
     @property
     def uneven_heads(self) -> int | None:
-        """Number of heads in an early stage that has fewer heads than ranks; None otherwise."""
+        """Number of heads if an early stage of the model has fewer heads than ranks; None otherwise."""
         heads = self._head_count(self.num_heads)
         return heads if heads is not None and heads < self.layer.axis.size and self.layer.is_stage else None
 
     def _head_count(self, source: int | str | None) -> int | None:
-        count = paths.get_at(self._owner(source), source.removeprefix(".")) if isinstance(source, str) else source
+        count = paths.get_at(self._find_owner(source), source.removeprefix(".")) if isinstance(source, str) else source
         return count if isinstance(count, int) and count > 0 else None
 
-    def _owner(self, source: str) -> Any:
+    def _find_owner(self, source: str) -> Any:
         return paths.get_module(self.layer.layer, self.role.at) if source.startswith(".") else self.config
 
-    def _missing_count_error(self) -> PolicyError:
+    def _make_missing_count_error(self) -> PolicyError:
         source = self.num_heads
-        owner = self._owner(str(source))
+        owner = self._find_owner(str(source))
         where = f"the {type(owner).__name__}" if isinstance(owner, nn.Module) else "the config"
         known = [] if owner is None else [name for name in vars(owner) if "head" in name]
         return PolicyError(
@@ -419,13 +440,13 @@ class AttentionLowering:
             "with a leading dot. " + (did_you_mean(str(source), known) if owner is not None else ""),
         )
 
-    def description(self) -> ModulePolicyDescription:
+    def describe(self) -> ModulePolicyDescription:
         at, inputs, rank = self.role.at, self.role.inputs, self.layer.axis.rank
-        linears = _existing_projections(self.role.projections, at, self.layer.layer)
-        columns = self._columns(linears)
+        linears = _remove_missing_projections(self.role.projections, at, self.layer.layer)
+        columns = self._make_projection_kwargs(linears)
         from_context = inputs.cross_attention or inputs.arguments
         others = {*inputs.inner_inputs, *((linears.k, linears.v, linears.kv) if from_context else ())}
-        description, block = self.layer.block(
+        description, block = self.layer.describe_block(
             at if inputs.entry is None else self._path(inputs.entry),
             {self._path(name): kwargs for name, kwargs in columns.items() if name not in others},
             self._path(linears.out),
@@ -435,8 +456,8 @@ class AttentionLowering:
         by_head = self._add_local_attrs(description, columns.get(linears.k or linears.v or "", {}))
         first, end = self.layout.query_bounds[rank : rank + 2]
         bounds = (self.layout.partition.num_heads, first, end)
-        width = self.layout.values(rank)["width"] if inputs.reads_width else None
-        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.seen(rank)))
+        width = self.layout.count_local_values(rank)["width"] if inputs.reads_width else None
+        kv_heads = (self.layout.num_kv_heads, tuple(self.layout.get_kv_heads_read(rank)))
         block.arguments = BlockArguments(at, list(inputs.arguments), by_head, bounds, width, kv_heads)
         block.gather_module = at if inputs.full_sequence else None
         return description
@@ -444,11 +465,13 @@ class AttentionLowering:
     def _path(self, name: str) -> str:
         return paths.resolve_path(self.role.at, name)
 
-    def _add_local_attrs(self, description: ModulePolicyDescription, of_k: Mapping[str, Any]) -> dict[str, int]:
-        """Add the entries of ``local_attrs`` to the description. Returns forward argument -> dim that counts heads.
+    def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
+        """Add the changes for the entries of ``local_attrs`` to the description of the attention.
+
+        Returns argument of the forward -> its dim that counts heads.
 
         Args:
-            of_k: how the projection of k or v is split; also used for a norm of k.
+            key_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
         """
         attributes: dict[str, Any] = {}
         parameters: dict[str, dict[int, Split]] = {}
@@ -458,28 +481,28 @@ class AttentionLowering:
             path = self._path(name.rstrip("?"))
             thing = paths.get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self.role.local_attr_kind(name, "parameter")
+                self.role.get_local_attr_kind(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
-                self.role.local_attr_kind(name, "embedding")
+                self.role.get_local_attr_kind(name, "embedding")
                 split = self.layout.query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self.role.local_attr_kind(name, "norm") == "heads" or not of_k
+                of_q = self.role.get_local_attr_kind(name, "norm") == "heads" or not key_kwargs
                 if not isinstance(thing, nn.Identity):  # used when the model has no such norm
-                    subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(of_k)))
+                    subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(key_kwargs)))
             elif not isinstance(counted, str) and not name.endswith("?"):
-                self.role.local_attr_kind(name, "argument")
+                self.role.get_local_attr_kind(name, "argument")
                 arguments[name] = counted[1]
             elif thing is not None:
-                kind = self.role.local_attr_kind(name, "attribute")
-                attributes[path] = self.layout.values(self.layer.axis.rank)[kind]
+                kind = self.role.get_local_attr_kind(name, "attribute")
+                attributes[path] = self.layout.count_local_values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
-                raise self._missing_attr_error(name)
+                raise self._make_missing_attr_error(name)
         description.attribute_replacement, description.parameters = attributes, parameters
         return arguments
 
-    def _missing_attr_error(self, name: str) -> PolicyError:
+    def _make_missing_attr_error(self, name: str) -> PolicyError:
         module = paths.get_module(self.layer.layer, self.role.at)
         owner = paths.find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
@@ -489,32 +512,36 @@ class AttentionLowering:
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 
-    def _columns(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
-        """Return the arguments for the replacement of each input projection."""
+    def _make_projection_kwargs(self, linears: AttentionProjections) -> dict[str, dict[str, Any]]:
+        """Return the keyword arguments for the parallel layer that replaces each input projection."""
         layout, q_unit = self.layout, None
-        expand = layout.expand(self.layer.axis.rank)
+        expand = layout.map_local_kv_heads(self.layer.axis.rank)
         columns: dict[str, dict[str, Any]] = {}
         if linears.q:
-            q_unit = self._unit(linears.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim)
+            q_unit = self._count_features_per_head(
+                linears.q, layout.num_heads, None if self.role.inputs.inner_inputs else layout.head_dim
+            )
             columns[linears.q] = {"split": layout.query_split(q_unit)}
         for gate in linears.gates:
-            columns[gate] = {"split": layout.query_split(self._unit(gate, layout.num_heads))}
+            columns[gate] = {"split": layout.query_split(self._count_features_per_head(gate, layout.num_heads))}
         for name, expected in ((linears.k, q_unit), (linears.v, layout.head_dim)):
             if name:
-                width = self._unit(name, layout.num_kv_heads, expected)
+                width = self._count_features_per_head(name, layout.num_kv_heads, expected)
                 columns[name] = {"split": layout.kv_split(width)} | ({"expand": (width, expand)} if expand else {})
         for fused in filter(None, (linears.qkv, linears.kv)):
-            columns[fused] = {"split": self._fused(linears, fused)}
+            columns[fused] = {"split": self._split_fused_projection(linears, fused)}
         return columns
 
-    def _unit(self, name: str, count: int, expected: int | None = None) -> int:
-        return features_per_head(f"{self.layer.path}.{self._path(name)}", self._features(name), count, expected)
+    def _count_features_per_head(self, name: str, count: int, expected: int | None = None) -> int:
+        return get_features_per_head(
+            f"{self.layer.path}.{self._path(name)}", self._count_features(name), count, expected
+        )
 
-    def _features(self, name: str) -> int:
-        return self.layer.features(self._path(name), out=True)
+    def _count_features(self, name: str) -> int:
+        return self.layer.count_features(self._path(name), out=True)
 
-    def _fused(self, linears: AttentionProjections, name: str) -> Split:
-        layout, features, has_q = self.layout, self._features(name), name == linears.qkv
+    def _split_fused_projection(self, linears: AttentionProjections, name: str) -> Split:
+        layout, features, has_q = self.layout, self._count_features(name), name == linears.qkv
         heads, kv_heads, d = layout.num_heads, layout.num_kv_heads, layout.head_dim
         sizes = [heads * d] * has_q + [kv_heads * d] * 2
         if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
@@ -523,22 +550,22 @@ class AttentionLowering:
                 f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}",
                 remedy="Correct num_heads, num_kv_heads or the paths in the policy",
             )
-        if any(layout.expand(r) for r in range(layout.ranks)):
+        if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
                 f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly",
                 remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
             )
         if linears.interleaved:
-            self._unit(name, kv_heads)
+            self._count_features_per_head(name, kv_heads)
             return layout.grouped_split(has_q, features)
         part = layout.partition
         splits = [part.query_split(), part.kv_split(), part.kv_split()][-len(sizes) :] * layout.partitions
         return Split.stack(splits, [size // layout.partitions for size in sizes] * layout.partitions)
 
 
-def _existing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
-    """Return the projections without those that end in ``?`` and are missing in this layer's module ``at``."""
+def _remove_missing_projections(projections: AttentionProjections, at: str, layer: nn.Module) -> AttentionProjections:
+    """Remove optional projections (paths that end in ``?``) that the attention of a layer does not have."""
     names = {field: getattr(projections, field) for field in ("q", "k", "v", "qkv", "kv")}
     optional = {field: name[:-1] for field, name in names.items() if name and name.endswith("?")}
     found: dict[str, Any] = {

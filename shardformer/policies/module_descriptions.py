@@ -1,4 +1,4 @@
-"""Descriptions of the replacements in one class of modules, and type checks of their fields."""
+"""Describe what sharding replaces in each class of modules, and check the types of the descriptions' fields."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ModuleKey = str | type[nn.Module]
 
 @dataclass
 class SubModuleReplacementDescription:
-    """A submodule and its replacement.
+    """Description of a submodule and the parallel layer that replaces it.
 
     Args:
         suffix: path of the submodule inside the described module.
@@ -39,7 +39,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Arguments of a module's forward that depend on the tensor parallel rank.
+    """Arguments of an attention's forward whose values differ between tensor parallel ranks.
 
     Args:
         at: path of the module.
@@ -60,7 +60,7 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Modules that enter the tensor-parallel region together once and leave it once.
+    """Description of a tensor-parallel block, such as an attention or MLP: its linears, entry and exit.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.
@@ -89,19 +89,21 @@ class BlockDescription:
     replicated_terms: Sequence[str] | None = None
 
     def within(self, path: str) -> BlockDescription:
-        """Return the block with paths relative to a model that contains the described module at ``path``."""
+        """Return the block with ``path`` as a prefix of all module paths."""
         own = prepend_path(self, path, "entry", "columns", "row", "cross_columns", "shared_exit", "gather_module")
         return replace(own, arguments=self.arguments and prepend_path(self.arguments, path, "at"))
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry contains the linear at the exit."""
+        """Whether the module at the entry of the block contains the linear at the exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
 @dataclass
 class ModulePolicyDescription:
-    """Replacements in the modules of one kind. Names of attributes and parameters may be paths.
+    """Description of what sharding replaces in one class of modules.
+
+    Names of attributes and parameters may be paths.
 
     Args:
         attribute_replacement: attribute -> its value after sharding.
@@ -122,7 +124,7 @@ class ModulePolicyDescription:
 
 
 def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> ModulePolicyDescription:
-    """Merge several descriptions of one kind of module."""
+    """Merge several descriptions of the same module into one."""
     return ModulePolicyDescription(
         attribute_replacement={n: value for d in descriptions for n, value in (d.attribute_replacement or {}).items()},
         sub_module_replacement=[sub for d in descriptions for sub in d.sub_module_replacement or []],
@@ -134,17 +136,17 @@ def merge_descriptions(descriptions: Sequence[ModulePolicyDescription]) -> Modul
 TYPE_NAMES = {str: "a string", int: "a whole number", bool: "True or False", type(None): "None", Any: "anything"}
 
 
-def check_field_types(thing: Any) -> None:
-    """Raise PolicyError if a field of a dataclass, or of a dataclass inside it, has a value of the wrong type.
+def check_field_types(instance: Any) -> None:
+    """Raise PolicyError if a field of a dataclass, or of dataclasses in its fields, has a value of the wrong type.
 
     >>> from shardformer.policies.roles import MLP
     >>> MLP("mlp", up="fc1", down=3)
     Traceback (most recent call last):
     shardformer.errors.PolicyError: MLP has down=3. `down` must be a string. Correct it in the policy.
     """
-    kind: Any = type(thing)
-    for item in fields(thing):
-        value = getattr(thing, item.name)
+    kind: Any = type(instance)
+    for item in fields(instance):
+        value = getattr(instance, item.name)
         check_type(kind.__name__, item.name, value, type_hints_of(kind)[item.name])
         for inner in _nested_descriptions(value):
             check_field_types(inner)
@@ -152,11 +154,11 @@ def check_field_types(thing: Any) -> None:
 
 def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raise PolicyError if ``value`` does not have the type ``hint``."""
-    if not _fits(value, hint):
+    if not _matches_type(value, hint):
         raise PolicyError(
             f"{owner} has {name}={value!r:.120}",
             rule=f"`{name}` must be {describe_type(hint)}",
-            remedy=f"Use {name}=[{value!r:.80}]" if _fits([value], hint) else "Correct it in the policy",
+            remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else "Correct it in the policy",
         )
 
 
@@ -166,7 +168,7 @@ def type_hints_of(kind: Any) -> Mapping[str, Any]:
 
 
 def describe_type(hint: Any) -> str:
-    """Return a type in words, for an error."""
+    """Return a type hint in words for an error message, such as "a string"."""
     origin, arguments = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
         return " or ".join(describe_type(each) for each in arguments)
@@ -174,41 +176,41 @@ def describe_type(hint: Any) -> str:
         return "a function"
     if origin is type:
         return "a class"
-    if _is_of(origin, Mapping):
+    if _is_subclass(origin, Mapping):
         return f"a dict ({describe_type(arguments[0])}: {describe_type(arguments[1])})"
     if origin is tuple and arguments[-1] is not ...:
         return f"({', '.join(map(describe_type, arguments))})"
-    if _is_of(origin, Collection):
+    if _is_subclass(origin, Collection):
         return f"a list (each {describe_type(arguments[0])})"
     return TYPE_NAMES.get(hint) or f"{'an' if hint.__name__[0] in 'AEIOM' else 'a'} {hint.__name__}"
 
 
-def _fits(value: Any, hint: Any) -> bool:
+def _matches_type(value: Any, hint: Any) -> bool:
     origin, arguments = get_origin(hint), get_args(hint)
     if hint is Any:
         return True
     if origin in (Union, types.UnionType):
-        return any(_fits(value, each) for each in arguments)
+        return any(_matches_type(value, each) for each in arguments)
     if origin is Callable:
         return callable(value)
     if origin is type:
         return isinstance(value, type)
-    if _is_of(origin, Mapping):
+    if _is_subclass(origin, Mapping):
         return isinstance(value, Mapping) and all(
-            _fits(k, arguments[0]) and _fits(v, arguments[1]) for k, v in value.items()
+            _matches_type(k, arguments[0]) and _matches_type(v, arguments[1]) for k, v in value.items()
         )
-    if _is_of(origin, Collection):
+    if _is_subclass(origin, Collection):
         if not isinstance(value, Collection) or isinstance(value, str | Mapping):
             return False
         if origin is tuple and arguments[-1] is not ...:
-            return len(value) == len(arguments) and all(map(_fits, value, arguments))
-        return all(_fits(each, arguments[0]) for each in value)
+            return len(value) == len(arguments) and all(map(_matches_type, value, arguments))
+        return all(_matches_type(each, arguments[0]) for each in value)
     if hint is int:
         return isinstance(value, Integral) and not isinstance(value, bool)
     return isinstance(value, hint)
 
 
-def _is_of(origin: Any, kind: type) -> bool:
+def _is_subclass(origin: Any, kind: type) -> bool:
     return isinstance(origin, type) and issubclass(origin, kind)
 
 

@@ -1,4 +1,4 @@
-"""Base class of policies, which describe how a model is sharded.
+"""``Policy``, the base class of policies, which describe how a model is sharded.
 
 A policy has one of three forms, each converted to the next:
 
@@ -19,7 +19,7 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.mesh.parallel_context import Axis
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
-from shardformer.policies.legacy import LegacyPolicy, legacy_descriptions
+from shardformer.policies.legacy import LegacyPolicy, convert_legacy_policy
 from shardformer.policies.module_descriptions import ModuleKey, ModulePolicyDescription
 from shardformer.public_names import renamed_arguments
 
@@ -34,7 +34,10 @@ RENAMED = {
 
 @renamed_arguments({}, attributes=RENAMED)
 class Policy(LegacyPolicy):
-    """Describes how a model is sharded. Override the methods that your model needs; see this module for the forms."""
+    """Base class of policies, which describe how a model is sharded.
+
+    Override the methods that your model needs. The docstring of this module lists the forms of a policy.
+    """
 
     name: str | None = None
     notes: Sequence[str] = ()
@@ -67,30 +70,33 @@ class Policy(LegacyPolicy):
         return functions != (LegacyPolicy.inject_policy, LegacyPolicy.binding_policy)
 
     def set_model(self, model: nn.Module) -> None:
-        """Set ``self.model``."""
+        """Set the model that the policy describes."""
         self.model = model
 
     def set_shard_config(self, shard_config: ShardConfig) -> None:
-        """Set ``self.shard_config``, and check that the policy supports it."""
+        """Set the sharding config, after checking that the policy supports it."""
         self.shard_config = shard_config
         # without tensor parallelism the policy describes the model as for a single rank
         self.axis = shard_config.head_axis() if shard_config.enable_tensor_parallelism else Axis("tensor")
         self.config_sanity_check()
 
     def config_sanity_check(self) -> None:
-        """Raise ConfigError if this policy does not support the config."""
+        """Raise ConfigError if this policy does not support the sharding config."""
 
     def preprocess(self) -> nn.Module:
-        """Modify the plain model before it is sharded, and return it."""
+        """Modify the plain model before it is sharded, and return the model."""
         model: nn.Module = self.model
         return model
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
-        """Return the replacements for each kind of module. The default converts ``argument_policy``."""
-        return legacy_descriptions(self)
+        """Return what sharding replaces in each class of modules.
+
+        The default converts the result of ``argument_policy``.
+        """
+        return convert_legacy_policy(self)
 
     def postprocess(self) -> nn.Module:
-        """Modify the sharded model, and return it."""
+        """Modify the sharded model, and return the model."""
         model: nn.Module = self.model
         return model
 
@@ -99,20 +105,20 @@ class Policy(LegacyPolicy):
         return []
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the layers in the order in which they run, from which a pipeline builds its stages."""
+        """Return the model's layers in the order in which they run, to be divided into pipeline stages."""
         return LayerSequence.of(self.model, self.stacks())
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support a pipeline, or None if it does."""
+        """Return why this model does not support pipeline parallelism, or None if it does."""
         return None
 
     def replicated(self) -> list[str] | None:
-        """Return the paths of intentionally replicated modules and parameters; None if any may be replicated."""
+        """Return the paths of modules and parameters that may stay replicated; None if all may."""
         return None
 
 
 class WithoutRules(Policy):
-    """Policy of a model that is not sharded."""
+    """Policy without rules, for a model whose weights are not sharded."""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         return {}

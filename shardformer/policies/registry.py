@@ -19,7 +19,12 @@ from shardformer.policies.policy import Policy
 
 @dataclass(frozen=True)
 class PolicyLocation:
-    """Location of a policy: a module of ``shardformer.policies.models``, or a full module name, and the class name."""
+    """Module and class name of a policy, from which the policy is imported on first use.
+
+    Args:
+        file_name: a module of ``shardformer.policies.models``, or the full name of a module.
+        class_name: name of the policy class in the module.
+    """
 
     file_name: str
     class_name: str
@@ -70,7 +75,7 @@ _REGISTERED: dict[str, type[Policy]] = {}
 
 
 def register_policy(model_type: str, policy: type[Policy]) -> None:
-    """Register ``policy`` for a model family in this process. It takes precedence over the built-in policy.
+    """Register a policy for a model family in this process, which replaces a built-in policy of the family.
 
     Args:
         model_type: ``model_type`` of the transformers config, or ``timm:`` plus the class name for a timm model.
@@ -87,9 +92,9 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     _REGISTERED[model_type] = policy
 
 
-def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
-    """Return the policy of the model's family and its source, or None for an unknown family."""
-    family = family_of(model)
+def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
+    """Return the policy registered for the model's family and a description of its source; None without a policy."""
+    family = get_model_family(model)
     if not isinstance(family, str):
         return None
     if family in _REGISTERED:
@@ -99,11 +104,11 @@ def registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
 
 def is_user_registered(model: nn.Module) -> bool:
     """Whether the user registered a policy for the model's family."""
-    return family_of(model) in _REGISTERED
+    return get_model_family(model) in _REGISTERED
 
 
-def family_of(model: nn.Module) -> Any:
-    """Return the config's ``model_type``, or for timm the class or base class that is registered."""
+def get_model_family(model: nn.Module) -> Any:
+    """Return the name of the model's family: ``model_type`` of the config, or ``timm:`` plus a class name."""
     classes = [f"timm:{cls.__name__}" for cls in type(model).__mro__ if cls.__module__.partition(".")[0] == "timm"]
     known = next((name for name in classes if name in _REGISTERED or name in FAMILIES), None)
     named = getattr(getattr(model, "config", None), "model_type", None)

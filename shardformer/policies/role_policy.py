@@ -1,4 +1,4 @@
-"""``RolePolicy``: a table of a model's roles (attentions, MLPs, embeddings), converted to module descriptions.
+"""``RolePolicy``, a policy in the form of a table of the model's roles (attentions, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
 attentions and MLPs to one layer, and those of their projections to that module. A leading dot makes a projection's path
@@ -28,7 +28,7 @@ from shardformer.policies.module_descriptions import (
     type_hints_of,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.registry import registered_policy
+from shardformer.policies.registry import find_registered_policy
 from shardformer.policies.roles import MLP, Attention, Experts, LayerStack, Role
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
@@ -37,7 +37,9 @@ BETWEEN_STAGES = "the model reads the hidden states between its layers, but a st
 
 
 class RolePolicy(Policy):
-    """A policy that is a table of roles. See ``shardformer/policies/models`` for examples.
+    """A policy in the form of a table of roles (attentions, MLPs, embeddings).
+
+    See ``shardformer/policies/models`` for examples.
 
     Class attributes:
         stack: the model's stack or stacks of layers.
@@ -63,7 +65,7 @@ class RolePolicy(Policy):
     num_kv_heads: int | str | None = "num_key_value_heads"
     no_sequence_parallel: str | None = None
     no_pipeline: str | None = None
-    _unsharded: Sequence[str] = ()
+    _replicated_paths: Sequence[str] = ()
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -78,7 +80,7 @@ class RolePolicy(Policy):
 
     def set_model(self, model: nn.Module) -> None:
         super().set_model(model)
-        written = vars(self) if is_shipped(self) else RolePolicy.__annotations__
+        written = vars(self) if is_from_package(self) else RolePolicy.__annotations__
         for name in (name for name in RolePolicy.__annotations__ if name in written):
             check_type(type(self).__name__, name, getattr(self, name), type_hints_of(RolePolicy)[name])
 
@@ -89,15 +91,15 @@ class RolePolicy(Policy):
                 f"enable_sequence_parallelism=True does not support this {type(self.model).__name__}: {reason}",
                 remedy="Set enable_sequence_parallelism=False. Tensor parallelism works without it",
             )
-        for _, policy in self._submodel_policies():
+        for _, policy in self._find_submodel_policies():
             policy.config_sanity_check()
 
-    def sums_exits(self) -> bool:
-        """Whether the layer directly adds the outputs that the table combines with ``shared_exit``."""
+    def sums_block_outputs(self) -> bool:
+        """Whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Whether the model reads the hidden states between its layers."""
+        """Whether the model reads the output of single layers, not only that of the last layer."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -108,90 +110,94 @@ class RolePolicy(Policy):
         return self.no_sequence_parallel or (reasons[0] if reasons and all(reasons) else None)
 
     def no_pipeline_reason(self) -> str | None:
-        """Return why this model does not support a pipeline, or None if it does."""
+        """Return why this model does not support pipeline parallelism, or None if it does."""
         if self.no_pipeline or self.reads_layer_outputs():
             return self.no_pipeline or BETWEEN_STAGES
         layers = [stack.layers for stack in self.layer_sequence().stacks]
         for path, module in self.model.named_modules():
             if _is_backbone(module) and any(f"{inner}.".startswith(f"{path}.") or not path for inner in layers):
                 return BETWEEN_STAGES
-        return next((why for _, policy in self._submodel_policies() if (why := policy.no_pipeline_reason())), None)
+        return next((why for _, policy in self._find_submodel_policies() if (why := policy.no_pipeline_reason())), None)
 
     @property
-    def _classes(self) -> ModeLayers:
+    def _parallel_classes(self) -> ModeLayers:
         return LAYERS_BY_MODE[self.shard_config.tensor_parallel_mode]
 
     @property
     def base(self) -> str:
-        """Path of the base model inside the model. Empty if the model is the base model."""
+        """Path of the base model inside the model with a head; empty if the model is the base model."""
         prefix = getattr(self.model, "base_model_prefix", "")
         return prefix if prefix and isinstance(getattr(self.model, prefix, None), nn.Module) else ""
 
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         self.notes = list(type(self).notes)
-        self._unsharded = []
+        self._replicated_paths = []
         # outside the stacks all tensor ranks have the same activations, on a grid too
         tensor = self.shard_config.resolve_context().tensor if self.axis.name == "column" else self.axis
         model = LayerLowering(self.model, "", tensor)
         out: dict[ModuleKey, ModulePolicyDescription] = {
-            "": merge_descriptions([self._embeddings_and_heads(), self._merged(self.unstacked_blocks, model)])
+            "": merge_descriptions(
+                [self._describe_embeddings_and_heads(), self._describe_roles(self.unstacked_blocks, model)]
+            )
         }
-        for stack, is_stage in self._present_stacks():
-            out |= self._layers(paths.join_path(self.base, stack.layers), stack.blocks, is_stage)
-        for path, policy in self._submodel_policies():
-            out |= {paths.join_path(path, str(key)): d for key, d in checked_descriptions(policy).items()}
+        for stack, is_stage in self._find_present_stacks():
+            out |= self._describe_layers(paths.join_path(self.base, stack.layers), stack.blocks, is_stage)
+        for path, policy in self._find_submodel_policies():
+            out |= {paths.join_path(path, str(key)): d for key, d in get_checked_descriptions(policy).items()}
             self.notes += policy.notes
         return out
 
-    def _submodel_policies(self) -> list[tuple[str, Policy]]:
+    def _find_submodel_policies(self) -> list[tuple[str, Policy]]:
         out = []
         for path in [part.rstrip("?") for part in self.submodels if paths.module_exists(self.model, part)]:
-            policy = self._policy_of(model := paths.get_module(self.model, path), path)
+            policy = self._get_submodel_policy(model := paths.get_module(self.model, path), path)
             policy.model, policy.shard_config, policy.axis = model, self.shard_config, self.axis
             out.append((path, policy))
         return out
 
-    def _policy_of(self, model: nn.Module, part: str) -> Policy:
+    def _get_submodel_policy(self, model: nn.Module, path: str) -> Policy:
         if self.find_submodel_policy is not None:
             return self.find_submodel_policy(model)
-        if (known := registered_policy(model)) is not None:
+        if (known := find_registered_policy(model)) is not None:
             return known[0]
         raise PolicyError(
-            f"No policy is registered for {part!r}, a {type(model).__name__} inside the model",
+            f"No policy is registered for {path!r}, a {type(model).__name__} inside the model",
             remedy="Register one with shardformer.register_policy(model_type, policy)",
         )
 
-    def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
+    def _describe_layers(
+        self, path: str, blocks: Sequence[Role], is_stage: bool
+    ) -> dict[ModuleKey, ModulePolicyDescription]:
         layers = dict((module := paths.get_module(self.model, path)).named_children())
         if not layers:
             raise paths.no_match_error(path, "0", module)
         return {
-            f"{path}.{name}": self._merged(
-                blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes)
+            f"{path}.{name}": self._describe_roles(
+                blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._parallel_classes)
             )
             for name, layer in layers.items()
         }
 
-    def _merged(self, roles: Sequence[Role], where: LayerLowering) -> ModulePolicyDescription:
-        return merge_descriptions([d for role in roles if (d := self._block(role, where)) is not None])
+    def _describe_roles(self, roles: Sequence[Role], lowering: LayerLowering) -> ModulePolicyDescription:
+        return merge_descriptions([d for role in roles if (d := self._describe_role(role, lowering)) is not None])
 
     def stacks(self) -> list[StackDescription]:
-        submodels = self._submodel_policies()
-        return [*self._own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
+        submodels = self._find_submodel_policies()
+        return [*self._describe_own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
-    def _own_stacks(self, *, any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of this table.
+    def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
+        """Return the stacks of layers that this policy describes, without those of submodels.
 
         Args:
-            any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several tokens at
-                a time is not part of the stack and receives all tokens.
+            accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several
+                tokens at a time is not part of the stack, and receives all tokens.
         """
         base, out = paths.get_module(self.model, self.base), []
-        for s, _ in self._present_stacks():
+        for s, _ in self._find_present_stacks():
             layers = paths.get_module(base, s.layers)
             norm = s.final_norm if s.final_norm and paths.module_exists(base, s.final_norm, self.base) else None
-            if norm is not None and not any_norm:
-                norm = norm if _reads_each_token(paths.get_module(base, norm.rstrip("?")), layers) else None
+            if norm is not None and not accepts_any_norm:
+                norm = norm if _processes_tokens_separately(paths.get_module(base, norm.rstrip("?")), layers) else None
             stages = s.stages.resolve_num_outputs(layers)
             own = StackDescription(
                 s.layers, norm, s.cross_states, s.no_sequence_parallel, s.reads_context, stages=stages
@@ -200,8 +206,8 @@ class RolePolicy(Policy):
         return out
 
     def layer_sequence(self) -> LayerSequence:
-        every = list(LayerSequence.of(self.model, self._own_stacks(any_norm=True)).stacks)
-        for path, policy in self._submodel_policies():
+        every = list(LayerSequence.of(self.model, self._describe_own_stacks(accepts_any_norm=True)).stacks)
+        for path, policy in self._find_submodel_policies():
             every += [stack.within(path) for stack in policy.layer_sequence().stacks]
         if every:  # some models register their head before the layers
             heads = [head for head in paths.as_path_list(self.head) if paths.module_exists(self.model, f"{head}?")]
@@ -224,14 +230,14 @@ class RolePolicy(Policy):
                 raise paths.no_match_error(self.base, path, base)
             out += [paths.join_path(self.base, name) for name in found]
         names = [name for name, _ in self.model.named_modules()]
-        out += [name for path in self._unsharded for name in paths.match_paths(path, names)]
-        for path, policy in self._submodel_policies():
+        out += [name for path in self._replicated_paths for name in paths.match_paths(path, names)]
+        for path, policy in self._find_submodel_policies():
             inner = policy.replicated()
             out += [path] if inner is None else [paths.join_path(path, name) for name in inner]
         return out
 
-    def _present_stacks(self) -> list[tuple[LayerStack, bool]]:
-        """Return the stacks that the model has, and whether each is one of several stages."""
+    def _find_present_stacks(self) -> list[tuple[LayerStack, bool]]:
+        """Return (stack of layers, whether it is one of several stages) for each stack that the model has."""
         base = paths.get_module(self.model, self.base)
         names = [name for name, _ in base.named_modules()]
         out = []
@@ -244,54 +250,56 @@ class RolePolicy(Policy):
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]
         return out
 
-    def _embeddings_and_heads(self) -> ModulePolicyDescription:
-        base, embedding = paths.get_module(self.model, self.base), self._classes.embedding
+    def _describe_embeddings_and_heads(self) -> ModulePolicyDescription:
+        base, embedding = paths.get_module(self.model, self.base), self._parallel_classes.embedding
         found = [path for path in paths.as_path_list(self.embeddings) if paths.module_exists(base, path, self.base)]
         subs = [LayerReplacement(paths.join_path(self.base, path.rstrip("?")), embedding) for path in found]
         heads = [path.rstrip("?") for path in paths.as_path_list(self.head)]
         present = {path: module for path in heads if (module := paths.find_module(self.model, path)) is not None}
         # a user's module in the place of a head that a table of this package names stays replicated
-        own = [path for path, module in present.items() if is_shipped(self) and not paths.is_linear(module)]
-        self._unsharded = [*self._unsharded, *own]
+        own = [path for path, module in present.items() if is_from_package(self) and not paths.is_linear(module)]
+        self._replicated_paths = [*self._replicated_paths, *own]
         self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear." for path in own)]
-        subs += [LayerReplacement(p, self._classes.head, ignore_if_not_exist=True) for p in heads if p not in own]
+        subs += [
+            LayerReplacement(p, self._parallel_classes.head, ignore_if_not_exist=True) for p in heads if p not in own
+        ]
         return ModulePolicyDescription(sub_module_replacement=subs)
 
-    def _block(self, block: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
-        if not lowering.exists(block):
+    def _describe_role(self, role: Role, lowering: LayerLowering) -> ModulePolicyDescription | None:
+        if not lowering.has_role(role):
             return None
-        if isinstance(block, MLP):
-            return lowering.mlps(block if self.sums_exits() else replace(block, shared_exit=None))
-        if isinstance(block, Experts):
-            return lowering.experts(block)
-        attention = self._attention(block, lowering)
+        if isinstance(role, MLP):
+            return lowering.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
+        if isinstance(role, Experts):
+            return lowering.describe_experts(role)
+        attention = self._convert_attention(role, lowering)
         if (heads := attention.uneven_heads) is None:
-            return attention.description()
-        at = paths.join_path(lowering.path, block.at)
-        out = paths.join_path(lowering.path, paths.resolve_path(block.at, block.projections.out))
-        self._unsharded = [*self._unsharded, at, out]
+            return attention.describe()
+        at = paths.join_path(lowering.path, role.at)
+        out = paths.join_path(lowering.path, paths.resolve_path(role.at, role.projections.out))
+        self._replicated_paths = [*self._replicated_paths, at, out]
         note = f"{at} is replicated, because it has {heads} heads for {self.axis.size} tensor ranks."
         self.notes = [*self.notes, *([note] if note not in self.notes else [])]
         return None
 
-    def _attention(self, role: Attention, where: LayerLowering) -> AttentionLowering:
-        """Lower the attention, with the policy's head counts if the role has none."""
+    def _convert_attention(self, role: Attention, lowering: LayerLowering) -> AttentionLowering:
+        """Create the ``AttentionLowering`` of a role, with the policy's head counts if the role has none."""
         heads, kv_heads = role.num_heads or self.num_heads, role.num_kv_heads or self.num_kv_heads
-        return AttentionLowering(role, where, getattr(self.model, "config", None), heads, kv_heads)
+        return AttentionLowering(role, lowering, getattr(self.model, "config", None), heads, kv_heads)
 
 
-def is_shipped(policy: Policy) -> bool:
-    """Whether a policy's class is part of this package, or derived by it."""
+def is_from_package(policy: Policy) -> bool:
+    """Whether a policy is built in or derived by this package, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
-def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
-    """Return the result of ``module_policy``, after checking the types of a user's own descriptions.
+def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescription]:
+    """Return the module descriptions of a policy, after checking the types of descriptions that a user wrote.
 
     Raises PolicyError for a value of the wrong type. Roles are checked when they are created.
     """
     found: Any = policy.module_policy()
-    if is_shipped(policy) or type(policy).module_policy is RolePolicy.module_policy:
+    if is_from_package(policy) or type(policy).module_policy is RolePolicy.module_policy:
         return found  # type: ignore[no-any-return]
     values = list(found.values()) if isinstance(found, Mapping) else [found]
     wrong = next((v for v in values if not isinstance(v, ModulePolicyDescription)), None)
@@ -307,8 +315,8 @@ def checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyDescr
     return found
 
 
-def _reads_each_token(norm: nn.Module, layers: nn.Module) -> bool:
-    """Whether a module after the layers works on each token separately, such as a norm of a class that they use."""
+def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:
+    """Whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
 

@@ -1,4 +1,4 @@
-"""Roles: attentions, MLPs and experts of one layer, and the stack that the layers form."""
+"""Roles, which describe the attentions, MLPs and experts of a layer, and the stack of layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections:
-    """The linears of an attention: q, k and v; or a fused qkv; or q and a fused kv.
+    """Paths of the linears of an attention, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
@@ -65,7 +65,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of an attention, if they are not just the first tensor argument of its module.
+    """Description of an attention's inputs, if it has others than the first tensor argument of its module.
 
     Args:
         entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
@@ -93,7 +93,7 @@ class AttentionInputs:
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention:
-    """An attention of a layer.
+    """Role of an attention in a layer: its projections, inputs and head counts.
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
@@ -124,17 +124,20 @@ class Attention:
     def __post_init__(self) -> None:
         check_field_types(self)
         for name in self.local_attrs:
-            self.local_attr_kind(name)
+            self.get_local_attr_kind(name)
 
-    def local_attr_kind(self, name: str, what: str | None = None) -> str:
-        """Return what ``name`` counts. Raises PolicyError if an entry of the kind ``what`` cannot count that."""
+    def get_local_attr_kind(self, name: str, entry_kind: str | None = None) -> str:
+        """Return what an entry of ``local_attrs`` counts, such as "heads".
+
+        Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
+        """
         entry = self.local_attrs[name]
         kind = entry if isinstance(entry, str) else entry[0]
-        kinds = LOCAL_ATTR_KINDS[what] if what else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
+        kinds = LOCAL_ATTR_KINDS[entry_kind] if entry_kind else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         if kind not in kinds:
             raise PolicyError(
                 f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
-                + (f" for an {what}" if what else ""),
+                + (f" for an {entry_kind}" if entry_kind else ""),
                 remedy=f"Use {' or '.join(map(repr, kinds))}",
             )
         return kind
@@ -143,7 +146,7 @@ class Attention:
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP:
-    """An MLP of a layer.
+    """Role of an MLP in a layer: the linears that read its input, and the linear at its exit.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
@@ -171,8 +174,9 @@ class MLP:
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
 class Experts:
-    """Experts of a layer with weights stacked into 3-D parameters. Each expert is sharded over its features.
+    """Role of the experts of a layer, whose weights are stacked into 3-D parameters.
 
+    Each expert is sharded along its features.
     All tensor inputs of the module enter the tensor-parallel region, and its output leaves it.
 
     Args:
@@ -203,8 +207,8 @@ class Experts:
 Role = Attention | MLP | Experts
 
 
-def exit_path(role: Role) -> str | None:
-    """Return the path of the module at the role's exit, relative to the layer; None if there is no single module."""
+def get_exit_path(role: Role) -> str | None:
+    """Return the path of the linear at the exit of a role, relative to the layer; None if there is no single linear."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -213,7 +217,7 @@ def exit_path(role: Role) -> str | None:
 @renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
 class LayerStack:
-    """A stack of layers.
+    """Role of a stack of layers: the path of the ModuleList, and the roles in each layer.
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
@@ -252,5 +256,5 @@ class LayerStack:
 
     @property
     def reads_context(self) -> bool:
-        """Whether an attention reads ``cross_states``. Otherwise only a pipeline uses them."""
+        """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
         return any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)

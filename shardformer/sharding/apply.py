@@ -1,4 +1,4 @@
-"""Applies a sharding plan to a model and records each change."""
+"""Apply a sharding plan to a model, and record each change of the model."""
 
 from __future__ import annotations
 
@@ -44,13 +44,13 @@ from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 @dataclass
 class ResolvedPolicy:
-    """Policy of one model, its plan, and what validation learned about the layout.
+    """Policy of one model, with its sharding plan and the results of validating the parallel layout.
 
     Args:
         policy: bound to the model and to the configuration.
-        source: description of the policy's source.
+        source: where the policy comes from, as text.
         plan: the policy's changes to the model, checked by ``make_checked_plan`` and adapted to a tensor grid.
-        context: findings about context parallelism.
+        context: results of validating context parallelism.
         samples: batch dimensions of the attention arguments on a tensor grid.
         unvalidated: name of an input that was not validated on the tensor grid -> reason.
         notes: what ``describe_sharding`` reports about the validation.
@@ -66,15 +66,15 @@ class ResolvedPolicy:
 
 
 class Sharder:
-    """Shards one model in place with a resolved and validated policy.
+    """Shards one model in place with a policy that was found and validated before.
 
     ``shard_model_api.shard_in_place`` shows the order of the calls.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         config: the configuration.
-        fresh: whether the model was built only for this call, so that no optimizer can refer to its parameters.
-            Skips a search that visits every object of the process.
+        fresh: whether the model was built only for this call. No optimizer can then refer to its parameters, so the
+            search for one, which visits every object of the process, is skipped.
 
     Raises:
         ShardFormerError: on every rank, if the ranks do not form one grid.
@@ -87,7 +87,7 @@ class Sharder:
         self.context = checks.check_process_group(config)
         self.grid: TensorGrid | None = None
         if config.is_grid and self.context.tensor.size > 1:
-            config, self.grid = apply_tensor_grid.with_grid_context(config, self.context)
+            config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
             self.context = config.resolve_context()
         self.model, self.config = model, config
         self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
@@ -97,19 +97,21 @@ class Sharder:
         self.needs_policy = self.is_tensor_parallel or config.uses_context_parallel or stages > 1
         """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
         self._fresh = fresh
-        self._outside = set() if fresh else checks.referenced_elsewhere(model)
+        self._referenced = set() if fresh else checks.find_referenced_parameters(model)
         self._wrappers: Mapping[int, nn.Module] = {}
 
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
-        """Remove wrappers such as ``torch.compile`` from the model. Restore the model if the body raises."""
+        """Remove wrappers such as ``torch.compile`` inside the context. Restore the model if its body raises."""
         with random_kept_on_error(self.context.device), checks.restore_on_error(self.model), ExitStack() as around:
-            take_out = partial(_unwrapped, self.model, stages=self.context.pipe.size)
+            take_out = partial(_temporarily_unwrap, self.model, num_stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
 
     def plan(self, resolved: ResolvedPolicy) -> ShardingPlan:
-        """Complete the plan and check it. The model is unchanged, except by the policy's ``preprocess``.
+        """Complete the sharding plan and check that it can be applied to the model.
+
+        The model is unchanged, except by the policy's ``preprocess``.
 
         Raises ShardFormerError if the model cannot be sharded. Communicates nothing.
         """
@@ -123,8 +125,10 @@ class Sharder:
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
         if config.uses_context_parallel:
-            has_stream = config.enable_sequence_parallelism and self.is_tensor_parallel
-            plan = apply_context_parallel.plan_for_context(plan, resolved.context, has_stream=has_stream)
+            has_sequence_parallelism = config.enable_sequence_parallelism and self.is_tensor_parallel
+            plan = apply_context_parallel.plan_for_context(
+                plan, resolved.context, has_sequence_parallelism=has_sequence_parallelism
+            )
         self.model = plan.model
         self._ties = group_overlapping(self.model.named_parameters())
         state.notes += policy.notes
@@ -132,16 +136,16 @@ class Sharder:
             manager = config.pipeline_stage_manager or PipelineStageManager(self.context)
             state.stages = build_stages(self.model, policy, manager)
             state.stages.uses_random = uses_dropout(self.model)
-            checks.check_stages(self._ties, state.stages.stages_of)
-        state.unproven = self._unproven()
+            checks.check_tied_stages(self._ties, state.stages.stages_of)
+        state.unproven = self._find_unsupported_inputs()
         checks.check_no_hooks(self.model, plan)
-        checks.check_views(self.model, plan, state.stages)
+        checks.check_no_views(self.model, plan, state.stages)
         if not self._fresh:
-            checks.check_no_optimizer(self.model, plan, state.stages, self._outside)
+            checks.check_no_optimizer(self.model, plan, state.stages, self._referenced)
         return plan
 
-    def lines(self, plan: ShardingPlan) -> list[str]:
-        """Return lines of text that must be identical on every rank before the model is modified."""
+    def lines_to_compare(self, plan: ShardingPlan) -> list[str]:
+        """Return the config, model and plan as lines of text, which ranks compare before they modify the model."""
         config, state = self.config, self.state
         settings = [state.request.source, str(config.options()), str(sorted(config.extra_kwargs.items()))]
         settings += [str(state.activations), f"check_consistency={config.check_consistency}"]
@@ -149,17 +153,17 @@ class Sharder:
         return [*settings, *model_fingerprint(self.model), *plan.fingerprint(), *stages]
 
     def shard(self, plan: ShardingPlan) -> list[dict[int, Tensor]]:
-        """Apply a plan that is identical on every rank. Communicates.
+        """Apply the sharding plan, which must be identical on every rank, to the model.
 
         Returns the parameters that several pipeline stages share, each as a dict: rank on the pipe axis -> the
-        parameter on this rank. Empty without a pipeline.
+        parameter on this rank. Empty without a pipeline. Communicates initial weights and random states.
         """
         context, state = self.context, self.state
         state.notes += sync_initial_weights(self.model, context.base_axes[::-1])
         stages = state.stages
         if stages is not None:
             stages.remove_other_params(self.model)
-            plan = plan.restricted(stages.placeholders)
+            plan = plan.restrict_to_stage(stages.placeholders)
         blocks = collective_call(context, lambda: self._modify_model(plan))
         for axis in (state.same_batch_axis, context.pipe):
             broadcast_random_state(axis, context.device)
@@ -176,8 +180,8 @@ class Sharder:
         stages.record_shared_params(self.model)
         return list(stages.shared_params)
 
-    def _unproven(self) -> dict[str, str]:
-        """Return the inputs that the sharded model refuses, each with the reason."""
+    def _find_unsupported_inputs(self) -> dict[str, str]:
+        """Return the names of forward arguments that the sharded model does not support -> the reason."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -190,9 +194,9 @@ class Sharder:
         }
 
     def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
-        """Apply the plan and materialize this rank's shards of a lazily initialized model. Returns its blocks.
+        """Apply the plan, and load or initialize this rank's shards if the model was built lazily.
 
-        Communicates nothing, so that a failing rank leaves no other rank waiting.
+        Returns the tensor-parallel blocks. Communicates nothing, so that no rank waits for a rank that fails.
         """
         waits = is_lazy(self.model)
         self.state.notes += make_lazy_notes(self.model)
@@ -217,7 +221,7 @@ class Sharder:
         if is_legacy and (injected := legacy.inject_class(policy, self.model)):
             state.note("", injected[0], injected[1], kind="class")
         if self.is_tensor_parallel:
-            self.replace_module(plan)
+            self._replace_modules(plan)
         for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
@@ -229,17 +233,17 @@ class Sharder:
             fuse_activations(self.model, plan, state)
         if self.grid is not None:
             state.notes.append(grid_summary(self.grid))
-        draws = uses_dropout(self.model)
+        uses_random = uses_dropout(self.model)
         if config.uses_context_parallel:
             apply_context_parallel.install_context_attention(
-                self.model, state, config.context_parallel, self._resolved.context, draws=draws
+                self.model, state, config.context_parallel, self._resolved.context, uses_random=uses_random
             )
         blocks = install_regions(self.model, plan, state, config, self.grid) if self.is_tensor_parallel else []
         if self.grid is not None:
             apply_tensor_grid.install_argument_hooks(self.model, plan, state, self._resolved.samples)
         if config.uses_context_parallel:
             apply_context_parallel.install_context_hooks(
-                self.model, plan.stacks, state, self._resolved.context, draws=draws
+                self.model, plan.stacks, state, self._resolved.context, uses_random=uses_random
             )
         forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
@@ -247,8 +251,8 @@ class Sharder:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks
 
-    def replace_module(self, plan: ShardingPlan) -> None:
-        """Replace submodules, shard parameters, and change attributes and methods as planned."""
+    def _replace_modules(self, plan: ShardingPlan) -> None:
+        """Replace submodules, shard parameters, and change attributes and methods according to the plan."""
         shared: dict[int, nn.Parameter] = {}
         done: set[tuple[int, str]] = set()  # a shared module is listed once per owner
         native = {path: self.model.get_submodule(path) for path in plan.replacements}
@@ -257,17 +261,19 @@ class Sharder:
         for path, module in native.items():
             if id(module) not in made:
                 sub = plan.replacements[path]
-                made[id(module)] = self._replacement(path, module, sub, shared, self._sharding_axis(path, plan))
+                made[id(module)] = self._create_replacement(
+                    path, module, sub, shared, self._get_sharding_axis(path, plan)
+                )
                 if isinstance(made[id(module)], ParallelModule):
                     move_hooks(made[id(module)], module)
             self.state.note(path, module, made[id(module)])
-        _replace_everywhere(self.model, made)
+        _replace_module_references(self.model, made)
         for path, splits in plan.parameters.items():
             module, name = parent_of(self.model, path)
             if splits and (id(module), name) not in done:
                 done.add((id(module), name))
                 named = {split.axes[0] for split in splits.values()} & {"row", "column", "depth"}
-                axis = self.context.axis(named.pop()) if named else self._sharding_axis(path, plan)
+                axis = self.context.axis(named.pop()) if named else self._get_sharding_axis(path, plan)
                 kept_alive.append(shard_parameter(module, name, splits, axis, shared))
                 self.state.note(path, "buffer" if name in module._buffers else "parameter", "a part")
         for module in self.model.modules():  # other owners of a parameter: BERT's head also owns the decoder's bias
@@ -280,7 +286,7 @@ class Sharder:
         checks.check_layouts(self.model, self.context.coords)
         self._change_attributes(plan)
 
-    def _replacement(
+    def _create_replacement(
         self,
         path: str,
         module: nn.Module,
@@ -313,15 +319,15 @@ class Sharder:
             )
         return new
 
-    def _sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
-        """Return the axis that shards the module at ``path``: the grid's columns in a stack, or the tensor axis."""
+    def _get_sharding_axis(self, path: str, plan: ShardingPlan) -> Axis:
+        """Return the mesh axis that shards a module: the grid's column axis inside a stack, else the tensor axis."""
         inside = self.grid is not None and path.startswith(tuple(f"{stack.layers}." for stack in plan.stacks))
         return self.grid.column if inside and self.grid is not None else self.context.tensor
 
     def _change_attributes(self, plan: ShardingPlan) -> None:
         for path, value in plan.attributes.items():
             owner_path, _, name = path.rpartition(".")
-            owner = _modifiable_owner(self.model, owner_path)
+            owner = _get_modifiable_owner(self.model, owner_path)
             before = getattr(owner, name)
             setattr(owner, name, value)
             if before != value:
@@ -336,8 +342,8 @@ class Sharder:
             self.state.note(path, before, method, kind="method")
 
 
-def _modifiable_owner(model: nn.Module, path: str) -> Any:
-    """Return the object at ``path``. Replaces a config, which other modules share, by a copy."""
+def _get_modifiable_owner(model: nn.Module, path: str) -> Any:
+    """Return the module or config at ``path``, after replacing a config, which modules share, by a copy."""
     owner = get_at(model, path)
     if not isinstance(owner, nn.Module):
         owner = copy.copy(owner)
@@ -345,49 +351,56 @@ def _modifiable_owner(model: nn.Module, path: str) -> Any:
     return owner
 
 
-def resolve_as(sharder: Sharder, policy: Policy, source: str, *, cuts: bool = True, **learned: Any) -> ResolvedPolicy:
-    """Bind a known policy to the model and plan it. ``learned`` are further fields of ``ResolvedPolicy``."""
-    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, cuts=cuts)
+def bind_policy(
+    sharder: Sharder, policy: Policy, source: str, *, applies_rules: bool = True, **findings: Any
+) -> ResolvedPolicy:
+    """Bind a policy to the model of the sharder, and plan the sharding.
+
+    ``findings`` are further fields of the returned ``ResolvedPolicy``.
+    """
+    plan = checks.make_checked_plan(sharder.model, policy, sharder.config, applies_rules=applies_rules)
     if sharder.has_stages and (chain := policy.layer_sequence()).stacks:
         owner_layers(plan.model, chain)
     # with data parallelism only, the rules change nothing and must not cause a refusal
     plan = plan if sharder.is_tensor_parallel else ShardingPlan(plan.model, plan.stacks)
     if sharder.grid is not None:
         plan = apply_tensor_grid.plan_for_grid(plan, sharder.grid)
-    return ResolvedPolicy(policy, source, plan, **learned)
+    return ResolvedPolicy(policy, source, plan, **findings)
 
 
-def shard_with(model: nn.Module, config: ShardConfig, policy: Policy, *, cuts: bool = True, **learned: Any) -> Sharder:
-    """Shard a model that was built to validate ``policy`` or a layout, and return its sharder.
+def shard_for_validation(
+    model: nn.Module, config: ShardConfig, policy: Policy, *, applies_rules: bool = True, **findings: Any
+) -> Sharder:
+    """Shard a model that was built only to validate a policy or a layout, and return its sharder.
 
     Args:
-        cuts: whether rules are checked even if no tensor axis shards the model.
-        learned: findings about the layout, as fields of ``ResolvedPolicy``.
+        applies_rules: whether the policy's rules are checked even if no tensor axis shards the model.
+        findings: results of validation so far, as fields of ``ResolvedPolicy``.
     """
     sharder = Sharder(model, config, fresh=True)
 
     def plan() -> ShardingPlan:
-        return sharder.plan(resolve_as(sharder, policy, "to be validated", cuts=cuts, **learned))
+        return sharder.plan(bind_policy(sharder, policy, "to be validated", applies_rules=applies_rules, **findings))
 
     with sharder.restoring_on_error():
-        sharder.shard(collective_call(sharder.context, plan, sharder.lines))
+        sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare))
     return sharder
 
 
-def _replace_everywhere(model: nn.Module, made: Mapping[int, nn.Module]) -> None:
-    """Replace modules under all of their names: as submodules, as attributes, and in lists, tuples and dicts.
+def _replace_module_references(model: nn.Module, replacement_by_id: Mapping[int, nn.Module]) -> None:
+    """Replace modules wherever the model refers to them: in submodules, attributes, lists, tuples and dicts.
 
     Args:
-        made: id(module) -> its replacement.
+        replacement_by_id: id(module) -> its replacement.
     """
     for module in model.modules():
         for name, child in module._modules.items():
-            if id(child) in made:
-                module._modules[name] = made[id(child)]
+            if id(child) in replacement_by_id:
+                module._modules[name] = replacement_by_id[id(child)]
         for name, value in vars(module).items():
             if not isinstance(value, _CONTAINER_TYPES) or not value or name in _MODULE_ATTRIBUTES:
                 continue
-            if (new := _with_replacements(value, made, set())) is not value:
+            if (new := _replace_modules_in_value(value, replacement_by_id, set())) is not value:
                 vars(module)[name] = new
 
 
@@ -397,16 +410,20 @@ _MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes that every ``nn.Module`` has."""
 
 
-def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]) -> Any:
-    """Return the value with replaced modules. Modifies lists and dicts in place, because they may be shared."""
+def _replace_modules_in_value(value: Any, replacement_by_id: Mapping[int, nn.Module], visited: set[int]) -> Any:
+    """Return an attribute's value with modules replaced. Modifies lists and dicts in place, which may be shared."""
     if isinstance(value, nn.Module):
-        return made.get(id(value), value)
-    if type(value) not in (list, dict, tuple) or id(value) in seen:
+        return replacement_by_id.get(id(value), value)
+    if type(value) not in (list, dict, tuple) or id(value) in visited:
         return value
-    seen.add(id(value))
+    visited.add(id(value))
     items = list(value.items()) if isinstance(value, dict) else list(enumerate(value))
     inner = [(key, each) for key, each in items if isinstance(each, _CONTAINER_TYPES)]
-    changed = {key: new for key, each in inner if (new := _with_replacements(each, made, seen)) is not each}
+    changed = {
+        key: new
+        for key, each in inner
+        if (new := _replace_modules_in_value(each, replacement_by_id, visited)) is not each
+    }
     if changed and isinstance(value, tuple):
         return tuple(changed.get(at, each) for at, each in items)
     for key, new in changed.items():
@@ -415,11 +432,11 @@ def _with_replacements(value: Any, made: Mapping[int, nn.Module], seen: set[int]
 
 
 @contextmanager
-def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
-    """Remove the wrappers from the model inside the context.
+def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Mapping[int, nn.Module]]:
+    """Remove wrappers such as ``torch.compile`` from submodules inside the context.
 
     Args:
-        stages: number of pipeline stages that the model will run on.
+        num_stages: number of pipeline stages that the model will run on.
 
     Yields id(wrapped module) -> its outermost wrapper. Raises ConfigError for a compiled module that is in a pipeline
     or is replaced by sharding.
@@ -433,8 +450,8 @@ def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
                 while child is not None and (key := wrapped_name(child)) is not None:
-                    if stages > 1 and is_compiled_wrapper(child):
-                        raise _compiled_error(path, "it is part of a pipeline")
+                    if num_stages > 1 and is_compiled_wrapper(child):
+                        raise _make_compiled_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
                     assert inner is not None
                     found.append((owner, name, path, child, key, inner))
@@ -449,10 +466,10 @@ def _unwrapped(model: nn.Module, *, stages: int = 1) -> Iterator[Mapping[int, nn
             is_replaced = now is not None and now is not inner and wrapped_name(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
-        raise _compiled_error(replaced[0], "sharding replaces it")
+        raise _make_compiled_error(replaced[0], "sharding replaces it")
 
 
-def _compiled_error(path: str, why: str) -> ConfigError:
+def _make_compiled_error(path: str, why: str) -> ConfigError:
     return ConfigError(
         f"{path} was compiled with torch.compile before the model was sharded, but {why}",
         rule="A compiled module would keep running the unsharded module",

@@ -1,4 +1,4 @@
-"""Context parallelism: checks the model, chooses ring and Ulysses sizes, and installs the hooks."""
+"""Set up context parallelism: check the model, choose ring and Ulysses sizes, and install the hooks."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ RING, GROUP = "ring", "ulysses"
 
 @dataclass(frozen=True)
 class RingSizes:
-    """Sizes of the ring and Ulysses groups that form the sequence axis.
+    """Sizes of the ring and Ulysses groups into which context parallelism divides the sequence axis.
 
     Args:
         ring: number of ranks that exchange keys and values.
-        group: number of ranks that exchange heads for positions (Ulysses).
+        group: number of ranks in a Ulysses group, which exchange attention heads for sequence positions.
         gathers: whether keys and values are all-gathered instead of sent around the ring.
     """
 
@@ -51,14 +51,14 @@ class RingSizes:
         return " x ".join(parts)
 
 
-def check_context(
+def check_context_parallel(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     context: ParallelContext,
-    way: str,
+    method: str,
     notes: Sequence[str] = (),
 ) -> None:
-    """Raise ConfigError if context parallelism does not support the model. Changes nothing.
+    """Raise ConfigError if context parallelism does not support the model.
 
     Args:
         notes: the policy's notes about the stacks.
@@ -69,21 +69,21 @@ def check_context(
             "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
             remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis",
         )
-    if why := attention_not_on_interface(model):
-        if is_explicit(context, way):
+    if why := explain_unsupported_attention(model):
+        if is_explicit_method(context, method):
             raise ConfigError(
-                f"context_parallel={way!r} with sequence={context.sequence.size} does not support "
+                f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
                 f"{type(model).__name__}, which {why}",
                 rule="Ring attention, Ulysses and gathered keys are installed through transformers' AttentionInterface",
                 remedy="Use context_parallel='auto', which computes this attention in full on every rank, or remove "
                 "the sequence axis and use enable_sequence_parallelism=True",
             )
         return
-    choose_ring_sizes(model, context, way)
+    choose_ring_sizes(model, context, method)
 
 
-def attention_not_on_interface(model: nn.Module) -> str | None:
-    """Return why the model's attention cannot be replaced by another one, or None if it can."""
+def explain_unsupported_attention(model: nn.Module) -> str | None:
+    """Return why context parallelism cannot replace the model's attention, or None if it can."""
     classes = find_attention_classes(model)
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
@@ -91,35 +91,36 @@ def attention_not_on_interface(model: nn.Module) -> str | None:
     return None if classes else "has no attention that uses the AttentionInterface"
 
 
-def is_explicit(context: ParallelContext, way: str) -> bool:
-    """Whether the user chose the attention method explicitly, so that no other method may be used."""
-    return way != "auto" or (RING in context.sizes and GROUP in context.sizes)
+def is_explicit_method(context: ParallelContext, method: str) -> bool:
+    """Whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
+    return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
-def choose_ring_sizes(model: nn.Module, context: ParallelContext, way: str) -> RingSizes:
-    """Return the sizes of ring and Ulysses groups. Raises ConfigError if the chosen method does not fit the axis.
+def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -> RingSizes:
+    """Choose the sizes of the ring and Ulysses groups for a method of context parallelism.
 
-    "auto" minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses within a host.
+    ``"auto"`` minimizes the communicated bytes, by the formulas of ring attention and Ulysses, with Ulysses groups
+    within a host. Raises ConfigError if the method does not fit the sizes of the sequence axis.
     """
     size, view = context.sequence.size, context.sizes
     if RING in view and GROUP in view:
-        sizes = RingSizes(view[RING], view[GROUP], way == "gather")
-        if (way == "ring" and sizes.group > 1) or (way in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
+        sizes = RingSizes(view[RING], view[GROUP], method == "gather")
+        if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={way!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
-                rule="Two sizes mean a ring of Ulysses groups: keys travel along the ring, heads within a group",
+                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
+                rule="Two sizes mean a ring of Ulysses groups: keys are sent along the ring, heads within a group",
                 remedy="Use context_parallel='auto', or pass one size for the axis",
             )
         return sizes
-    if way == "ulysses":
+    if method == "ulysses":
         return RingSizes(1, size)
-    if way in ("ring", "gather"):
-        return RingSizes(size, 1, way == "gather")
-    return min(_candidate_sizes(model, context), key=lambda found: found[0])[1]
+    if method in ("ring", "gather"):
+        return RingSizes(size, 1, method == "gather")
+    return min(_iterate_candidate_sizes(model, context), key=lambda found: found[0])[1]
 
 
-def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
-    size, queries, keys = context.sequence.size, *_head_counts(model)
+def _iterate_candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tuple[float, RingSizes]]:
+    size, queries, keys = context.sequence.size, *_get_head_counts(model)
     queries, keys = max(queries // context.tensor.size, 1), max(keys // context.tensor.size, 1)
     for group in range(1, size + 1):
         if size % group or group > queries or (group > 1 and not _is_inside_host(context, group)):
@@ -131,27 +132,30 @@ def _candidate_sizes(model: nn.Module, context: ParallelContext) -> Iterator[tup
         yield sent, RingSizes(ring, group)
 
 
-def _head_counts(model: nn.Module) -> tuple[int, int]:
-    """Return the numbers of query heads and KV heads from the config; (1, 1) if they differ between layers."""
+def _get_head_counts(model: nn.Module) -> tuple[int, int]:
+    """Return the numbers of query heads and KV heads in the model's config; (1, 1) if they differ between layers."""
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := _uniform_field(inner, name), int):
-            keys = _uniform_field(inner, "num_key_value_heads")
+        if isinstance(queries := _get_uniform_field(inner, name), int):
+            keys = _get_uniform_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
 
 
-def _uniform_field(config: Any, name: str) -> Any:
-    """Return a field of a config. None if it is missing or differs by layer (transformers raises RuntimeError)."""
+def _get_uniform_field(config: Any, name: str) -> Any:
+    """Return a field of a config, or None if it is missing or its value differs between layers."""
     try:
         return getattr(config, name, None)
-    except RuntimeError:
+    except RuntimeError:  # transformers raises it for a value that differs between layers
         return None
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether each run of ``group`` consecutive ranks on the axis is within one host, as far as known."""
+    """Whether every Ulysses group of this size is within one host, as far as hosts are known.
+
+    A Ulysses group consists of consecutive ranks of the sequence axis.
+    """
     lines = context.grid.rank_groups("sequence")
     return not any(
         context.grid.crosses_hosts(line[i : i + group]) for line in lines for i in range(0, len(line), group)
@@ -165,8 +169,8 @@ class ContextFindings:
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
         gathers: (path of a stack's layers, path of a module in each layer) of modules that need the full sequence.
-        is_whole: whether the model's attentions are among them and stay unmodified.
-        reads_between: whether the model reads or writes positions of the hidden states between its layers.
+        is_whole: whether the full-sequence modules include the attentions, which then stay unmodified.
+        reads_between: whether the model reads or writes positions of the hidden states between two layers.
         unproven: name of an input with which the sequence cannot be sharded -> reason.
     """
 
@@ -178,37 +182,38 @@ class ContextFindings:
 
 
 def install_context_attention(
-    model: nn.Module, state: ShardingMetadata, way: str, learned: ContextFindings, *, draws: bool
+    model: nn.Module, state: ShardingMetadata, method: str, findings: ContextFindings, *, uses_random: bool
 ) -> None:
-    """Install the context-parallel attention, and gathers around modules that need the full sequence.
+    """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
 
-    Must run before the tensor-parallel regions are installed, which enclose it. Communicates to create groups.
+    Must run before the hooks of tensor-parallel regions, which enclose the attention, are installed. Communicates to
+    create process groups.
     """
     context = state.context
-    sizes = choose_ring_sizes(model, context, way)
+    sizes = choose_ring_sizes(model, context, method)
     has_view = RING in context.axes and GROUP in context.axes
     view = context if has_view else context.reshape_axis("sequence", **{RING: sizes.ring, GROUP: sizes.group})
     state.context_run = run = ContextParallelState(
-        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, learned.is_whole, dims=dict(learned.dims)
+        context.sequence, view.axis(RING), view.axis(GROUP), sizes.gathers, findings.is_whole, dims=dict(findings.dims)
     )
-    classes = () if learned.is_whole else tuple(find_attention_classes(model))
-    if not learned.is_whole:
-        _install_attention(model, run, classes)
-    ModelInputHook(run, model, draws=draws)
-    for path, name in learned.gathers:
+    classes = () if findings.is_whole else tuple(find_attention_classes(model))
+    if not findings.is_whole:
+        _configure_attention(model, run, classes)
+    ModelInputHook(run, model, draws=uses_random)
+    for path, name in findings.gathers:
         for layer in model.get_submodule(path).children():
             mixing = find_module(layer, name)
             if mixing is not None and not any(type(inner) in classes for inner in mixing.modules()):
-                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=draws))
-    how = "attention is computed in full on every rank" if learned.is_whole else sizes
+                state.region_hooks.append(FullSequenceHook(run, (path, name), mixing, draws=uses_random))
+    how = "attention is computed in full on every rank" if findings.is_whole else sizes
     state.notes.append(f"Context parallelism: {how}.")
-    if learned.gathers:
-        named = ", ".join(f"{layers}.*.{name}" for layers, name in learned.gathers)
-        what = "" if learned.is_whole else " (other than attention)"
+    if findings.gathers:
+        named = ", ".join(f"{layers}.*.{name}" for layers, name in findings.gathers)
+        what = "" if findings.is_whole else " (other than attention)"
         state.notes.append(f"Every rank computes all positions of modules that mix positions{what}: {named}.")
 
 
-def _install_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
+def _configure_attention(model: nn.Module, run: ContextParallelState, classes: tuple[type, ...]) -> None:
     attention.register_context_attention()
     for config in find_attention_configs(model):
         config._attn_implementation = attention.NAME
@@ -222,11 +227,14 @@ def install_context_hooks(
     model: nn.Module,
     stacks: Sequence[StackDescription],
     state: ShardingMetadata,
-    learned: ContextFindings,
+    findings: ContextFindings,
     *,
-    draws: bool,
+    uses_random: bool,
 ) -> None:
-    """Install the hooks that shard the sequence in the layers of a model. Must run after all other changes."""
+    """Install the hooks that shard the sequence in the layers of a model.
+
+    Must run after all other changes of the model.
+    """
     run, inside = state.context_run, set[int]()
     for stack in stacks:
         if stack.whole_sequence:
@@ -234,8 +242,8 @@ def install_context_hooks(
             continue
         layers = [layer for layer in model.get_submodule(stack.layers)._modules.values() if layer is not None]
         norm = model.get_submodule(stack.final_norm) if stack.final_norm else None
-        last = [*(layers if learned.reads_between else ()), norm or layers[-1]]
-        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=draws))
+        last = [*(layers if findings.reads_between else ()), norm or layers[-1]]
+        state.region_hooks.append(StackHook(run, stack.layers, layers, last, draws=uses_random))
         inside |= {id(m) for layer in (*layers, *([norm] if norm is not None else [])) for m in layer.modules()}
     for module in model.modules():
         if isinstance(module, ParallelModule) and id(module) not in inside:
@@ -243,7 +251,7 @@ def install_context_hooks(
 
 
 def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None:
-    """Warn on the first rank that the model's attention is not sharded over the sequence axis."""
+    """Warn, on the first rank only, that context parallelism computes this model's attention in full on every rank."""
     if context.rank == 0:
         warnings.warn(
             f"The attention of {type(model).__name__} cannot read positions of other ranks, so each of the "
@@ -253,18 +261,20 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
         )
 
 
-def plan_for_context(plan: ShardingPlan, learned: ContextFindings, *, has_stream: bool) -> ShardingPlan:
-    """Adapt the plan to a model with replicated attention, whose blocks must not share an exit with another block.
+def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
+    """Return the sharding plan with separate block exits if every rank computes the attention in full.
+
+    Such an attention must not share its exit, and thus its collective, with another block.
 
     Args:
-        has_stream: whether the tensor axis also shards the sequence, which raises ConfigError.
+        has_sequence_parallelism: whether sequence parallelism over the tensor axis is enabled, too. Raises ConfigError.
     """
-    if not learned.is_whole:
+    if not findings.is_whole:
         return plan
-    if has_stream:
+    if has_sequence_parallelism:
         raise ConfigError(
-            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}, whose "
-            "attention is computed in full on every rank",
+            f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}: every "
+            "rank computes its attention in full",
             remedy="Set enable_sequence_parallelism=False, or remove the sequence axis",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

@@ -1,4 +1,4 @@
-"""Optional kernels: fused norms, flash attention, and activations fused with the bias of the linear before them."""
+"""Install optional fused kernels: norms, and activations fused with the bias of the linear before them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUT
 
 
 def check_activations(model: nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if torch.compile cannot build kernels, or if the option would have no effect."""
+    """Raise ConfigError if ``enable_jit_fused`` has no effect on the model, or torch.compile cannot build kernels."""
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
     elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
@@ -34,10 +34,10 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
 
 
 def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Replace activations by torch's kernels, and let the linears before them defer their bias to the activation."""
+    """Replace activations by fused kernels that also add the bias of the linear before the activation."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
-            _replace(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
+            _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
     found: Counter[str] = Counter()
     for path, block in plan.blocks:
         acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
@@ -53,9 +53,9 @@ def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetada
 
 
 def check_norms(model: nn.Module) -> None:
-    """Raise ConfigError if the model has no supported norm, so that the option would have no effect."""
+    """Raise ConfigError if ``enable_fused_normalization`` has no effect, because no norm of the model is supported."""
     problem: ConfigError | None = None
-    for _, norm in _norms(model):
+    for _, norm in _iterate_norms(model):
         try:
             fused_norm(norm)
             return
@@ -68,28 +68,28 @@ def check_norms(model: nn.Module) -> None:
 
 
 def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
-    """Replace and record every supported norm. Notes the norms that are not replaced."""
+    """Replace every supported norm of the model by a fused kernel, and record which norms were replaced."""
     left: Counter[str] = Counter()
-    for path, norm in list(_norms(model)):
+    for path, norm in list(_iterate_norms(model)):
         kind = type(norm).__name__
         if isinstance(norm, ParallelModule):
             left[f"{kind} (its statistics are summed over ranks)"] += 1
             continue
         try:
-            _replace(model, path, norm, fused_norm(norm), "norm", state)
+            _replace_and_record(model, path, norm, fused_norm(norm), "norm", state)
         except ConfigError:
             left[f"{kind} (not a layer norm or RMS norm over the last dim)"] += 1
     if left:
         state.notes.append(f"Norms that are not fused: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
 
 
-def _norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if "norm" in type(module).__name__.lower() and not module._modules:
             yield path, module
 
 
-def _replace(
+def _replace_and_record(
     model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
 ) -> None:
     move_hooks(new, native)

@@ -1,4 +1,4 @@
-"""Tensor parallelism on a 2D, 2.5D or 3D grid: plans and installs the changes between the blocks of a model."""
+"""Tensor parallelism on a 2D, 2.5D or 3D grid of ranks: plan and install the changes outside of blocks."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ ArgumentSamples = dict[tuple[str, str], int | None]
 """(path of an attention with * for indices, name of an argument) -> its dim that counts samples, or a multiple."""
 
 
-def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
-    """Return the config with its tensor axis reshaped to the grid of its mode, and that grid. All processes call it.
+def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
+    """Return the config with its tensor axis reshaped to the grid of the tensor parallel mode, and the grid.
 
-    Raises ConfigError if the sizes do not fit the mode.
+    All processes call it. Raises ConfigError if the sizes do not fit the mode.
     """
     view = with_tensor_grid(context, config.tensor_parallel_mode)
     if view is not config.context:
@@ -50,7 +50,7 @@ def with_grid_context(config: ShardConfig, context: ParallelContext) -> tuple[Sh
 
 
 def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
-    """Extend the plan to the modules between blocks, where each rank has a shard of the hidden features.
+    """Extend a sharding plan to the modules between blocks, where each rank has a shard of the hidden features.
 
     Shards norms and per-feature parameters. Other modules with parameters receive all features, gathered at the
     submodule of the layer that contains them. Raises PolicyError if a rule supports only one tensor axis.
@@ -67,8 +67,8 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     for stack in plan.stacks:
         prefix = f"{stack.layers}."
         blocks = [block for _, block in plan.blocks if block.entry.startswith(prefix)]
-        _check_classes(plan, prefix)
-        if (width := _hidden_size(plan, blocks)) is None:
+        _check_replacement_classes(plan, prefix)
+        if (width := _get_hidden_size(plan, blocks)) is None:
             continue
         entries = tuple(f"{block.entry}." for block in blocks)  # inside, a rank has all features of its samples
         for path, module in plan.model.get_submodule(stack.layers).named_modules(prefix=stack.layers):
@@ -84,7 +84,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
         raise ConfigError(
             f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, whose "
             f"{[*gathered, *around][0]!r} reads all hidden features of a token",
-            rule="In 3D the ranks of a grid row have different samples between the blocks",
+            rule="In 3D, the ranks of a grid row have different samples between the blocks",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))
@@ -93,12 +93,12 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Whether a module has direct parameters, or is a norm without parameters."""
+    """Whether a module outside of blocks needs a rule: it has direct parameters, or is a norm without parameters."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
 
-def _check_classes(plan: ShardingPlan, prefix: str) -> None:
+def _check_replacement_classes(plan: ShardingPlan, prefix: str) -> None:
     for path, sub in plan.replacements.items():
         target = sub.target_module
         if not path.startswith(prefix) or not isinstance(target, type) or issubclass(target, GridModule):
@@ -110,7 +110,7 @@ def _check_classes(plan: ShardingPlan, prefix: str) -> None:
             )
 
 
-def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
+def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | None:
     rows: list[Any] = [find_module(plan.model, block.row) for block in blocks if block.replicated_terms is None]
     return next((row.nf if is_transposed(row) else row.out_features for row in rows if row is not None), None)
 
@@ -118,7 +118,7 @@ def _hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int | No
 def _add_outer_module(
     plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
 ) -> None:
-    """Add a module that has direct parameters and is outside the blocks to the plan."""
+    """Add a rule to the plan for a module with direct parameters that is outside of all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -146,8 +146,8 @@ def _add_outer_module(
 # --- batch dimensions of the arguments of attentions
 
 
-def full_input_modules(policy: Any) -> list[str]:
-    """Return the paths of modules that may receive other inputs than hidden states."""
+def find_full_input_modules(policy: Any) -> list[str]:
+    """Return the paths of modules in a policy's layers that may receive other inputs than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]
@@ -159,27 +159,27 @@ def full_input_modules(policy: Any) -> list[str]:
     return [path for path in dict.fromkeys(out) if find_module(model, path) is not None]
 
 
-def argument_key(path: str, argument: str) -> tuple[str, str]:
-    """Return the key under which findings about an argument are stored: the path with ``*`` for a layer's index."""
+def make_argument_key(path: str, argument: str) -> tuple[str, str]:
+    """Return a key for an argument of a module, the same for all layers: (path with ``*`` for indices, argument)."""
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", path), argument
 
 
 def named_arguments(module: nn.Module, args: Any, kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-    """Yield (argument, tensor) for all input tensors of a module. The hidden states are named ``HIDDEN_STATES``."""
+    """Yield (argument name, tensor) for all input tensors of a module; the first tensor is named ``HIDDEN_STATES``."""
     if not any(isinstance(x, Tensor) for x in (*args[:1], *kwargs.values())):
         return
-    hidden, names = first_tensor(args, kwargs), _names_of(module)
+    hidden, names = first_tensor(args, kwargs), _get_argument_names(module)
     for path, leaf in tree_flatten_with_path((args, kwargs))[0]:
         if isinstance(leaf, Tensor):
-            yield HIDDEN_STATES if leaf is hidden else _argument_path(path, names), leaf
+            yield HIDDEN_STATES if leaf is hidden else _format_argument_path(path, names), leaf
 
 
-def _names_of(module: nn.Module) -> list[str]:
+def _get_argument_names(module: nn.Module) -> list[str]:
     return list(inspect.signature(module.forward).parameters)
 
 
-def _argument_path(path: Any, names: list[str]) -> str:
-    """Return the argument's name, whether passed by position or keyword, and the path of a tensor inside it."""
+def _format_argument_path(path: Any, names: list[str]) -> str:
+    """Return the name of the argument that contains a tensor, followed by the tensor's path inside the argument."""
     kind, key, *inner = path
     if kind.idx == 1:
         return f"{key.key}{keystr(tuple(inner))}"
@@ -189,7 +189,7 @@ def _argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Install hooks that select this rank's samples in the additional arguments of each attention."""
+    """Install hooks that select this rank's samples in the additional arguments of each attention, such as masks."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
@@ -203,18 +203,18 @@ def install_argument_hooks(
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
-        stream.batch_dim = samples.get(argument_key(stack.layers, HIDDEN_STATES)) or 0
+        stream.batch_dim = samples.get(make_argument_key(stack.layers, HIDDEN_STATES)) or 0
 
 
 def _remove_caches(
     streams: Sequence[GridStackActivations], arguments: frozenset[str], model: nn.Module, args: Any, output: Any
 ) -> Any:
-    """Remove keys and values from the output: they belong to this rank's samples and must not be reused."""
+    """Remove KV caches from the model's output, because they contain only this rank's samples."""
     return without_caches(output, arguments) if any(stream.is_sharded for stream in streams[-1:]) else None
 
 
 class _LocalSamplesHook:
-    """Pre-forward hook of an attention that selects this rank's samples of its arguments.
+    """Pre-forward hook of an attention that selects this rank's samples from the attention's arguments.
 
     Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
     """
@@ -223,10 +223,10 @@ class _LocalSamplesHook:
         self, module: nn.Module, arguments: BlockArguments, stream: GridStackActivations, samples: ArgumentSamples
     ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
-        self._rows, self._names = 0, _names_of(module)
+        self._rows, self._names = 0, _get_argument_names(module)
         module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
         for name in arguments.region_inputs:
-            change_argument(module, name, partial(self._local_samples, name))
+            change_argument(module, name, partial(self._select_local_samples, name))
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_sharded:
@@ -234,15 +234,15 @@ class _LocalSamplesHook:
         hidden = first_tensor(args, kwargs)
         self._rows = hidden.shape[self._stream.batch_dim]
 
-        def own(path: Any, leaf: Any) -> Any:
+        def select_samples(path: Any, leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf is hidden or not leaf.dim():
                 return leaf
-            name = _argument_path(path, self._names)
-            return leaf if name in self._arguments.region_inputs else self._local_samples(name, leaf)
+            name = _format_argument_path(path, self._names)
+            return leaf if name in self._arguments.region_inputs else self._select_local_samples(name, leaf)
 
-        return tree_map_with_path(own, (args, kwargs))
+        return tree_map_with_path(select_samples, (args, kwargs))
 
-    def _local_samples(self, argument: str, x: Tensor) -> Tensor:
-        default = 0 if x.dim() > 1 and x.shape[0] == self._stream.samples else None
-        dim = self._samples.get(argument_key(self._arguments.at, argument), default)
-        return x if dim is None or not self._stream.is_sharded else self._stream.shard_samples(x, dim, self._rows)
+    def _select_local_samples(self, argument: str, tensor: Tensor) -> Tensor:
+        default = 0 if tensor.dim() > 1 and tensor.shape[0] == self._stream.samples else None
+        dim = self._samples.get(make_argument_key(self._arguments.at, argument), default)
+        return tensor if dim is None or not self._stream.is_sharded else self._stream.shard_samples(tensor, dim, self._rows)

@@ -1,4 +1,4 @@
-"""Installs tensor-parallel blocks on a model with replaced layers, and its gradient reduction."""
+"""Install the hooks of tensor-parallel blocks, and the gradient reduction, on a model with replaced layers."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ InstalledBlock = tuple[nn.Module, TensorParallelBlock]
 def install_regions(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, config: ShardConfig, grid: TensorGrid | None = None
 ) -> list[InstalledBlock]:
-    """Register the hooks of every stack and block. Must run last, because hooks stay on their module."""
-    axis, random = state.context.tensor, uses_dropout(model)
+    """Register the hooks of all stacks of layers and tensor-parallel blocks, after modules were replaced."""
+    axis, uses_random = state.context.tensor, uses_dropout(model)
     classes = LAYERS_BY_MODE[config.tensor_parallel_mode]
     _check_stack_layers(plan, state.activations)
     streams: dict[str, StackActivations] = {}
@@ -54,47 +54,47 @@ def install_regions(
         if stack.whole_sequence and layout != state.activations:
             state.notes.append(f"The sequence is not sharded in {stack.layers}: {stack.whole_sequence}.")
         stream = (
-            StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=random)
+            StackActivations(layout, axis, overlap=config.enable_sequence_overlap, random=uses_random)
             if grid is None
-            else GridStackActivations(layout, grid, random=random)
+            else GridStackActivations(layout, grid, random=uses_random)
         )
         streams[f"{stack.layers}."] = stream
         if grid is not None and stack.final_norm and state.stages is not None:
             norm: Any = model.get_submodule(stack.final_norm)
             if state.stages.placeholders.has_placeholders(norm):  # the norm is on another stage and has all features
-                norm.forward = _identity
-        _install_stack(model, stack, stream, axis, random)
+                norm.forward = _return_input
+        _install_stack(model, stack, stream, axis, uses_random)
     if any(stream.layout.shard_at_stack(axis.name) for stream in streams.values()):
         for module in model.modules():
             if isinstance(module, classes.embedding):
                 module.__dict__["sums_later"] = True
     alone = StackActivations(ActivationLayout(), axis)
 
-    def stream_of(path: str) -> StackActivations:
+    def get_stack_activations(path: str) -> StackActivations:
         return next((stream for prefix, stream in streams.items() if path.startswith(prefix)), alone)
 
     outer: list[Any] = []
     unsharded = (*plan.full_sequence_modules, *plan.token_free_modules)
     for path in unsharded:
-        of = stream_of(path)
+        of = get_stack_activations(path)
         register = of.register_full_sequence if path in plan.full_sequence_modules else of.register_token_free
-        outer.append(register(model.get_submodule(path), random))
+        outer.append(register(model.get_submodule(path), uses_random))
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
-        of, module = stream_of(f"{path}."), model.get_submodule(path)
+        of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
         module.register_forward_pre_hook(of.restore_length_before, with_kwargs=True)
         is_layer = path.rpartition(".")[0] in stack_paths
         change_argument(module, name, of.shard_argument if is_layer else of.gather_argument)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
-        stream = stream_of(f"{path}.")
+        stream = get_stack_activations(f"{path}.")
         block_classes = LAYERS_BY_MODE["1d"] if stream is alone else classes
         if stream is not alone and description.gather_module is not None:
-            outer.append(stream.register_full_sequence(model.get_submodule(description.gather_module), random))
+            outer.append(stream.register_full_sequence(model.get_submodule(description.gather_module), uses_random))
             stream = StackActivations(ActivationLayout(), stream.axis)
         elif stream is not alone and f"{description.entry}.".startswith(tuple(f"{path}." for path in unsharded)):
             stream = StackActivations(ActivationLayout(), stream.axis)
-        if (installed := _install_block(model, description, block_classes, stream, random, axis)) is not None:
+        if (installed := _install_block(model, description, block_classes, stream, uses_random, axis)) is not None:
             blocks.append(installed)
     # regions are left in the reverse order of entry
     outer = [*(hook for hook in outer if hook is not None), *streams.values()]
@@ -102,12 +102,12 @@ def install_regions(
     return blocks
 
 
-def _identity(x: Tensor) -> Tensor:
-    return x
+def _return_input(hidden_states: Tensor) -> Tensor:
+    return hidden_states
 
 
 def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
-    """Raise ConfigError if a layer of a stack that shards the sequence or the features is itself a block."""
+    """Raise ConfigError if a layer is itself a tensor-parallel block, in a stack that shards its hidden states."""
     layouts = {stack.layers: stack.get_activation_layout(stream) for stack in plan.stacks}
     sharded = {path for path, layout in layouts.items() if layout.shards_stacks}
     for _, block in plan.blocks:
@@ -121,9 +121,9 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
 
 
 def _install_stack(
-    model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, random: bool
+    model: nn.Module, stack: StackDescription, stream: StackActivations, axis: Axis, uses_random: bool
 ) -> None:
-    """Install the hooks of one stack, which shard its hidden states from the first to the last layer.
+    """Install the hooks that shard the hidden states from the first to the last layer of one stack.
 
     The states of another stack enter the tensor-parallel region once for all layers. If the model reads the hidden
     states between two layers, each layer gathers and shards them.
@@ -141,7 +141,7 @@ def _install_stack(
     else:
         stream.register(ends[0], ends[-1])
     sample_axis = stream.sample_sharing_axis
-    if random and sample_axis is not None:
+    if uses_random and sample_axis is not None:
         for module in layers.modules():  # each rank has a shard of every sample: all must drop the same samples
             if type(module).__name__.endswith("DropPath"):  # the class name in timm and transformers
                 align_random_state(sample_axis, module)
@@ -152,13 +152,15 @@ def _install_block(
     description: BlockDescription,
     classes: ModeLayers,
     stream: StackActivations,
-    random: bool,
+    uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Install one block. Returns None if it needs no hooks, or if it is shared by two layers and already installed.
+    """Install one tensor-parallel block on the linears of an attention or MLP.
+
+    Returns None if the block needs no hooks, or if two layers share it and it is already installed.
 
     Args:
-        axis: of ranks with the same input.
+        axis: axis of the ranks that have the same input.
     """
     row = model.get_submodule(description.row)
     if isinstance(row, classes.row) and getattr(row, "block", None) is not None:
@@ -173,10 +175,10 @@ def _install_block(
     for name, dim in arguments.head_dims.items():
         change_argument(brings, name, partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
     block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
-        stream, random, arguments.width
+        stream, uses_random, arguments.width
     )
     for name in [*description.columns, *description.cross_columns]:
-        column = _require_layer(model, name, classes.column, "columns")
+        column = _require_layer(model, name, classes.column, "column")
         column.block = block
         if name in description.columns:
             block.columns.append(column)
@@ -189,11 +191,11 @@ def _install_block(
     return entry, block
 
 
-def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], what: str) -> Any:
+def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str) -> Any:
     module = model.get_submodule(name)
     if not isinstance(module, kind):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}, but {what} of a block must be a {kind.__name__}",
+            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}",
             remedy="Name the same path in sub_module_replacement",
         )
     return module
@@ -202,7 +204,9 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], what: str
 def install_gradient_reduction(
     model: nn.Module, plan: ShardingPlan, blocks: Sequence[InstalledBlock], state: ShardingMetadata
 ) -> None:
-    """Fill ``state.entries`` and install reducers that make every gradient equal to that of the plain model.
+    """Install the gradient reducers that make every gradient equal to that of the plain model.
+
+    Stores how each parameter is reduced in ``state.entries``.
 
     One reducer handles the parameters of this stage. Further reducers handle the parameters that it shares with other
     stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
@@ -212,20 +216,20 @@ def install_gradient_reduction(
     specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))
-        layout, place = places.of(name)
+        layout, place = places.find_region(name)
         reduction = reduction_of(spec, layout, place, state.context.sizes, shared.get(name, ()))
         state.entries.append(ParamEntry(name, param, spec, reduction))
-    axis_of = _reduction_axes(state, list(dict.fromkeys(shared.values())))
+    get_reduction_axis = _create_reduction_groups(state, list(dict.fromkeys(shared.values())))
     order = {name: at for at, name in enumerate(shared)}
     gradients: dict[tuple[int, ...], list[GradientSlot]] = {}
     for entry in sorted(state.entries, key=lambda entry: order.get(entry.name, 0)):
-        axis = axis_of(entry.reduction)
+        axis = get_reduction_axis(entry.reduction)
         if axis.size > 1 or entry.reduction.divisor != 1:
             gradients.setdefault(entry.reduction.stages, []).append(GradientSlot(entry, axis, state.coords))
     by_param = {id(g.param): g for found in gradients.values() for g in found if not g.entry.spec.is_sharded}
     for module, block in blocks:
         if block.stream.layout.shard_at_stack(block.axis.name) is None:
-            _detect_region_side(module, block, by_param)
+            _install_region_side_hooks(module, block, by_param)
     size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
     state.reducers = [
         GradientReducer(gradients[stages], size, watch=None if stages else state.monitor)  # stages differ in weights
@@ -234,23 +238,25 @@ def install_gradient_reduction(
 
 
 class ParameterRegions:
-    """Finds the activation layout around each parameter, and whether it is in a block, between blocks or outside."""
+    """Finds the region that contains a parameter (in a block, between blocks or outside) and its layout."""
 
     def __init__(self, plan: ShardingPlan, stream: ActivationLayout) -> None:
         self._stream, blocks = stream, [block for _, block in plan.blocks]
-        self._inside = tuple(_prefix(block.entry) for block in blocks)
+        self._inside = tuple(_with_trailing_dot(block.entry) for block in blocks)
         # each rank adds a fraction of the bias, unless the module is a block by itself
-        self._biases = {f"{_prefix(block.row)}bias" for block in blocks if block.replicated_terms is None}
+        self._biases = {f"{_with_trailing_dot(block.row)}bias" for block in blocks if block.replicated_terms is None}
         gathered = [block.gather_module for block in blocks if block.gather_module is not None]
-        self._gathered = tuple(map(_prefix, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered)))
+        self._gathered = tuple(
+            map(_with_trailing_dot, (*plan.full_sequence_modules, *plan.token_free_modules, *gathered))
+        )
         self._stacks = [
             (prefix, stack.get_activation_layout(stream))
             for stack in plan.stacks
-            for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))
+            for prefix in map(_with_trailing_dot, (stack.layers, stack.final_norm or ""))
             if prefix
         ]
 
-    def of(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
+    def find_region(self, name: str) -> tuple[ActivationLayout, ModelRegion]:
         """Return the activation layout around a parameter, and the region that contains it."""
         layout = next((layout for prefix, layout in self._stacks if name.startswith(prefix)), None)
         if name not in self._biases and name.startswith(self._inside):
@@ -260,15 +266,19 @@ class ParameterRegions:
         return layout, ModelRegion.GATHERED if name.startswith(self._gathered) else ModelRegion.STACK
 
 
-def _prefix(path: str) -> str:
+def _with_trailing_dot(path: str) -> str:
     return f"{path}." if path else ""
 
 
-def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) -> Callable[[Reduction], Axis]:
-    """Create the groups that reduce gradients, on all processes in one order. Returns reduction -> its group.
+def _create_reduction_groups(
+    state: ShardingMetadata, stage_sets: Sequence[tuple[int, ...]]
+) -> Callable[[Reduction], Axis]:
+    """Create the process groups that reduce gradients, in the same order on all processes.
+
+    Returns a function that maps a reduction to the axis of its group.
 
     Args:
-        shared: sets of stages that share a parameter.
+        stage_sets: sets of stages that share a parameter.
     """
     context = state.context
     names = ("data", *state.activations.partial_axes(ModelRegion.OUTSIDE))
@@ -277,23 +287,23 @@ def _reduction_axes(state: ShardingMetadata, shared: Sequence[tuple[int, ...]]) 
     choices = [(*outside, *chosen) for count in range(len(block) + 1) for chosen in combinations(block, count)]
     of_stages = {
         (tuple(sorted(names)), stages): context.flatten(*names, "pipe", only={"pipe": stages})
-        for stages in shared
+        for stages in stage_sets
         for names in choices
     }
     for names in choices:
         context.flatten(*names or ("data",))
 
-    def axis_of(reduction: Reduction) -> Axis:
+    def get_reduction_axis(reduction: Reduction) -> Axis:
         if reduction.stages:
             return of_stages[tuple(sorted(reduction.sum_over)), reduction.stages]
         return context.flatten(*reduction.sum_over) if reduction.sum_over else Axis("none")
 
-    return axis_of
+    return get_reduction_axis
 
 
 @dataclass(eq=False)
 class _RegionSideHook:
-    """Pre-forward hook that sets divisors: gradients are partial inside a block and complete after its exit."""
+    """Pre-forward hook that sets the divisor of gradients, which are partial inside a block and full after its exit."""
 
     block: TensorParallelBlock
     gradients: list[GradientSlot]
@@ -304,13 +314,16 @@ class _RegionSideHook:
             gradient.divisor = gradient.entry.reduction.divisor * multiplicity
 
 
-def _detect_region_side(at: nn.Module, block: TensorParallelBlock, by_param: dict[int, GradientSlot]) -> None:
-    """Detect at run time on which side of the block's exit a module runs (ALBERT's norm runs after it, T5 has none).
+def _install_region_side_hooks(
+    entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
+) -> None:
+    """Install hooks that detect, in each forward, whether a module runs before or after the exit of its block.
 
-    Not needed where the stack shards the hidden states: each rank then sees only its shard after the exit.
+    ALBERT's norm runs after the exit. The hooks are not needed if the stack shards the hidden states, because each rank
+    then sees only its shard after the exit.
     """
-    for module in at.modules():
+    for module in entry.modules():
         params: list[Tensor] = list(module.parameters(recurse=False))
-        gradients = [by_param[id(p)] for p in params if id(p) in by_param]
+        gradients = [gradient_by_param_id[id(p)] for p in params if id(p) in gradient_by_param_id]
         if gradients and not isinstance(module, ParallelModule):
             module.register_forward_pre_hook(_RegionSideHook(block, gradients))

@@ -1,4 +1,4 @@
-"""Checks before a model is sharded, and restoration of the model if sharding fails."""
+"""Check that a model can be sharded, and restore the model if sharding fails."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from shardformer.module_paths import find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
-from shardformer.sharding.apply_context_parallel import check_context
+from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.apply_kernels import check_activations, check_norms
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
@@ -43,7 +43,7 @@ OTHER_PROCESSES_TIMEOUT_S = 10.0
 
 
 def check_process_group(config: ShardConfig) -> ParallelContext:
-    """Return the context to shard over, after checking that all processes passed consistent groups.
+    """Return the parallel context of a config, after checking that all processes passed consistent process groups.
 
     No collective is possible before this check. Each process announces its group in the launcher's store and reads the
     announcements of all other processes.
@@ -62,13 +62,13 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
     if store is not None:
         ranks = list(context.tensor.ranks) if context is not None else []
         kind = "the grid of launch_from_torch" if config.context is not None else "the process group"
-        announcement = _Announcement(ranks, f"{kind} {ranks}", str(problem or ""))
+        announcement = _GroupAnnouncement(ranks, f"{kind} {ranks}", str(problem or ""))
         rank, key = dist.get_rank(), f"{ANNOUNCEMENTS}/{dist.get_rank()}"
         store.set(f"{key}/{store.add(key, 1)}", json.dumps(astuple(announcement)))
         deadline = time.monotonic() + OTHER_PROCESSES_TIMEOUT_S
         # read all announcements before raising, so that a later call does not read those of this call
         others = [other for other in range(dist.get_world_size()) if other != rank]
-        problems = [_read_announcements(store, other, announcement, deadline) for other in others]
+        problems = [_check_announcement(store, other, announcement, deadline) for other in others]
         problem = problem or next((problem for problem in problems if problem is not None), None)
     if problem is not None:
         raise problem
@@ -77,47 +77,51 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
 
 
 @dataclass(frozen=True)
-class _Announcement:
-    """Announcement of one process: ranks of its group, description of the group, and the reason why it cannot shard."""
+class _GroupAnnouncement:
+    """Announcement of one process in the launcher's store: its process group, and why it cannot shard, if so."""
 
     ranks: list[int]
     group: str
     problem: str
 
 
-def _read_announcements(store: Any, other: int, own: _Announcement, deadline: float) -> ShardFormerError | None:
-    """Read the announcements of process ``other`` up to the next that concerns this process. Returns the problem.
+def _check_announcement(
+    store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
+) -> ShardFormerError | None:
+    """Return the error if the next announcement of another process contradicts the announcement of this process.
 
     Waits for members of this process's group without a deadline. Skips announcements of groups without this process.
     Keeps an announcement that belongs to a later call.
     """
-    me, is_member = dist.get_rank(), other in own.ranks
-    place = f"{ANNOUNCEMENTS}/{me}/of/{other}"
+    me, is_member = dist.get_rank(), peer in announcement.ranks
+    place = f"{ANNOUNCEMENTS}/{me}/of/{peer}"
     while True:
-        key = f"{ANNOUNCEMENTS}/{other}/{store.add(place, 0) + 1}"
-        has_arrived, why = _wait_for_key(store, key, None if is_member else deadline, other)
+        key = f"{ANNOUNCEMENTS}/{peer}/{store.add(place, 0) + 1}"
+        has_arrived, why = _wait_for_key(store, key, None if is_member else deadline, peer)
         if not has_arrived:
             if is_member and why:
                 return LaunchError(
-                    f"Process {other} ended before it reached shard_model: {why}",
-                    remedy=f"Fix the error of process {other}",
+                    f"Process {peer} ended before it reached shard_model: {why}",
+                    remedy=f"Fix the error of process {peer}",
                 )
-            problem = f"Process {other} did not reach shard_model for {own.group}, but process {me} did"
+            problem = f"Process {peer} did not reach shard_model for {announcement.group}, but process {me} did"
             return LostPeerError(problem, remedy=SAME_GROUP) if is_member else None
-        announced = _Announcement(*json.loads(store.get(key)))
+        announced = _GroupAnnouncement(*json.loads(store.get(key)))
         is_about_us = me in announced.ranks
-        if is_about_us and not is_member and not own.problem:
+        if is_about_us and not is_member and not announcement.problem:
             return None
         store.add(place, 1)
-        if own.problem:
+        if announcement.problem:
             return None  # one announcement answers another, and this process already has a problem
         if announced.problem:
             return LaunchError(
-                f"Process {other} cannot shard the model: {announced.problem}",
-                remedy=f"Fix the error of process {other}",
+                f"Process {peer} cannot shard the model: {announced.problem}",
+                remedy=f"Fix the error of process {peer}",
             )
-        if is_about_us and announced != own:
-            problem = f"Process {me} shards over {own.group}, but its member process {other} over {announced.group}"
+        if is_about_us and announced != announcement:
+            problem = (
+                f"Process {me} shards over {announcement.group}, but its member process {peer} over {announced.group}"
+            )
             return ConfigError(problem, remedy=SAME_GROUP)
         if is_about_us or not is_member:
             return None
@@ -126,8 +130,8 @@ def _read_announcements(store: Any, other: int, own: _Announcement, deadline: fl
 SAME_GROUP = "Pass the same group, with the ranks in the same order, on all of its members"
 
 
-def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> tuple[bool, str]:
-    """Return whether ``key`` was set, and the error that ended process ``other`` before that, if it reported one.
+def _wait_for_key(store: Any, key: str, deadline: float | None, peer: int) -> tuple[bool, str]:
+    """Wait until another process sets a key of the store. Return whether it did, and any error that ended it.
 
     Waits until the deadline, or for the store's timeout. Polls, because ``store.wait`` does not notice a process that
     ended, and logs a warning for each interrupted wait.
@@ -136,7 +140,7 @@ def _wait_for_key(store: Any, key: str, deadline: float | None, other: int) -> t
     pause_s = FIRST_PAUSE_S
     with suppress(RuntimeError):  # raised if the process that hosts the store has ended
         while not store.check([key]):
-            why = store.get(f"{ENDED}/{other}").decode() if store.check([f"{ENDED}/{other}"]) else ""
+            why = store.get(f"{ENDED}/{peer}").decode() if store.check([f"{ENDED}/{peer}"]) else ""
             if why or time.monotonic() >= end:
                 return bool(store.check([key])), why
             time.sleep(pause_s)
@@ -155,8 +159,8 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def check_unsharded(model: nn.Module) -> None:
-    """Raise ConfigError if the model is already sharded, or if its parameters cannot be read or sharded."""
+def check_can_be_sharded(model: nn.Module) -> None:
+    """Raise ConfigError if the model is already sharded or was created under ``torch.inference_mode``."""
     check_not_sharded(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
@@ -166,13 +170,15 @@ def check_unsharded(model: nn.Module) -> None:
     check_recipes(model)
 
 
-def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, cuts: bool = True) -> ShardingPlan:
-    """Return the plan of the policy for the model, after checking all options.
+def make_checked_plan(
+    model: nn.Module, policy: Policy, config: ShardConfig, *, applies_rules: bool = True
+) -> ShardingPlan:
+    """Return the sharding plan of a policy for a model, after checking that the model supports the config.
 
     The model is unchanged, except by the policy's ``preprocess``.
 
     Args:
-        cuts: whether weights are sharded (see ``make_plan``).
+        applies_rules: whether weights are sharded (see ``make_plan``).
 
     Raises:
         PolicyError: see ``make_plan``.
@@ -186,7 +192,7 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
             remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism",
         )
     if config.uses_context_parallel:
-        check_context(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
+        check_context_parallel(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
     if config.enable_flash_attention:
         check_flash_attention(model, config.resolve_context().device)
     if config.enable_fused_normalization:
@@ -198,11 +204,11 @@ def make_checked_plan(model: nn.Module, policy: Policy, config: ShardConfig, *, 
     policy.set_model(model)
     if policy.changes_classes_or_ties:
         legacy.check_legacy(policy, model)
-    return make_plan(model, policy, cuts=cuts)
+    return make_plan(model, policy, applies_rules=applies_rules)
 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
-    """Raise ConfigError if a parameter that will be sharded has hooks, which sharding would drop."""
+    """Raise ConfigError if a parameter to shard has hooks, because the shard that replaces it would not have them."""
     sharded = plan.sharded_parameter_ids()
     for p in model.parameters():
         if id(p) in sharded and tensor_hooks_of(p):
@@ -213,8 +219,8 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
             )
 
 
-def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
-    """Raise ConfigError if a buffer or attribute is a view of a parameter that is sharded or on another stage."""
+def check_no_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> None:
+    """Raise ConfigError if a buffer or attribute is a view of a parameter that will be sharded or moved to a stage."""
     sharded = plan.sharded_parameter_ids()
     is_here = stages.is_here if stages is not None else lambda _: True
     moved = [(name, p) for name, p in model.named_parameters() if id(p) in sharded or not is_here(name)]
@@ -226,19 +232,19 @@ def check_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) -> 
         )
 
 
-def referenced_elsewhere(model: nn.Module) -> set[int]:
-    """Return the ids of parameters that an object other than the model's modules refers to, such as an optimizer.
+def find_referenced_parameters(model: nn.Module) -> set[int]:
+    """Return the ids of parameters to which an object other than a module of the model refers, such as an optimizer.
 
-    Compares reference counts with that of a parameter that only its module refers to.
+    Compares their reference counts with the count of a parameter to which only its module refers.
     """
     alone = nn.Module()
     alone.only = nn.Parameter(torch.empty(0))
-    ((_, by_counting),) = _reference_counts(alone)
+    ((_, by_counting),) = _count_references(alone)
     times = Counter([id(p) for m in model.modules() for p in m._parameters.values() if p is not None])
-    return {key for key, count in _reference_counts(model) if count - (by_counting - 1) > times[key]}
+    return {key for key, count in _count_references(model) if count - (by_counting - 1) > times[key]}
 
 
-def _reference_counts(model: nn.Module) -> list[tuple[int, int]]:
+def _count_references(model: nn.Module) -> list[tuple[int, int]]:
     counts: list[tuple[int, int]] = []
     for module in model.modules():
         for p in module._parameters.values():
@@ -247,17 +253,19 @@ def _reference_counts(model: nn.Module) -> list[tuple[int, int]]:
     return counts
 
 
-def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | None, outside: Collection[int]) -> None:
-    """Raise ConfigError if an optimizer refers to a parameter that will be replaced by its shard.
+def check_no_optimizer(
+    model: nn.Module, plan: ShardingPlan, stages: Stages | None, referenced: Collection[int]
+) -> None:
+    """Raise ConfigError if an optimizer already refers to a parameter that will be replaced by its shard.
 
     Args:
-        outside: result of ``referenced_elsewhere`` before planning. The slow search through all objects of the process
-            runs only if it contains a parameter to shard.
+        referenced: result of ``find_referenced_parameters`` before planning. The slow search through all objects of the
+            process runs only if it contains a parameter to shard.
     """
     sharded = plan.sharded_parameter_ids()
     if stages is not None:
         sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
-    if not sharded.keys() & outside:
+    if not sharded.keys() & referenced:
         return
     params = [p for p in model.parameters() if id(p) in sharded]
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
@@ -274,7 +282,7 @@ def check_no_optimizer(model: nn.Module, plan: ShardingPlan, stages: Stages | No
 
 
 def check_layouts(model: nn.Module, coords: Coords) -> None:
-    """Raise PolicyError if a shard does not match its layout, as when tied weights are split in two ways."""
+    """Raise PolicyError if the shape of a local shard does not match its layout, or tied weights have two layouts."""
     seen: dict[int, tuple[str, ShardSpec]] = {}
     for name, param, spec in sharded_parameters(model):
         other, first = seen.setdefault(id(param), (name, spec))
@@ -289,60 +297,60 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
 
 @contextmanager
 def restore_on_error(model: nn.Module) -> Iterator[None]:
-    """Restore modules, parameters, hooks, attributes and configs if the body raises.
+    """Restore the model's modules, parameters, hooks, attributes and configs if the body of the context raises.
 
-    Does not copy the values of parameters: values that a policy's own functions wrote are not restored.
+    Parameter values that functions of a policy overwrite in place are not restored.
     """
-    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _hook_tables(p)))) for p in model.parameters()]
+    params = [(p, p.requires_grad, dict(vars(p)), list(map(set, _get_hook_tables(p)))) for p in model.parameters()]
     modules = list(model.modules())
-    before = [(m, type(m), dict(vars(m)), _tables(vars(m))) for m in modules]
+    before = [(m, type(m), dict(vars(m)), _copy_private_tables(vars(m))) for m in modules]
     settings = [(c, dict(vars(c))) for c in find_configs(model)]
     try:
         yield
     except BaseException:
         for m, kind, attributes, tables in before:
             m.__class__ = kind
-            _set(vars(m), attributes)
+            _replace_entries(vars(m), attributes)
             for name, entries in tables.items():
-                _set(vars(m)[name], entries)
+                _replace_entries(vars(m)[name], entries)
         for c, attributes in settings:
-            _set(vars(c), attributes)
+            _replace_entries(vars(c), attributes)
         for p, trains, attributes, hooks in params:
             if p.requires_grad != trains:
                 p.requires_grad_(trains)
-            _set(vars(p), attributes)
-            for table, own in zip(_hook_tables(p), hooks, strict=True):
+            _replace_entries(vars(p), attributes)
+            for table, own in zip(_get_hook_tables(p), hooks, strict=True):
                 for key in table.keys() - own:
                     del table[key]
         raise
 
 
-def _hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
+def _get_hook_tables(p: nn.Parameter) -> list[dict[int, Any]]:
     return [p._backward_hooks or {}, getattr(p, "_post_accumulate_grad_hooks", None) or {}]
 
 
-def _tables(attributes: dict[str, Any]) -> dict[str, Any]:
+def _copy_private_tables(attributes: dict[str, Any]) -> dict[str, Any]:
     return {n: v.copy() for n, v in attributes.items() if n.startswith("_") and isinstance(v, dict | set)}
 
 
-def _set(table: Any, entries: Any) -> None:
+def _replace_entries(table: Any, entries: Any) -> None:
     table.clear()
     table.update(entries)
 
 
-def check_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], Sequence[int]]) -> None:
+def check_tied_stages(ties: Sequence[OverlapGroup], stages_of: Callable[[str], Sequence[int]]) -> None:
     """Raise ConfigError if parameters that share memory are on different pipeline stages."""
     for group in ties:
         if len({tuple(stages_of(name)) for name in group}) > 1:
-            raise _broken_tie_error(group, "are on different pipeline stages")
+            raise _make_broken_tie_error(group, "are on different pipeline stages")
 
 
 def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[int, ShardSpec]) -> None:
-    """Make shards share memory if their full parameters did.
+    """Make local shards share memory if their full parameters shared memory before sharding.
 
     Args:
         model: the sharded model.
-        ties: groups of names before sharding.
+        ties: groups of names of parameters that shared memory before sharding.
         specs: id(shard) -> its layout.
 
     Raises ConfigError if the parameters of a group are sharded in different ways.
@@ -353,13 +361,13 @@ def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[
         if not any(id(part) in specs for part in parts.values()):
             continue  # replicated, or on another stage
         if len({(str(specs.get(id(part))), group[name]) for name, part in parts.items()}) > 1:
-            raise _broken_tie_error(group, "are sharded in different ways")
+            raise _make_broken_tie_error(group, "are sharded in different ways")
         first, *others = parts.values()
         for other in others:
             other.data = first.data
 
 
-def _broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> ConfigError:
+def _make_broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> ConfigError:
     first, second, *_ = group
     return ConfigError(
         f"{first} and {second} share memory, but {why}",

@@ -1,4 +1,4 @@
-"""Describe a sharded model: replaced modules, shapes of sharded parameters, and the layers of each stage."""
+"""Describe a sharded model: its replaced modules, local shapes of parameters, and layers of each stage."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ TableRow = tuple[str, tuple[str, ...], int]
 """Path with ``*`` for the index of a layer, the other cells, and the number of rows merged into this row."""
 
 
-def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
-    r"""Format rows as aligned lines, grouped under a heading for each stack of layers.
+def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, int]) -> list[str]:
+    r"""Format the rows of a table as aligned lines, with a heading for each stack of layers.
 
     Args:
         head: the titles of the columns.
         layers: ``transformer.h.*`` -> number of layers in that stack.
 
-    >>> print("\n".join(table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
+    >>> print("n".join(format_table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
     ...                                           ("h.*.k", ("6", "3"), 2), ("h.*.t", ("9", "5"), 1)], {"h.*": 2})))
             was  is
     head    6    3
@@ -42,41 +42,53 @@ def table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mapping[str, 
     lines: list[tuple[str, ...]] = [head]
     sections: dict[str, list[TableRow]] = {"": []}
     for path, cells, count in rows:
-        section = _section(path)
-        sections.setdefault(section, []).append((_inside(section, path), cells, count))
+        section = _find_stack(path)
+        sections.setdefault(section, []).append((_remove_stack(section, path), cells, count))
     for section, members in sections.items():
         if section:
             count = layers.get(section, 0)
             lines.append((f"{section}: {count} layer{'' if count == 1 else 's'}",))
-        for names, cells in _merged(members, layers.get(section, 1)):
-            first, *more = wrapped(names, NAME_WIDTH)
+        for names, cells in _merge_rows(members, layers.get(section, 1)):
+            first, *more = wrap_paths(names, NAME_WIDTH)
             indent = "  " if section else ""
             lines += [(indent + first, *cells), *[(f"{indent}  {rest}",) for rest in more]]
     return align_columns(lines)
 
 
-def align_columns(lines: Sequence[Sequence[str]], numbers: int | None = None) -> list[str]:
-    """Align the cells in columns, right-aligned from column ``numbers`` on. A line of one cell is unchanged."""
+def align_columns(lines: Sequence[Sequence[str]], first_right_aligned: int | None = None) -> list[str]:
+    """Pad the cells of each line to the width of their column. Lines of one cell are unchanged.
+
+    Args:
+        first_right_aligned: the first column to align on the right. None aligns all columns on the left.
+    """
     columns = range(max(map(len, lines)))
     widths = [max((len(line[i]) for line in lines if i < len(line) > 1), default=0) for i in columns]
 
     def padded(at: int, cell: str) -> str:
-        return cell.ljust(widths[at]) if numbers is None or at < numbers else cell.rjust(widths[at])
+        return (
+            cell.ljust(widths[at])
+            if first_right_aligned is None or at < first_right_aligned
+            else cell.rjust(widths[at])
+        )
 
     return ["  ".join(padded(at, cell) for at, cell in enumerate(line)).rstrip() for line in lines]
 
 
-def wrapped(names: str, width: int, together: str = "(?<=:) ") -> list[str]:
-    """Wrap names to ``width``. Spaces that match ``together`` do not break, and a long path breaks at a dot."""
-    words = re.sub(together, "\xa0", names).split(" ")
+def wrap_paths(names: str, width: int, unbroken: str = "(?<=:) ") -> list[str]:
+    """Wrap a list of module paths to lines of at most ``width`` characters. A longer path breaks at a dot.
+
+    Args:
+        unbroken: pattern of spaces at which a line must not break.
+    """
+    words = re.sub(unbroken, "\xa0", names).split(" ")
     breaks = [word.rfind(".", 0, width) + 1 if len(word) > width else 0 for word in words]
     text = " ".join(f"{word[:at]} {word[at:]}" if at else word for word, at in zip(words, breaks, strict=True))
     lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False)
     return [line.replace("\xa0", " ") for line in lines]
 
 
-def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
-    """Merge replicated parameters (path, shape, count, share) of one module, and of equal modules, into one row."""
+def merge_replicated_parameters(parameters: Iterable[tuple[str, str, int, float]]) -> list[TableRow]:
+    """Merge replicated parameters (path, shape, count, share) of one module, or of equal modules, into table rows."""
     leaves: dict[tuple[str, str, int], tuple[list[str], float]] = {}
     for path, shape, count, share in parameters:
         owner, _, leaf = path.rpartition(".")
@@ -84,34 +96,34 @@ def replicated_rows(parameters: Iterable[tuple[str, str, int, float]]) -> list[T
         leaves[owner, shape, count] = ([*names, leaf], total + share)
     merged: dict[tuple[str, str, str, int], tuple[list[str], float]] = {}
     for (owner, shape, count), (names, share) in leaves.items():
-        section = _section(owner)
+        section = _find_stack(owner)
         key = (section, ", ".join(names), shape, count)
         owners, total = merged.get(key, ([], 0.0))
-        merged[key] = ([*owners, _inside(section, owner)], total + share)
+        merged[key] = ([*owners, _remove_stack(section, owner)], total + share)
     out: list[TableRow] = []
     for (section, names_, shape, count), (owners, share) in merged.items():
         text = f"{', '.join(owners)}: {names_}" if any(owners) else names_
-        out.append((f"{section}.{text}" if section else text, (shape, percent(share)), count))
+        out.append((f"{section}.{text}" if section else text, (shape, format_percent(share)), count))
     return out
 
 
-def percent(share: float) -> str:
-    """Format a share as ``0.3%``, and as ``<0.1%`` if it would round to zero."""
+def format_percent(share: float) -> str:
+    """Format a fraction as ``0.3%``, or as ``<0.1%`` if it would round to zero."""
     return f"{share:.1%}" if share >= 0.0005 or share == 0 else "<0.1%"
 
 
-def _section(path: str) -> str:
-    """Return the path up to the first index: ``transformer.h.*`` for ``transformer.h.*.attn``."""
+def _find_stack(path: str) -> str:
+    """Return the stack in a path, ``transformer.h.*`` for ``transformer.h.*.attn``; empty outside of stacks."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
 
-def _inside(section: str, path: str) -> str:
-    return path[len(section) :].lstrip(".") or "the layer itself" if section else path
+def _remove_stack(stack: str, path: str) -> str:
+    return path[len(stack) :].lstrip(".") or "the layer itself" if stack else path
 
 
-def _merged(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
-    """Merge adjacent rows of one module with equal cells into one line: ``attn.q, k, v``."""
+def _merge_rows(rows: Sequence[TableRow], num_layers: int) -> list[tuple[str, tuple[str, ...]]]:
+    """Merge adjacent rows of one module whose cells are equal into one row, such as ``attn.q, k, v``."""
 
     def key(row: TableRow) -> tuple[str, tuple[str, ...], int, str]:
         path, cells, count = row
@@ -135,7 +147,7 @@ MOST_NAMED = 3
 
 @dataclass(frozen=True)
 class StageRow:
-    """One pipeline stage.
+    """Row of the stage table that describes one pipeline stage.
 
     Args:
         stage: rank on the pipe axis.
@@ -158,8 +170,8 @@ class StageRow:
     checkpointed: int
 
 
-def stage_rows(stages: Stages) -> list[StageRow]:
-    """Return a row for each rank of the pipe axis, identical on all ranks."""
+def make_stage_rows(stages: Stages) -> list[StageRow]:
+    """Return the rows of the stage table, one for each rank of the pipe axis. Identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters
@@ -176,7 +188,7 @@ def stage_rows(stages: Stages) -> list[StageRow]:
                 stage,
                 virtual,
                 ", ".join(abbreviate_paths([stages.chain.layer_calls[unit] for unit in units])),
-                ", ".join(modules_of(here - in_layers, names)),
+                ", ".join(find_covering_paths(here - in_layers, names)),
                 size,
                 size / max(total, 1),
                 sum(stages.costs[unit] for unit in units) / cost,
@@ -186,19 +198,19 @@ def stage_rows(stages: Stages) -> list[StageRow]:
     return rows
 
 
-def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
-    """Format the rows as an aligned table, followed by the schedule and the parameters that stages share."""
+def format_stage_table(rows: list[StageRow], stages: Stages) -> list[str]:
+    """Format the stage table, followed by sentences about the schedule and the parameters that stages share."""
     head = ("stage", "virtual", "layers", "other modules", "parameters", "share", "cost", "recomputed")
     lines: list[tuple[str, ...]] = [head]
     for row in rows:
-        numbers = [f"{row.parameters:,}", percent(row.share), percent(row.cost), str(row.checkpointed)]
-        layers = wrapped(row.layers, WIDTH, together=r" (?=\(|times)")
+        numbers = [f"{row.parameters:,}", format_percent(row.share), format_percent(row.cost), str(row.checkpointed)]
+        layers = wrap_paths(row.layers, WIDTH, unbroken=r" (?=\(|times)")
         virtual = ", ".join(map(str, row.virtual_stages))
         cells = [
             [str(row.stage)],
             [virtual],
             layers,
-            wrapped(row.other_modules, OTHER_MODULES_WIDTH),
+            wrap_paths(row.other_modules, OTHER_MODULES_WIDTH),
             *([n] for n in numbers),
         ]
         lines += zip_longest(*cells, fillvalue="")
@@ -207,10 +219,15 @@ def stage_lines(rows: list[StageRow], stages: Stages) -> list[str]:
         "recomputed": any(row.checkpointed for row in rows),
     }
     shown = [[cell for title, cell in zip(head, line, strict=True) if is_shown.get(title, True)] for line in lines]
-    return [*align_columns(shown, shown[0].index("parameters")), "", *_schedule_lines(stages), *shared_lines(stages)]
+    return [
+        *align_columns(shown, shown[0].index("parameters")),
+        "",
+        *_describe_schedule(stages),
+        *describe_shared_parameters(stages),
+    ]
 
 
-def _schedule_lines(stages: Stages) -> list[str]:
+def _describe_schedule(stages: Stages) -> list[str]:
     name, num_stages, chunks = stages.manager.schedule, stages.manager.num_stages, stages.manager.num_model_chunks
     few, many = (round_up_micro_batches(name, num_stages, chunks, factor * num_stages) for factor in (2, 8))
     with_few, with_many = (simulate(make_schedule(name, num_stages, count, chunks)) for count in (few, many))
@@ -223,8 +240,8 @@ def _schedule_lines(stages: Stages) -> list[str]:
     return textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
 
 
-def shared_lines(stages: Stages) -> list[str]:
-    """Return a sentence for each set of stages that share parameters."""
+def describe_shared_parameters(stages: Stages) -> list[str]:
+    """Return a sentence for each set of pipeline stages that share parameters."""
     groups: dict[tuple[int, ...], dict[str, list[str]]] = {}
     for name, ranks in stages.shared.items():
         first = stages.parameters[name][0]
@@ -237,7 +254,7 @@ def shared_lines(stages: Stages) -> list[str]:
             names.append(f"{first} ({others})" if others else first)
         if len(names) > MOST_NAMED:
             everything = [name for aliases in tensors.values() for name in aliases]
-            names = [f"all of {', '.join(modules_of(everything, stages.parameters))}"]
+            names = [f"all of {', '.join(find_covering_paths(everything, stages.parameters))}"]
         *most, last = map(str, ranks)
         text = f"Stages {', '.join(most)} and {last} share {', '.join(names)} and sum the gradients."
         lines += textwrap.wrap(text, TEXT_WIDTH, break_on_hyphens=False)
@@ -245,7 +262,7 @@ def shared_lines(stages: Stages) -> list[str]:
 
 
 def abbreviate_paths(paths: Sequence[str]) -> list[str]:
-    """Abbreviate paths that end in indices: ranges for the layers of a stack, counts for repeated paths.
+    """Abbreviate the paths of layers: ``h.0-2`` for several layers of a stack, ``h.0 (2 times)`` for repeated paths.
 
     >>> abbreviate_paths(["h.0", "h.1", "h.2", "h.6", "encoder.0"])
     ['h.0-2, 6', 'encoder.0']
@@ -268,28 +285,30 @@ def abbreviate_paths(paths: Sequence[str]) -> list[str]:
     return out
 
 
-def modules_of(names: Collection[str], every: Mapping[str, object]) -> list[str]:
-    """Return the shortest paths that cover these parameters and no others of ``every``.
+def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, object]) -> list[str]:
+    """Return the fewest module paths that contain all of these parameters and no other parameter of the model.
 
-    >>> modules_of(["e.word.weight", "e.place.weight", "h.weight"], dict.fromkeys(["e.word.weight", "e.place.weight",
-    ...     "h.weight", "h.bias"]))
+    >>> names = ["e.word.weight", "e.place.weight", "h.weight"]
+    >>> find_covering_paths(names, dict.fromkeys([*names, "h.bias"]))
     ['e', 'h.weight']
     """
     wanted = set(names)
-    counts = Counter(path for name in every for path in _ancestors(name))
-    inside = Counter(path for name in wanted for path in _ancestors(name))
-    found = {next(path for path in _ancestors(name) if counts[path] == inside[path]) for name in wanted}
+    counts = Counter(path for name in all_parameters for path in _list_prefixes(name))
+    inside = Counter(path for name in wanted for path in _list_prefixes(name))
+    found = {next(path for path in _list_prefixes(name) if counts[path] == inside[path]) for name in wanted}
     return [path for path in counts if path in found]
 
 
-def _ancestors(name: str) -> list[str]:
-    """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+def _list_prefixes(name: str) -> list[str]:
+    """Return the path of every module that contains ``name``, and the name: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 
 @dataclass(frozen=True)
 class ShardingDescription:
-    """Description of a sharded model, to print or to read row by row. In paths ``*`` is the index of a layer.
+    """Description of a sharded model, which can be printed or read row by row.
+
+    In paths, ``*`` is the index of a layer.
 
     Args:
         title: the model, mesh, source of the policy, enabled options and number of parameters.
@@ -317,19 +336,19 @@ class ShardingDescription:
             lines += ["", *self.stage_text]
         if self.rows:
             rows = [(path, tuple(cells), n) for path, *cells, n in self.rows]
-            lines += ["", *table(("sharded", "before", "after", "full", "on this rank"), rows, self.layers)]
+            lines += ["", *format_table(("sharded", "before", "after", "full", "on this rank"), rows, self.layers)]
         if self.changes:
             changed = [(path, (before, after), n) for path, before, after, n in self.changes]
-            lines += ["", *table(("changed", "before", "after"), changed, self.layers)]
+            lines += ["", *format_table(("changed", "before", "after"), changed, self.layers)]
         if self.whole:
-            share = f"{percent(sum(share for *_, share in self.whole))} of all"
+            share = f"{format_percent(sum(share for *_, share in self.whole))} of all"
             title = "replicated within this stage" if self.stages else "replicated on every rank"
-            lines += ["", *table((title, "shape", share), replicated_rows(self.whole), self.layers)]
+            lines += ["", *format_table((title, "shape", share), merge_replicated_parameters(self.whole), self.layers)]
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
 def describe_sharding(model: nn.Module) -> ShardingDescription:
-    """Describe a sharded model: replaced modules with full and local shapes, replicated parameters, and the policy.
+    """Describe a sharded model: its policy, replaced modules, full and local shapes, and replicated parameters.
 
     Raises:
         ConfigError: if the model is not sharded.
@@ -340,12 +359,12 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     layers: dict[str, int] = {}
 
     def pattern(path: str) -> str:
-        return _pattern(model, path, layers, stages)
+        return _replace_layer_index(model, path, layers, stages)
 
     shapes: dict[str, tuple[str, str]] = {}  # parameter or module -> (full shape, local shape)
     for name, param, spec in sharded_parameters(model):
         for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
-            shapes.setdefault(path, (_shape(spec.shape), _shape(param.shape)))
+            shapes.setdefault(path, (_format_shape(spec.shape), _format_shape(param.shape)))
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
@@ -358,25 +377,25 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     replicated: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
-            of = (pattern(name), _shape(p.shape))
+            of = (pattern(name), _format_shape(p.shape))
             count, size = replicated.get(of, (0, 0))
             replicated[of] = (count + 1, size + p.numel())
     here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
     total = max(here if stages is None else stages.num_parameters, 1)
-    rows_of_stages = [] if stages is None else stage_rows(stages)
+    rows_of_stages = [] if stages is None else make_stage_rows(stages)
     return ShardingDescription(
-        _title(model, state, total),
+        _format_title(model, state, total),
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in replicated.items()],
         [*state.notes, *([state.gradient_owner.describe()] if state.gradient_owner is not None else [])],
         layers,
         rows_of_stages,
-        [] if stages is None else stage_lines(rows_of_stages, stages),
+        [] if stages is None else format_stage_table(rows_of_stages, stages),
     )
 
 
-def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
+def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     local = sum(p.numel() for p in model.parameters())
     enabled = [name for name, value in state.request.options.items() if value is True]
     on = ", ".join(
@@ -391,8 +410,8 @@ def _title(model: nn.Module, state: ShardingMetadata, total: int) -> str:
     )
 
 
-def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
-    """Replace the layer index in ``path`` by ``*``, and store the number of these layers in ``layers``."""
+def _replace_layer_index(model: nn.Module, path: str, layers: dict[str, int], stages: Stages | None = None) -> str:
+    """Replace the index of a layer in a module path by ``*``, and count the layers of the stack in ``layers``."""
     out: list[str] = []
     module: Any = model
     parts = path.split(".")
@@ -407,5 +426,5 @@ def _pattern(model: nn.Module, path: str, layers: dict[str, int], stages: Stages
     return ".".join(out)
 
 
-def _shape(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     return " x ".join(str(n) for n in shape) or "scalar"

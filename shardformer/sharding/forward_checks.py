@@ -1,7 +1,7 @@
-"""Checks before each forward of a sharded model: its structure, its caches, and inputs that require gradients.
+"""Check the structure, KV caches and inputs of a sharded model before each forward.
 
-A KV cache that the sharded model filled holds this rank's heads. A cache that was filled elsewhere holds all heads:
-each rank selects its own heads, and the gradient of the full cache is summed over the ranks.
+A KV cache that the sharded model filled contains this rank's heads. A cache that was filled elsewhere contains all
+heads. Each rank then selects its own heads, and the gradient of the full cache is summed over the ranks.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ LOCAL_HEADS = "_shardformer_heads"
 """Attribute that marks a cache with only this rank's heads."""
 
 
-class CacheHeads:
-    """Converts the KV caches that a sharded model is called with.
+class CacheHeadSelector:
+    """Selects this rank's heads in KV caches that are passed to a sharded model.
 
     Args:
-        model: its attentions have a ``layer_idx``, as in transformers.
-        axis: the axis that shards the heads.
+        model: a model whose attentions have a ``layer_idx``, as in transformers.
+        axis: the mesh axis that shards the heads.
     """
 
     def __init__(
@@ -61,29 +61,29 @@ class CacheHeads:
                 is_unknown = number in self._layers or grid is not None
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
-    def enter(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Select this rank's heads in caches that hold all heads. Call it before a forward.
+    def select_local_heads(self, model: nn.Module, values: Sequence[Any]) -> None:
+        """Select this rank's heads in KV caches that contain all heads, before a forward.
 
         Raises ConfigError for a cache with an unexpected number of heads, or of an unknown structure.
         """
-        for cache in self._markable_caches(values):
+        for cache in self._find_caches(values):
             if holds_tokens(cache) and LOCAL_HEADS not in vars(cache):
                 self._select_heads(model, cache)
             vars(cache)[LOCAL_HEADS] = True
 
-    def leave(self, values: Sequence[Any]) -> None:
-        """Mark the caches that a forward filled."""
-        for cache in self._markable_caches(values):
+    def mark_filled(self, values: Sequence[Any]) -> None:
+        """Mark the KV caches that a forward filled, which contain only this rank's heads."""
+        for cache in self._find_caches(values):
             vars(cache)[LOCAL_HEADS] = True
 
-    def _markable_caches(self, values: Sequence[Any]) -> Iterator[Any]:
+    def _find_caches(self, values: Sequence[Any]) -> Iterator[Any]:
         if self._layers:
             yield from (cache for cache in caches_in(values) if hasattr(cache, "__dict__"))
 
     def _select_heads(self, model: nn.Module, cache: Any) -> None:
         found = getattr(cache, "layers", None)
         if found is None or hasattr(cache, "self_attention_cache"):
-            raise self._unsupported_cache(model, f"a {type(cache).__name__}")
+            raise self._make_unsupported_cache_error(model, f"a {type(cache).__name__}")
         new: list[tuple[Any, str, Tensor]] = []
         for number, layer in enumerate(found):
             for name in ("keys", "values") if number in self._layers else ():
@@ -95,11 +95,13 @@ class CacheHeads:
                     full = copy_to_tp_region(x, self._axis) if x.requires_grad and torch.is_grad_enabled() else x
                     new.append((layer, name, full.index_select(1, torch.tensor(own, device=x.device))))
                 elif x.dim() != 4 or x.shape[1] != len(own):
-                    raise self._unsupported_cache(model, f"{name} of the shape {tuple(x.shape)} for layer {number}")
+                    raise self._make_unsupported_cache_error(
+                        model, f"{name} of the shape {tuple(x.shape)} for layer {number}"
+                    )
         for layer, name, x in new:
             setattr(layer, name, x)
 
-    def _unsupported_cache(self, model: nn.Module, what: str) -> ConfigError:
+    def _make_unsupported_cache_error(self, model: nn.Module, what: str) -> ConfigError:
         counts = sorted({total for total, _ in self._layers.values()} - {0})
         shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
         return ConfigError(
@@ -115,54 +117,54 @@ INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """Tables of hooks that receive the input of a module, or its gradient."""
 OUTPUT_HOOK_TABLES = tuple(table for table in MODULE_HOOK_TABLES if table not in INPUT_HOOK_TABLES)
 HOOK_OUTSIDE = "hook the model or a module after the final norm instead"
-_hook_tables_of = attrgetter(*MODULE_HOOK_TABLES)
+_get_hook_tables = attrgetter(*MODULE_HOOK_TABLES)
 
 
 class ModuleFingerprint:
-    """Modules, parameters, hooks and forwards of a model when it was sharded.
+    """Record of a model's modules, parameters, hooks and forwards at sharding, to detect later changes.
 
     Args:
-        parts: modules whose input or output is local to this rank.
+        local_modules: modules whose input or output is local to this rank.
     """
 
-    def __init__(self, model: nn.Module, parts: Iterable[LocalInputModule]) -> None:
-        self._parts = {part.path: part for part in parts}
+    def __init__(self, model: nn.Module, local_modules: Iterable[LocalInputModule]) -> None:
+        self._local_modules = {part.path: part for part in local_modules}
         self._modules = list(model.modules())
-        self._params = _params_of(model)
-        self._marks = self._current_marks()
-        self._check_hooks(model)
+        self._params = _get_parameter_ids(model)
+        self._marks = self._record_modules()
+        self._check_no_user_hooks(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFingerprint:
         new = object.__new__(ModuleFingerprint)  # takes the fingerprint of the copied model at its first call
-        new._parts, new._params, new._modules, new._marks = self._parts, {}, [], [()]
+        new._local_modules, new._params, new._modules, new._marks = self._local_modules, {}, [], [()]
         return new
 
     def check(self, model: nn.Module) -> None:
-        """Raise ConfigError if the model changed in a way that makes the sharded model wrong."""
-        if self._current_marks() == self._marks:
+        """Raise ConfigError if the model was changed after sharding in a way that makes its results wrong."""
+        if self._record_modules() == self._marks:
             return
-        self._check_params(model)
-        _check_shapes(model)
-        self._check_hooks(model)
-        self._check_forwards(model)
+        self._check_parameters_unchanged(model)
+        _check_shard_shapes(model)
+        self._check_no_user_hooks(model)
+        self._check_forwards_unchanged(model)
         self._modules = list(model.modules())
-        self._marks = self._current_marks()
+        self._marks = self._record_modules()
 
-    def _current_marks(self) -> list[tuple[Any, ...]]:
+    def _record_modules(self) -> list[tuple[Any, ...]]:
         return [
             (
                 *map(id, module._modules.values()),
                 *map(id, module._parameters.values()),
                 *[p.shape for p in module._parameters.values() if p is not None],
-                *map(len, _hook_tables_of(module)),
+                *map(len, _get_hook_tables(module)),
                 id(type(module)),
-                _instance_forward_id(module) if "forward" in vars(module) else 0,
+                _get_instance_forward_id(module) if "forward" in vars(module) else 0,
             )
             for module in self._modules
         ]
 
-    def _check_params(self, model: nn.Module) -> None:
-        now = _params_of(model)
+    def _check_parameters_unchanged(self, model: nn.Module) -> None:
+        now = _get_parameter_ids(model)
         if not self._params or _count_by_local_name(now) == _count_by_local_name(self._params):
             self._params = now  # same parameters under new names, as in a wrapper
             return
@@ -177,12 +179,12 @@ class ModuleFingerprint:
             remedy="Add heads and adapters and tie weights first, then shard the model",
         )
 
-    def _check_hooks(self, model: nn.Module) -> None:
-        for path, part in self._parts.items():
+    def _check_no_user_hooks(self, model: nn.Module) -> None:
+        for path, part in self._local_modules.items():
             module = get_at(model, path)
             tables = [getattr(module, table) for table in part.hooks] if isinstance(module, nn.Module) else []
             for hook in chain.from_iterable(table.values() for table in tables):
-                if not is_of_library(hook) and not getattr(hook, "sees_parts", False):
+                if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
                         f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}",
@@ -190,12 +192,12 @@ class ModuleFingerprint:
                         "If the hook can handle local values, set hook.sees_parts = True",
                     )
 
-    def _check_forwards(self, model: nn.Module) -> None:
+    def _check_forwards_unchanged(self, model: nn.Module) -> None:
         before = {id(m): marks[-2:] for m, marks in zip(self._modules, self._marks, strict=False)}
         for path, module in model.named_modules():
-            if path not in self._parts and not isinstance(module, ParallelModule):
+            if path not in self._local_modules and not isinstance(module, ParallelModule):
                 continue
-            now = (id(type(module)), _instance_forward_id(module))
+            now = (id(type(module)), _get_instance_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
                     f"The forward of {path} ({type(module).__name__}) was replaced after the model was sharded",
@@ -206,7 +208,7 @@ class ModuleFingerprint:
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is local to this rank.
+    """A module whose input or output is only this rank's shard, and which hooks therefore must not read.
 
     Args:
         why: what is local, as a clause for errors.
@@ -220,10 +222,10 @@ class LocalInputModule:
     instead: str = "hook the full attention or MLP instead"
 
 
-def local_input_modules(
+def find_local_input_modules(
     plan: ShardingPlan, state: ShardingMetadata, *, is_tensor_parallel: bool
 ) -> Iterator[LocalInputModule]:
-    """Yield the modules whose input or output is local to this rank."""
+    """Yield the modules of a sharded model whose input or output is only this rank's shard."""
     shards = [shard for shard in state.activations.shards if state.context.sizes.get(shard.axis, 1) > 1]
     if shards:
         why = f"between the blocks each rank has a shard of the {' and '.join(shard.dim for shard in shards)}"
@@ -235,18 +237,18 @@ def local_input_modules(
                 yield LocalInputModule(stack.final_norm, why, INPUT_HOOK_TABLES, HOOK_OUTSIDE)
     if is_tensor_parallel:
         for _, block in plan.blocks:
-            yield from _in_block(plan.model, block)
+            yield from _list_modules_in_block(plan.model, block)
 
 
 def move_hooks_after_stack(model: nn.Module, plan: ShardingPlan) -> None:
-    """Reorder the hooks of a final norm so that the user's hooks run after the stack has gathered its output."""
+    """Reorder the forward hooks of final norms, so that a user's hooks receive the gathered output of the stack."""
     for path in (stack.final_norm for stack in plan.stacks if stack.final_norm is not None):
         hooks = model.get_submodule(path)._forward_hooks
-        for key in [key for key, hook in hooks.items() if not is_of_library(hook)]:
+        for key in [key for key, hook in hooks.items() if not is_library_hook(hook)]:
             hooks[key] = hooks.pop(key)
 
 
-def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
+def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputModule]:
     why = "inside a block each tensor rank has only its own heads or features"
     if not block.holds_exit:  # the output of the entry and the input of modules around the exit are local
         yield LocalInputModule(block.entry, why, OUTPUT_HOOK_TABLES)
@@ -259,8 +261,8 @@ def _in_block(model: nn.Module, block: BlockDescription) -> Iterator[LocalInputM
             yield LocalInputModule(path, why)
 
 
-def _check_shapes(model: nn.Module) -> None:
-    """Raise ConfigError if ``param.data = full`` replaced a shard, which torch allows for any shape."""
+def _check_shard_shapes(model: nn.Module) -> None:
+    """Raise ConfigError if an assignment to ``param.data`` gave a parameter another shape than that of its shard."""
     coords = metadata_of(model).coords
     for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
@@ -272,8 +274,8 @@ def _check_shapes(model: nn.Module) -> None:
             )
 
 
-def _params_of(model: nn.Module) -> dict[str, int]:
-    """Return the name and id of each parameter, without placeholders for parameters of other stages."""
+def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
+    """Return name -> id of each parameter, without placeholders for parameters of other pipeline stages."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -281,15 +283,15 @@ def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
     return Counter((name.rpartition(".")[2], p) for name, p in params.items())
 
 
-def _instance_forward_id(module: nn.Module) -> int:
-    """Return the id of a forward assigned to the instance; 0 for the forward of its class or of a pipeline stage."""
+def _get_instance_forward_id(module: nn.Module) -> int:
+    """Return the id of a forward assigned to the module; 0 if its class or a pipeline stage defines the forward."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
     is_of_class = getattr(forward, "__func__", None) is type(module).forward
     return 0 if forward is None or is_ours or is_of_class else id(forward)
 
 
-def is_of_library(hook: Any) -> bool:
+def is_library_hook(hook: Any) -> bool:
     while isinstance(hook, functools.partial):
         hook = hook.func
     owner = getattr(hook, "__self__", None)
@@ -322,26 +324,32 @@ class _CompareGradients(Function):
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Return the inputs with hooks that compare their gradients between ranks; None if no input requires a gradient.
+    """Wrap the inputs so that the backward checks that all ranks compute the same gradients of them.
+
+    Returns the wrapped inputs, or None if no input requires a gradient.
 
     Communicates two numbers in the backward for each input that requires a gradient. The backward raises InputError on
     all ranks if the gradients differ.
     """
 
-    def trains(x: Any) -> bool:
-        return isinstance(x, Tensor) and x.requires_grad and not isinstance(x, SequenceShardedTensor)
+    def requires_gradient(tensor: Any) -> bool:
+        return isinstance(tensor, Tensor) and tensor.requires_grad and not isinstance(tensor, SequenceShardedTensor)
 
-    if axis.size == 1 or not torch.is_grad_enabled() or not any(map(trains, tree_leaves((args, kwargs)))):
+    if axis.size == 1 or not torch.is_grad_enabled() or not any(map(requires_gradient, tree_leaves((args, kwargs)))):
         return None
 
-    def marked(path: Any, x: Any) -> Any:
-        return _CompareGradients.apply(x, keystr(path[1:]).strip("[]'"), axis) if trains(x) else x
+    def attach_comparison(path: Any, tensor: Any) -> Any:
+        return (
+            _CompareGradients.apply(tensor, keystr(path[1:]).strip("[]'"), axis)
+            if requires_gradient(tensor)
+            else tensor
+        )
 
-    return tree_map_with_path(marked, (args, kwargs))
+    return tree_map_with_path(attach_comparison, (args, kwargs))
 
 
 class ForwardChecks:
-    """Forward hooks that check the model and its inputs.
+    """Forward hooks that check the structure of a sharded model and the inputs of each forward.
 
     Before a forward they reset regions after an error, attach gradient reducers and check the structure, caches and
     arguments; the first time they also compare the inputs. In training, ranks with the same batch get the same random
@@ -361,9 +369,9 @@ class ForwardChecks:
         self._state = state  # first, so that pickle raises its error
         self._has_local_inputs = is_tensor_parallel or uses_context_parallel
         self._structure = ModuleFingerprint(
-            model, local_input_modules(plan, state, is_tensor_parallel=is_tensor_parallel)
+            model, find_local_input_modules(plan, state, is_tensor_parallel=is_tensor_parallel)
         )
-        self._caches = CacheHeads(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
+        self._caches = CacheHeadSelector(model, plan.blocks if is_tensor_parallel else (), state.context.tensor, grid)
         # Not compiled: it runs once or communicates. Disabled for this model only, because sharding another model
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
@@ -372,7 +380,7 @@ class ForwardChecks:
         model.register_forward_hook(self._after, with_kwargs=True)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             install_wrapper_guards(model, state.context)
-        state.check_call = self._check_call
+        state.check_call = self._check_arguments
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)
@@ -388,9 +396,9 @@ class ForwardChecks:
             reducer.refresh()
         self._check_called_by_pipeline(model)
         check_ddp(model, self._state.context)
-        self._check_call(model, kwargs)
+        self._check_arguments(model, kwargs)
         if current_graph_task_id() < 0:
-            self._caches.enter(model, [*args, *kwargs.values()])
+            self._caches.select_local_heads(model, [*args, *kwargs.values()])
         self._structure.check(model)
         if not self._compared:
             self._compared = True
@@ -402,11 +410,11 @@ class ForwardChecks:
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
-            self._caches.leave(list(output.values()))
+            self._caches.mark_filled(list(output.values()))
         return resolve_deferred(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether ranks align their random state before this forward.
+        """Whether ranks that receive the same batch synchronize their random state before this forward.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward's state.
         In generation, later tokens skip the check because the first tokens were compared.
@@ -418,7 +426,7 @@ class ForwardChecks:
         return self._has_local_inputs and (model.training or self._state.monitor is not None)
 
     def _check_called_by_pipeline(self, model: nn.Module) -> None:
-        """Raise ConfigError if one stage is called directly, without the pipeline that passes activations."""
+        """Raise ConfigError if a pipeline stage is called directly instead of by ``shardformer.Pipeline``."""
         stages = self._state.stages
         if stages is None or stages.manager.num_stages == 1 or stages.stage_forward is None or stages.is_running:
             return
@@ -430,24 +438,24 @@ class ForwardChecks:
             "pipeline.evaluate(batch) or pipeline.forward(batch)",
         )
 
-    def _check_call(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def _check_arguments(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         for name, why in self._state.unproven.items():
             if kwargs.get(name) is not None:
                 raise ConfigError(
-                    f"The input {name} does not work for a {type(model).__name__} sharded over {self._state.context}: "
-                    f"with it, {why}",
+                    f"The input {name} is not supported on a {type(model).__name__} sharded over "
+                    f"{self._state.context}. With this input, {why}",
                     rule="A layout supports only inputs for which a reduced model trains correctly",
                     remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO",
                 )
         if self._state.context.pipe.size > 1:
-            self._refuse_for_stages(model, kwargs)
-        self._refuse_outputs(model, kwargs)
+            self._check_pipeline_inputs(model, kwargs)
+        self._check_requested_outputs(model, kwargs)
 
-    def _refuse_for_stages(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def _check_pipeline_inputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
             if is_cache(value) and holds_tokens(value):
                 raise ConfigError(
-                    f"{name} is a {type(value).__name__} with tokens, which a pipeline does not support",
+                    f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support",
                     rule="Each stage has the keys and values of its own layers only",
                     remedy="Remove the pipe axis for a model that is called with a KV cache",
                 )
@@ -458,7 +466,7 @@ class ForwardChecks:
                     remedy=f"Detach {name}, make a trained prompt a parameter of the model, or remove the pipe axis",
                 )
 
-    def _refuse_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def _check_requested_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
         dims = " and ".join(shard.dim for shard in self._state.activations.shards)
         settings, in_stages = getattr(model, "config", None), self._state.context.pipe.size > 1
         local_states = f"Between the blocks each rank has a shard of the {dims}"

@@ -1,4 +1,4 @@
-"""Sharding plan: the changes that a policy makes to one model, computed and checked before the model is modified."""
+"""Compute and check the sharding plan: all changes that a policy will make to a model."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from shardformer.policies.module_descriptions import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import checked_descriptions
+from shardformer.policies.role_policy import get_checked_descriptions
 
 LARGE_SHARE = 0.1
 """A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
@@ -30,7 +30,7 @@ LARGE_SHARE = 0.1
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """Changes that will be made to a model. All paths are relative to the full model.
+    """All changes that sharding will make to a model, with paths relative to the full model.
 
     Args:
         model: the plain model.
@@ -62,25 +62,25 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return the id and name of every parameter that will be sharded."""
+        """Return id -> name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
 
-    def restricted(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
-        """Return the plan for this pipeline stage, without the modules whose parameters are on other stages."""
+    def restrict_to_stage(self, placeholders: ParameterPlaceholders) -> ShardingPlan:
+        """Return the plan without modules whose parameters are on other pipeline stages."""
 
         def is_here(path: str) -> bool:
             return not placeholders.has_placeholders(self.model.get_submodule(path))
 
-        def has(path: str) -> bool:
+        def has_parameter(path: str) -> bool:
             owner, name = parent_of(self.model, path)
             return name in {**owner._parameters, **owner._buffers}
 
         return replace(
             self,
             replacements={path: sub for path, sub in self.replacements.items() if is_here(path)},
-            parameters={path: splits for path, splits in self.parameters.items() if has(path)},
+            parameters={path: splits for path, splits in self.parameters.items() if has_parameter(path)},
             blocks=[(path, block) for path, block in self.blocks if is_here(block.row)],
             full_sequence_modules=[path for path in self.full_sequence_modules if is_here(path)],
             token_free_modules=[path for path in self.token_free_modules if is_here(path)],
@@ -88,15 +88,14 @@ class ShardingPlan:
         )
 
     def fingerprint(self) -> list[str]:
-        """Return the plan as text, identical on all ranks that have the same plan."""
+        """Return the plan as lines of text, which ranks compare to check that they have the same plan."""
         out = []
         for path, sub in self.replacements.items():
             module = self.model.get_submodule(path)
             shapes = [tuple(p.shape) for p in module.parameters(recurse=False)]
             kwargs = {k: v for k, v in (sub.kwargs or {}).items() if k != "expand"}
-            out.append(
-                f"{path}: {type(module).__name__} {shapes} -> {qualified_name(sub.target_module)} {_text(kwargs)}"
-            )
+            target = f"{qualified_name(sub.target_module)} {_format_value(kwargs)}"
+            out.append(f"{path}: {type(module).__name__} {shapes} -> {target}")
         out += [f"{path}: {splits}" for path, splits in self.parameters.items()]
         # only the names of attributes: their values differ between ranks with different numbers of heads
         out += [*self.attributes, *self.methods, *(f"{path}: {qualified_name(f)}" for path, f in self.functions)]
@@ -104,18 +103,18 @@ class ShardingPlan:
         return [*out, *(f"{path}: gathered" for path in self.full_sequence_modules), *map(str, self.stacks)]
 
 
-def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> ShardingPlan:
-    """Match the policy's rules against the model.
+def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -> ShardingPlan:
+    """Create the sharding plan of a model by matching the rules of a policy against the model's modules.
 
     Args:
-        cuts: whether weights are sharded. If False, the plan contains only the stacks.
+        applies_rules: whether the rules are applied. If False, the plan contains only the stacks of layers.
 
     Raises:
         PolicyError: if a rule matches nothing, a submodule or attribute does not exist, two rules match one module,
             or no rule covers a large parameter.
     """
     plan = ShardingPlan(model, policy.stacks())
-    for path, module, description in _match(model, checked_descriptions(policy) if cuts else {}):
+    for path, module, description in _match_modules(model, get_checked_descriptions(policy) if applies_rules else {}):
         for sub in description.sub_module_replacement or []:
             _add_replacement(plan, path, module, sub)
         _add_parameters(plan, path, module, description.parameters or {})
@@ -126,18 +125,18 @@ def make_plan(model: nn.Module, policy: Policy, *, cuts: bool = True) -> Shardin
         for needed in (stack.layers, stack.final_norm, stack.context[0] if stack.context else None):
             if needed is not None:
                 get_module(model, needed, hint="")
-    if not cuts:
+    if not applies_rules:
         return plan
     if policy.shard_config.enable_sequence_parallelism:
-        plan.full_sequence_modules.extend(_full_sequence_paths(plan))
+        plan.full_sequence_modules.extend(_find_full_sequence_modules(plan))
         plan.token_free_modules.extend(_paths_in_layers(plan, lambda needs: needs.token_free_modules))
-        plan.per_token_args.extend(_per_token_args(plan))
-    _check_tied(plan)
+        plan.per_token_args.extend(_find_per_token_args(plan))
+    _check_tied_weights(plan)
     _check_unmatched_parameters(policy, plan)
     return plan
 
 
-def _full_sequence_paths(plan: ShardingPlan) -> Iterator[str]:
+def _find_full_sequence_modules(plan: ShardingPlan) -> Iterator[str]:
     around = dict.fromkeys(_paths_in_layers(plan, lambda needs: needs.gather_with_blocks))
     ends = tuple(end for _, block in plan.blocks for end in (block.entry, block.row))
     yield from around
@@ -146,7 +145,7 @@ def _full_sequence_paths(plan: ShardingPlan) -> Iterator[str]:
             yield path
 
 
-def _per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
+def _find_per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
             for module, _, name in (hint.rpartition(".") for hint in stack.sequence.per_token_args):
@@ -154,11 +153,13 @@ def _per_token_args(plan: ShardingPlan) -> Iterator[tuple[str, str]]:
                     yield join_path(stack.layers, index, module), name
 
 
-def _paths_in_layers(plan: ShardingPlan, named: Callable[[SequenceParallelHints], Sequence[str]]) -> Iterator[str]:
-    """Yield the paths that ``named`` selects from each stack's hints, for the layers that have them."""
+def _paths_in_layers(
+    plan: ShardingPlan, select_names: Callable[[SequenceParallelHints], Sequence[str]]
+) -> Iterator[str]:
+    """Yield the full paths of modules in layers that the sequence-parallel hints of a stack name."""
     for stack in plan.stacks:
         for index, layer in plan.model.get_submodule(stack.layers).named_children():
-            for name in named(stack.sequence):
+            for name in select_names(stack.sequence):
                 if find_module(layer, name) is not None:
                     yield join_path(stack.layers, index, name)
 
@@ -190,8 +191,8 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
                 f"{other!r} and {path!r} are the same module, but one rule replaces it by "
-                f"{qualified_name(known.target_module)} with {_text(known.kwargs or {})} and another by "
-                f"{qualified_name(sub.target_module)} with {_text(sub.kwargs or {})}",
+                f"{qualified_name(known.target_module)} with {_format_value(known.kwargs or {})} and another by "
+                f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}",
                 remedy="Use the same class and arguments in both rules, or remove one rule",
             )
     plan.replacements[path] = sub
@@ -248,8 +249,10 @@ def _add_changes(
                 f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes",
                 remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
-        evenly = [suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")]
-        _check_count(name, getattr(owner, attribute), value, size, evenly)
+        even_submodules = [
+            suffix for suffix in default_cut if f"{suffix}.".startswith(f"{owner_path}." if owner_path else "")
+        ]
+        _check_count_divides(name, getattr(owner, attribute), value, size, even_submodules)
         plan.attributes[join_path(at, name)] = value
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
@@ -261,22 +264,23 @@ def _add_changes(
     plan.functions.extend((at, function) for function in description.param_replacement or [])
 
 
-def _check_count(name: str, before: Any, value: Any, size: int, evenly: Sequence[str]) -> None:
-    """Raise ConfigError if the tensor size does not divide a count of heads whose features are split evenly."""
-    if type(before) is int and type(value) is int and before % size and value == before // size and evenly:
+def _check_count_divides(name: str, before: Any, value: Any, size: int, even_submodules: Sequence[str]) -> None:
+    """Raise ConfigError if the tensor size does not divide a count, such as num_heads, that the policy divides."""
+    if type(before) is int and type(value) is int and before % size and value == before // size and even_submodules:
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
-            f"A tensor size of {size} does not divide {name}={before}, but the policy splits {evenly[0]!r} evenly",
+            f"A tensor size of {size} does not divide {name}={before}, but the policy splits "
+            f"{even_submodules[0]!r} evenly",
             remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads",
         )
 
 
-def _match(
+def _match_modules(
     model: nn.Module, descriptions: Mapping[ModuleKey, ModulePolicyDescription]
 ) -> Iterator[tuple[str, nn.Module, ModulePolicyDescription]]:
     modules = list(model.named_modules())
     for key, description in descriptions.items():
-        found = [(path, m, description) for path, m in modules if _matches(key, path, m)]
+        found = [(path, m, description) for path, m in modules if _is_match(key, path, m)]
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
@@ -287,7 +291,7 @@ def _match(
         yield from found
 
 
-def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
+def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
     if isinstance(key, type):
         return type(module) is key
     if key == path or key in (type(module).__name__, f"{type(module).__module__}.{type(module).__qualname__}"):
@@ -295,8 +299,8 @@ def _matches(key: ModuleKey, path: str, module: nn.Module) -> bool:
     return "*" in key and key.count(".") == path.count(".") and fnmatchcase(path, key)
 
 
-def _check_tied(plan: ShardingPlan) -> None:
-    """Raise PolicyError if a module without a rule reads the full version of a sharded, tied weight.
+def _check_tied_weights(plan: ShardingPlan) -> None:
+    """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
 
     A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
     owns the bias of its decoder but does not read it.
@@ -307,7 +311,11 @@ def _check_tied(plan: ShardingPlan) -> None:
     for path, module in plan.model.named_modules():
         reads_all = is_linear(module) or isinstance(module, nn.Embedding)
         for name, p in module.named_parameters(recurse=False) if id(module) not in replaced else ():
-            if id(p) not in sharded or (id(module), name) in named or not (reads_all or _reads(type(module), name)):
+            if (
+                id(p) not in sharded
+                or (id(module), name) in named
+                or not (reads_all or _reads_attribute(type(module), name))
+            ):
                 continue
             other = sharded[id(p)]
             raise PolicyError(
@@ -317,12 +325,12 @@ def _check_tied(plan: ShardingPlan) -> None:
             )
 
 
-def _reads(kind: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a class, or a method that it calls, reads the attribute ``name``."""
+def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
+    """Whether the forward of a module class, or a method that it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()
-        code = getattr(inspect.unwrap(getattr(kind, method, None) or len), "__code__", None)
+        code = getattr(inspect.unwrap(getattr(module_class, method, None) or len), "__code__", None)
         if code is None or method in seen:
             continue
         seen.add(method)
@@ -358,7 +366,7 @@ def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
 
 
 def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
-    """``layers.0.mlp.2.weight`` -> ``layers.*.mlp.2.weight``, where the stack is ``layers.``."""
+    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
     stack = next((s for s in stacks if name.startswith(s)), name)
     layer, dot, rest = name.removeprefix(stack).partition(".")
     return f"{stack}*{dot}{rest}" if layer.isdigit() else name
@@ -368,12 +376,12 @@ def qualified_name(key: Any) -> str:
     return key if isinstance(key, str) else getattr(key, "__name__", type(key).__name__)
 
 
-def _text(value: Any) -> str:
-    """Return a value as text without object addresses, identical in every process."""
+def _format_value(value: Any) -> str:
+    """Return a value as text without object addresses, so that the text is identical in every process."""
     if value is None or isinstance(value, str | int | float | Split):
         return repr(value)
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_text(k)}: {_text(v)}" for k, v in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_value(k)}: {_format_value(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):
-        return "[" + ", ".join(map(_text, value)) + "]"
+        return "[" + ", ".join(map(_format_value, value)) + "]"
     return qualified_name(value)

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
-from shardformer.sharding.forward_checks import OF_LIBRARIES, is_of_library
+from shardformer.sharding.forward_checks import OF_LIBRARIES, is_library_hook
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
 from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of
 
@@ -146,7 +146,7 @@ def _changed_items(before: Mapping[ItemKey, Snapshot], after: Mapping[ItemKey, S
 
 def _snapshot_hooks(hooks: list[Any]) -> Snapshot:
     """Record which hooks the user registered on a module or parameter. Hooks cannot be copied to another model."""
-    own = [hook for hook in hooks if not is_of_library(hook)]
+    own = [hook for hook in hooks if not is_library_hook(hook)]
     return Snapshot(f"{len(own)} hooks", is_copyable=False, identity=tuple(map(id, own)))
 
 
@@ -188,7 +188,7 @@ def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str
         description, is_copyable = f"{function.__module__}.{function.__qualname__}", not _refers_to_module(value)
         yield name, Snapshot(description, value, is_copyable=is_copyable, identity=id(function))
     elif isinstance(value, MethodType):
-        if not is_of_library(value.__func__):
+        if not is_library_hook(value.__func__):
             yield name, Snapshot(value.__qualname__, is_copyable=False, identity=id(value.__func__))
     elif not isinstance(value, nn.Module) and _library_of(type(value)) not in ("shardformer", "builtins"):
         yield name, Snapshot(type(value).__qualname__, is_copyable=False)

@@ -30,7 +30,7 @@ from shardformer.pipeline.micro_batches import special_token_ids
 from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy
-from shardformer.sharding.checks import check_unsharded, make_checked_plan
+from shardformer.sharding.checks import check_can_be_sharded, make_checked_plan
 from shardformer.verify.report import Difference, Report, Tolerances, tolerances_for
 from shardformer.verify.train_both import (
     MAX_NORM,
@@ -74,13 +74,13 @@ def check_layout(
             return None
     if not isinstance(model, nn.Module):
         raise ConfigError(f"model_fn returned a {type(model).__name__}", remedy="Return an nn.Module")
-    check_unsharded(model)
+    check_can_be_sharded(model)
     ranks = num_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
-    chosen, _ = resolve_policy(model, own, tensor=ranks, copies=stages is not None)
+    chosen, _ = resolve_policy(model, own, tensor=ranks, may_run_copy=stages is not None)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
     context = with_grid_axes(context, tensor)
     config = ShardConfig(context=with_tensor_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))

@@ -1,7 +1,7 @@
-"""``from_pretrained``: prepares saved weights so that each rank reads only its shards.
+"""Build models from saved weights, so that each rank reads only its shards of the weights.
 
-transformers decides which tensor of the files initializes which parameter, in which dtype, and initializes missing
-parameters. It receives all tensors of the files without their values.
+transformers decides which tensor of the files initializes which parameter, and in which dtype. It also initializes
+missing parameters. transformers receives the tensors of the files without their values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def from_pretrained(
     all_bytes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a model with saved weights that are read later: ``shard_model`` lets each rank read its shards.
+    """Build a transformers model from saved weights, of which each rank reads only its shards in ``shard_model``.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
@@ -70,50 +70,55 @@ def from_pretrained(
     trust = options.pop("trust_remote_code", False)
     check_bool("trust_remote_code", trust)
     check_bool("all_bytes", all_bytes)
-    where = str(pretrained_model_name_or_path)
-    config, model_class = _config_and_class(model_class, where, config, trust, hub, options)
-    files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _files(where, hub)]
+    path_or_name = str(pretrained_model_name_or_path)
+    config, model_class = _load_config_and_class(model_class, path_or_name, config, trust, hub, options)
+    files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
-    generation = _generation_config(where, hub)
+    generation = _load_generation_config(path_or_name, hub)
     with _one_at_a_time, _without_loading_threads(), LazyLoading():
-        model, info = _loaded(
-            model_class, where, config=config, state_dict=state, dtype=dtype, generation_config=generation
+        model, info = _load_model(
+            model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
-        _check_loaded(model, where, info)
+        _check_loaded_weights(model, path_or_name, info)
         _tie_equal_weights(model)
-    model.name_or_path = model.config.name_or_path = where
+    model.name_or_path = model.config.name_or_path = path_or_name
     record_calls(model)
-    vars(model)[NOTES] = [f"Weights loaded from {where!r}.", *_notes(info)]
+    vars(model)[NOTES] = [f"Weights loaded from {path_or_name!r}.", *_describe_missing_weights(info)]
     return cast(nn.Module, model)
 
 
-def _loaded(kind: Any, where: str, **options: Any) -> tuple[Any, Any]:
+def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[Any, Any]:
     try:
-        loaded = kind.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
+        loaded = model_class.from_pretrained(None, ignore_mismatched_sizes=True, output_loading_info=True, **options)
         return cast(tuple[Any, Any], loaded)
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
-            f"transformers cannot load the weights of {where!r} into {kind.__name__}: {error}",
+            f"transformers cannot load the weights of {path_or_name!r} into {model_class.__name__}: {error}",
             remedy="Check with transformers' from_pretrained which class loads them",
         ) from error
 
 
-def _config_and_class(
-    kind: Any, where: str, config: Any, trust: bool, hub: Mapping[str, Any], options: Mapping[str, Any]
+def _load_config_and_class(
+    model_class: Any,
+    path_or_name: str,
+    config: Any,
+    trust: bool,
+    hub_options: Mapping[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[Any, Any]:
     transformers = load_transformers()
 
     if config is None:
-        known = getattr(kind, "config_class", None)
+        known = getattr(model_class, "config_class", None)
         # an Auto class without this argument would prompt on the standard input of each rank
-        auto = {} if known else {"trust_remote_code": trust, "code_revision": hub.get("revision")}
+        auto = {} if known else {"trust_remote_code": trust, "code_revision": hub_options.get("revision")}
         try:
             config, unknown = (known or transformers.AutoConfig).from_pretrained(
-                where, return_unused_kwargs=True, **auto, **hub, **options
+                path_or_name, return_unused_kwargs=True, **auto, **hub_options, **options
             )
         except Exception as error:  # the file and its fields may contain any value
             raise ConfigError(
-                f"{where!r} has no config that transformers can read: {first_line(error)}",
+                f"{path_or_name!r} has no config that transformers can read: {first_line(error)}",
                 remedy=f"Correct the path or name, or pass config=. {CONSENT}"
                 if auto
                 else "Correct the path or name, or pass config=",
@@ -127,74 +132,78 @@ def _config_and_class(
             remedy="Remove it" if not options.keys() - unknown.keys() else "Correct its name",
         )
     if getattr(config, "quantization_config", None) is not None:
-        raise ConfigError(f"The weights in {where!r} are quantized", remedy="Load the unquantized weights instead")
-    if issubclass(kind, nn.Module):
-        return config, kind
+        raise ConfigError(
+            f"The weights in {path_or_name!r} are quantized", remedy="Load the unquantized weights instead"
+        )
+    if issubclass(model_class, nn.Module):
+        return config, model_class
     with torch.random.fork_rng(devices=[]), torch.device("meta"):  # one of the Auto classes
         try:
-            return config, type(kind.from_config(config, trust_remote_code=trust))
+            return config, type(model_class.from_config(config, trust_remote_code=trust))
         except Exception as error:
             raise ConfigError(
-                f"transformers cannot build a {kind.__name__} from the config of {where!r}: {first_line(error)}",
+                f"transformers cannot build a {model_class.__name__} from the config of {path_or_name!r}: "
+                f"{first_line(error)}",
                 remedy=f"Correct config.json, or pass the class of the model. {CONSENT}",
             ) from error
 
 
-def _files(where: str, hub: Mapping[str, Any]) -> list[str]:
+def _find_weights_files(path_or_name: str, hub_options: Mapping[str, Any]) -> list[str]:
     from transformers.utils.hub import cached_file, get_checkpoint_shard_files
 
     quiet = {"_raise_exceptions_for_missing_entries": False, "_raise_exceptions_for_gated_repo": False}
     try:
-        single = cached_file(where, SINGLE, **quiet, **hub)
+        single = cached_file(path_or_name, SINGLE, **quiet, **hub_options)
         if single is not None:
             return [single]
-        index = cached_file(where, WEIGHTS_INDEX_NAME, **quiet, **hub)
+        index = cached_file(path_or_name, WEIGHTS_INDEX_NAME, **quiet, **hub_options)
         if index is not None:
-            _check_index(where, index)
-            return list(get_checkpoint_shard_files(where, index, **hub)[0])
+            _check_index(path_or_name, index)
+            return list(get_checkpoint_shard_files(path_or_name, index, **hub_options)[0])
     except (OSError, ValueError, KeyError) as error:
-        raise _no_files(where, first_line(error)) from error
-    raise _no_files(where, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
+        raise _make_no_weights_error(path_or_name, first_line(error)) from error
+    raise _make_no_weights_error(path_or_name, f"it has neither {SINGLE} nor {WEIGHTS_INDEX_NAME}")
 
 
-def _check_index(where: str, path: str) -> None:
-    """Raise ConfigError if an index refers to files outside its folder."""
+def _check_index(path_or_name: str, path: str) -> None:
+    """Raise ConfigError if the index of safetensors files is invalid, or refers to files outside its folder."""
     try:
         with open(path, encoding="utf-8") as file:
             index = json.load(file)
         names = list(index["weight_map"].values())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _no_files(
-            where, f"{WEIGHTS_INDEX_NAME} is not an index ({type(error).__name__}: {first_line(error)})"
+        raise _make_no_weights_error(
+            path_or_name, f"{WEIGHTS_INDEX_NAME} is not an index ({type(error).__name__}: {first_line(error)})"
         ) from error
     for name in names:
         inside = isinstance(name, str) and not os.path.isabs(name) and ".." not in re.split(r"[/\\]", name)
         if not inside or not name.endswith(".safetensors"):
-            raise _no_files(
-                where, f"{WEIGHTS_INDEX_NAME} names {name!r:.80}, which is not a safetensors file in the same folder"
+            raise _make_no_weights_error(
+                path_or_name,
+                f"{WEIGHTS_INDEX_NAME} names {name!r:.80}, which is not a safetensors file in the same folder",
             )
 
 
-def _no_files(where: str, why: str) -> ConfigError:
+def _make_no_weights_error(path_or_name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{where!r} has no weights: {why}",
+        f"{path_or_name!r} has no weights: {why}",
         rule="ShardFormer reads safetensors files, as written by save_pretrained",
         remedy="Correct the path, or load the model with transformers and call save_pretrained once",
     )
 
 
-def _generation_config(where: str, hub: Mapping[str, Any]) -> Any:
+def _load_generation_config(path_or_name: str, hub_options: Mapping[str, Any]) -> Any:
     from transformers import GenerationConfig
 
     try:
-        return GenerationConfig.from_pretrained(where, **hub)
+        return GenerationConfig.from_pretrained(path_or_name, **hub_options)
     except (OSError, ValueError):
         return None  # most folders have none, and transformers derives one from the model's config
 
 
 @contextmanager
 def _without_loading_threads() -> Iterator[None]:
-    """Disable loading in threads by transformers, in which no calls are recorded."""
+    """Make transformers load weights in the main thread, because calls in other threads are not recorded."""
     before = os.environ.get(ASYNC)
     os.environ[ASYNC] = "1"
     try:
@@ -206,18 +215,19 @@ def _without_loading_threads() -> Iterator[None]:
             os.environ[ASYNC] = before
 
 
-def _check_loaded(model: Any, where: str, info: Mapping[str, Any]) -> None:
+def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]) -> None:
     if info["mismatched_keys"]:
         name, saved, own = sorted(info["mismatched_keys"])[0]
         raise ConfigError(
-            f"{name!r} has the shape {tuple(saved)} in {where!r}, but {tuple(own)} in this {type(model).__name__}"
+            f"{name!r} has the shape {tuple(saved)} in {path_or_name!r}, but {tuple(own)} in this "
+            f"{type(model).__name__}"
             + (f". {len(info['mismatched_keys']) - 1} more shapes differ" if len(info["mismatched_keys"]) > 1 else ""),
             remedy="Pass the config with which the weights were saved",
         )
     missing = set(info["missing_keys"])
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:
         raise ConfigError(
-            f"{where!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
+            f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
             f"but the files have {min(info['unexpected_keys'], default='nothing')!r}",
             remedy="Pass the class from which they were saved",
         )
@@ -225,14 +235,14 @@ def _check_loaded(model: Any, where: str, info: Mapping[str, Any]) -> None:
     lacking = [key for key in sorted(missing) if key.startswith(prefix) and re.search(r"\.\d+\.", key)]
     if lacking:
         raise ConfigError(
-            f"{where!r} has no weights for {_abbreviated(lacking)}",
+            f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}",
             rule="Only modules outside the layers, such as a new head, may be initialized randomly",
             remedy="Pass a config with the number of saved layers, or build under LazyInit for random weights",
         )
 
 
 def _tie_equal_weights(model: Any) -> None:
-    """Tie weights that were saved twice, if both copies are equal, as transformers does."""
+    """Tie two parameters of the model if their saved weights are equal, as transformers does."""
     for target, source in list(getattr(model, "all_tied_weights_keys", {}).items()):
         one, other = model.get_parameter(target), model.get_parameter(source)
         if one is other or deferred_storage_of(one) is None or deferred_storage_of(other) is None:
@@ -244,14 +254,14 @@ def _tie_equal_weights(model: Any) -> None:
             model.all_tied_weights_keys.pop(target)
 
 
-def _notes(info: Mapping[str, Iterable[str]]) -> list[str]:
+def _describe_missing_weights(info: Mapping[str, Iterable[str]]) -> list[str]:
     out = []
     if info["missing_keys"]:
-        out.append(f"Not in the files, so randomly initialized: {_abbreviated(sorted(info['missing_keys']))}.")
+        out.append(f"Not in the files, so randomly initialized: {_abbreviate_names(sorted(info['missing_keys']))}.")
     if info["unexpected_keys"]:
-        out.append(f"In the files, but not in this model: {_abbreviated(sorted(info['unexpected_keys']))}.")
+        out.append(f"In the files, but not in this model: {_abbreviate_names(sorted(info['unexpected_keys']))}.")
     return out
 
 
-def _abbreviated(names: list[str]) -> str:
+def _abbreviate_names(names: list[str]) -> str:
     return ", ".join(names[:MAX_LISTED]) + (f" and {len(names) - MAX_LISTED} more" if len(names) > MAX_LISTED else "")

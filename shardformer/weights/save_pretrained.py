@@ -1,4 +1,4 @@
-"""Gather full weights from any layout, and write folders that transformers' ``from_pretrained`` reads."""
+"""Save a sharded model in the format of transformers, with full weights."""
 
 from __future__ import annotations
 
@@ -65,8 +65,9 @@ def export_pretrained(
     tokenizer: Any = None,
     max_file_bytes: int = MAX_BYTES,
 ) -> Path:
-    """Write full weights as safetensors files with an index, the config and the generation config. All ranks call it.
+    """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
 
+    All ranks call it. It writes full weights as safetensors files with an index, the config and the generation config.
     No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
     for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no weights.
 
@@ -83,7 +84,7 @@ def export_pretrained(
     tensors = ModelTensors(model)
     world, what = tensors.world, f"Exporting to {directory}"
     come("export_pretrained", world)
-    target = run_on_all_ranks(lambda: _checked_directory(directory, tensors, max_file_bytes), world, what)
+    target = run_on_all_ranks(lambda: _resolve_export_directory(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     # the first rank creates a hidden directory, whose unique name identifies it to all ranks
     hidden = place.parent / run_on_first_rank(lambda: MODEL_DIRECTORY.begin(place, place).name, world, what)
@@ -92,7 +93,7 @@ def export_pretrained(
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
             parts = job.agree(partial(job.write, to_disk=False))
         index = CheckpointIndex.read(parts)
-        files = _files_of(index, max_file_bytes)
+        files = _distribute_tensors(index, max_file_bytes)
 
         def write_files() -> None:
             for name, entries in list(files.items())[world.rank :: world.size]:
@@ -101,7 +102,7 @@ def export_pretrained(
         run_on_all_ranks(write_files, world, what)
         if world.rank == 0:
             release(hidden / EXPORT_FILE_NAME, tensors.model)
-        run_on_first_rank(lambda: _finish(hidden, place, tensors.model, files, tokenizer), world, what)
+        run_on_first_rank(lambda: _complete_export(hidden, place, tensors.model, files, tokenizer), world, what)
     except BaseException:
         if world.rank == 0:
             release(hidden / EXPORT_FILE_NAME, tensors.model)
@@ -110,7 +111,7 @@ def export_pretrained(
     return target
 
 
-def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
+def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
@@ -124,7 +125,10 @@ def _checked_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) 
 
 
 def check_target(target: Path, model: Any = None) -> None:
-    """Raise ConfigError if ``target`` is a file, the source of ``model``, or a directory that no export wrote."""
+    """Raise ConfigError if ``target`` is not a directory that an export may create or replace.
+
+    It must not be a file, the directory from which the model was loaded, or a directory that no export wrote.
+    """
     if target.is_symlink():
         raise ConfigError(
             f"The export directory {target} is a symbolic link",
@@ -157,15 +161,15 @@ def _is_export(folder: Path) -> bool:
     return True
 
 
-def _files_of(index: CheckpointIndex, most: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Return the tensors of each weights file, in the order of the index."""
+def _distribute_tensors(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
+    """Distribute the tensors of a model over weights files of limited size. Returns file name -> its tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
-    used = most
+    used = max_file_bytes
     for full, entry in sorted(index.tensors.items()):
         kind, _, name = full.partition("/")
         if kind == WEIGHTS:
-            size = _bytes_of(entry)
-            if used + size > most or not files:
+            size = _count_bytes(entry)
+            if used + size > max_file_bytes or not files:
                 files.append([])
                 used = 0
             files[-1].append((name, entry))
@@ -175,20 +179,22 @@ def _files_of(index: CheckpointIndex, most: int) -> dict[str, list[tuple[str, In
     return {f"model-{n:05d}-of-{len(files):05d}.safetensors": each for n, each in enumerate(files, 1)}
 
 
-def _bytes_of(entry: IndexEntry) -> int:
+def _count_bytes(entry: IndexEntry) -> int:
     return int(prod(entry.shape) * getattr(torch, entry.dtype).itemsize)
 
 
-def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], parts: Path) -> None:
-    with closing(BoxReader(parts)) as reader:
+def _write_weights_file(path: Path, entries: Sequence[tuple[str, IndexEntry]], shards_path: Path) -> None:
+    with closing(BoxReader(shards_path)) as reader:
         tensors = [
-            TensorToWrite(name, getattr(torch, entry.dtype), entry.shape, partial(_full, reader, name, entry))
+            TensorToWrite(
+                name, getattr(torch, entry.dtype), entry.shape, partial(_read_full_tensor, reader, name, entry)
+            )
             for name, entry in entries
         ]
         write_file(path, tensors, {"format": "pt", **WRITTEN_BY})
 
 
-def _full(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
+def _read_full_tensor(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
     full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
     for box in entry.boxes:
         view = full[tuple(slice(a, a + n) for a, n in zip(box.start, box.size, strict=True))]
@@ -198,20 +204,20 @@ def _full(reader: BoxReader, name: str, entry: IndexEntry) -> Tensor:
     return full
 
 
-def _finish(
-    hidden: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
+def _complete_export(
+    temporary_directory: Path, target: Path, model: Any, files: dict[str, list[tuple[str, IndexEntry]]], tokenizer: Any
 ) -> None:
-    """Write the files other than weights, and move the directory to its final path."""
-    remove(hidden / EXPORT_FILE_NAME)
+    """Write all files of an export except the weights, and move the directory to its final path."""
+    remove(temporary_directory / EXPORT_FILE_NAME)
     if len(files) > 1:
         weight_map = {name: file for file, entries in files.items() for name, _ in entries}
-        total = sum(_bytes_of(entry) for entries in files.values() for _, entry in entries)
+        total = sum(_count_bytes(entry) for entries in files.values() for _, entry in entries)
         found = {"metadata": {"total_size": total}, "weight_map": weight_map}
-        write_new(hidden / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
-    _save_config_and_tokenizer(hidden, model, tokenizer)
-    sync(hidden)
+        write_new(temporary_directory / EXPORT_INDEX_NAME, json.dumps(found, indent=2, sort_keys=True).encode())
+    _save_config_and_tokenizer(temporary_directory, model, tokenizer)
+    sync(temporary_directory)
     check_target(target, model)  # it may have changed during the export
-    MODEL_DIRECTORY.put_in_place(hidden, target)
+    MODEL_DIRECTORY.put_in_place(temporary_directory, target)
     sync(target.parent)
 
 
@@ -230,9 +236,9 @@ def _save_config_and_tokenizer(folder: Path, model: Any, tokenizer: Any) -> None
 
 
 def check_export(model: Any, tokenizer: Any = None) -> None:
-    """Check that an export will work: write everything but the weights to a temporary directory, and read the config.
+    """Raise ConfigError if an export would fail, because transformers cannot write or read the config or tokenizer.
 
-    Raises ConfigError before training if transformers cannot write or read the config or tokenizer.
+    Writes all files except the weights to a temporary directory, and reads the config from it.
     """
     with tempfile.TemporaryDirectory(prefix="shardformer-export-") as folder:
         try:
@@ -254,11 +260,14 @@ _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
 def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> None:
-    """Make saving, loading and ``num_parameters`` of the sharded model use full weights. Submodules refuse saving."""
+    """Replace methods of a sharded model so that saving, loading and ``num_parameters`` work with full weights.
+
+    Submodules raise ConfigError when they are saved.
+    """
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
     for module in model.modules():
-        own = _save_pretrained if module is model else _submodule_save_error
-        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _refuse_resize)):
+        own = _save_pretrained if module is model else _raise_submodule_save_error
+        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _raise_resize_error)):
             if hasattr(module, name):
                 setattr(module, name, method.__get__(module))
     if hasattr(model, "num_parameters"):
@@ -286,9 +295,9 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 
 
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
-    """Write full weights on the first rank, as ``save_pretrained`` of the plain model. All ranks call it.
+    """Save the full weights of a sharded model on the first rank, with ``save_pretrained`` of its class.
 
-    Replaces the directory atomically (see ``DirectoryWriter``).
+    All ranks call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
     state = metadata_of(self)
     context = state.context
@@ -310,7 +319,9 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
-        raise ConfigError(f"save_pretrained({os.fspath(folder)!r}) names a file", remedy="Pass a directory")
+        raise ConfigError(
+            f"save_pretrained received the path of a file, {os.fspath(folder)!r}", remedy="Pass a directory"
+        )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
@@ -326,14 +337,14 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
             )
 
 
-def _refuse_resize(self: Any, *args: Any, **kwargs: Any) -> None:
+def _raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model", remedy="Resize the plain model, then shard it"
     )
 
 
-def _submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
-    """Raise ConfigError, because only the sharded model can gather its weights."""
+def _raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise ConfigError for a submodule of a sharded model, because only the full model can gather its weights."""
     raise ConfigError(
         f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model",
         remedy="Save the full model, or use shardformer.full_state_dict(model)",

@@ -1,4 +1,4 @@
-"""State dicts of a sharded model: ``load_state_dict`` of full tensors or local shards, and ``full_state_dict``."""
+"""Load and return state dicts of a sharded model, with full tensors or local shards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.pipeline.stage_manager import Stages
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-    """Load the state dict of the plain model, from which each rank takes its shards, or the state dict of this rank.
+    """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
 
     Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
     """
@@ -25,11 +25,11 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     _check_load_arguments(state, assign)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
-    _check_values({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
+    _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.by_param()
     specs = {n: entries[id(t)].spec if id(t) in entries else ShardSpec(t.shape) for n, t in here.items()}
-    is_full = {n: _is_full(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
+    is_full = {n: _is_full_tensor(n, own[n], t, specs[n]) for n, t in here.items() if isinstance(own.get(n), Tensor)}
     sharded = {name: full for name, full in is_full.items() if full is not None}
     if len(set(sharded.values())) > 1:
         a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
@@ -56,7 +56,7 @@ def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
         )
 
 
-def _check_values(state_dict: Mapping[str, Any]) -> None:
+def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
     for name, value in state_dict.items():
         if not isinstance(value, Tensor) or value.is_meta or value.layout != torch.strided:
             is_tensor = isinstance(value, Tensor)
@@ -67,10 +67,10 @@ def _check_values(state_dict: Mapping[str, Any]) -> None:
             )
 
 
-def _is_full(name: str, value: Tensor, own: Tensor, spec: ShardSpec) -> bool | None:
-    """Whether ``value`` is a full tensor rather than a shard; None if both have the same shape."""
-    if value.shape == own.shape:
-        return None if spec.shape == tuple(own.shape) else False
+def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
+    """Whether a value of the state dict is a full tensor rather than a shard; None if both have the same shape."""
+    if value.shape == local.shape:
+        return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:
         return True
     raise ConfigError(
@@ -80,23 +80,28 @@ def _is_full(name: str, value: Tensor, own: Tensor, spec: ShardSpec) -> bool | N
 
 
 def _check_names(
-    kind: str, own: Mapping[str, Any], here: Mapping[str, Tensor], full: Mapping[str, Any], *, strict: bool
+    model_name: str,
+    passed_state: Mapping[str, Any],
+    local_state: Mapping[str, Tensor],
+    full_state: Mapping[str, Any],
+    *,
+    strict: bool,
 ) -> None:
-    missing = [name for name in here if name not in own]
-    more = [name for name in own if name not in here]
+    missing = [name for name in local_state if name not in passed_state]
+    more = [name for name in passed_state if name not in local_state]
     if not strict or not (missing or more):
         return
     name = (missing or more)[0]
     raise ConfigError(
-        f"The state dict has no {name}, which this {kind} has"
+        f"The state dict has no {name}, which this {model_name} has"
         if missing
-        else f"The state dict has {name}, but this {kind} has no {name}",
-        remedy=f"{did_you_mean(name, full if missing else here)} Use strict=False to ignore other keys",
+        else f"The state dict has {name}, but this {model_name} has no {name}",
+        remedy=f"{did_you_mean(name, full_state if missing else local_state)} Use strict=False to ignore other keys",
     )
 
 
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return the plain model's state dict: all full parameters and buffers, on the CPU of every rank.
+    """Gather the plain model's state dict, with all full parameters and buffers, on the CPU of every rank.
 
     All ranks of the tensor and pipe axes call it; under ZeRO stage 3 all ranks. At most one full tensor, or one layer,
     is on the device at a time. Communicates one all-gather per sharded parameter and axis that shards it, and with a
@@ -125,14 +130,19 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     return _broadcast_from_stages(out, state.stages, state)
 
 
-def _broadcast_from_stages(own: dict[str, Tensor], stages: Stages, state: ShardingMetadata) -> dict[str, Tensor]:
-    """Return the tensors of all stages, in the order of the plain model. Tied names share one tensor."""
+def _broadcast_from_stages(
+    local_state: dict[str, Tensor], stages: Stages, state: ShardingMetadata
+) -> dict[str, Tensor]:
+    """Broadcast the state dict of each pipeline stage, and return the state dict of the full model.
+
+    Its order is that of the plain model. Tied names share one tensor.
+    """
     pipe, device = state.context.pipe, state.context.device
     full: dict[str, Tensor] = {}
-    dtypes = all_gather_objects({name: t.dtype for name, t in own.items()}, pipe)
+    dtypes = all_gather_objects({name: t.dtype for name, t in local_state.items()}, pipe)
     for name, (first, shape) in stages.state.items():
         if first not in full:
             source = stages.stages_of(name)[0]
-            here = own[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
+            here = local_state[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
             full[first] = broadcast(here.to(device).contiguous(), pipe, source).cpu()
     return {name: full[first] for name, (first, _) in stages.state.items()}

@@ -57,7 +57,7 @@ def test_export_of_any_layout_loads_in_transformers(family: str, layout: str, tm
     def do(context: ParallelContext) -> tuple[Path, int]:
         run = start(plain, how, context, family)
         held = 0
-        real = save_pretrained._full
+        real = save_pretrained._read_full_tensor
 
         def full(*args: Any) -> Tensor:
             nonlocal held
@@ -66,7 +66,7 @@ def test_export_of_any_layout_loads_in_transformers(family: str, layout: str, tm
             return found
 
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(export, "_full", full)
+            patch.setattr(export, "_read_full_tensor", full)
             return export_pretrained(run.model, tmp_path / "out", max_file_bytes=40_000), held
 
     for path, held in run_as_threads(do, data=how.data, tensor=how.tensor, pipe=how.pipe):
@@ -217,14 +217,14 @@ def test_export_does_not_disturb_save_in_parent_directory(tmp_path: Path) -> Non
 
 
 def test_concurrent_exports_leave_one_complete(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, first, second, said = save_pretrained._finish, nn.Linear(2, 3), nn.Linear(2, 3), []
+    real, first, second, said = save_pretrained._complete_export, nn.Linear(2, 3), nn.Linear(2, 3), []
 
     def finish(*args: Any, **kwargs: Any) -> None:
-        monkeypatch.setattr(export, "_finish", real)
+        monkeypatch.setattr(export, "_complete_export", real)
         said.append(export_pretrained(second, tmp_path / "out"))
         real(*args, **kwargs)
 
-    monkeypatch.setattr(export, "_finish", finish)
+    monkeypatch.setattr(export, "_complete_export", finish)
     export_pretrained(first, tmp_path / "out")
     assert torch.equal(load_file(tmp_path / "out" / "model.safetensors")["weight"], first.weight)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]

@@ -30,7 +30,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import ModelSharder, ShardFormer, resolve_policy, shard_model
-from shardformer.sharding.checks import referenced_elsewhere
+from shardformer.sharding.checks import find_referenced_parameters
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from tests.ops import seeing_parts
@@ -341,14 +341,14 @@ def test_no_search_if_only_the_model_refers_to_its_parameters(family: str, monke
 
 def test_parameter_referenced_elsewhere_is_detected() -> None:
     model = ToyLM(tied=True)
-    assert referenced_elsewhere(model) == set()
+    assert find_referenced_parameters(model) == set()
     kept = [model.head.weight, model.norm.weight]
-    assert referenced_elsewhere(model) == {id(p) for p in kept}
+    assert find_referenced_parameters(model) == {id(p) for p in kept}
     del kept
     optimizer = torch.optim.SGD(model.layers.parameters(), lr=0.1)
-    assert referenced_elsewhere(model) == {id(p) for p in model.layers.parameters()}
+    assert find_referenced_parameters(model) == {id(p) for p in model.layers.parameters()}
     del optimizer
-    assert referenced_elsewhere(model) == set()
+    assert find_referenced_parameters(model) == set()
 
 
 def test_parameters_added_after_sharding_are_refused() -> None:

@@ -25,7 +25,7 @@ from shardformer.policies.module_descriptions import (
     type_hints_of,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.registry import registered_policy
+from shardformer.policies.registry import find_registered_policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, LayerStack
 from shardformer.shard_model_api import shard_model
@@ -139,7 +139,7 @@ def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], w
 def test_shipped_descriptions_have_valid_types(family: str) -> None:
     """They are not checked when a model is sharded."""
     model = SmallModel(family)()
-    known = registered_policy(model)
+    known = find_registered_policy(model)
     assert known is not None
     policy: Any = known[0]
     policy.set_model(model)

@@ -102,7 +102,9 @@ def test_differing_layers_are_counted() -> None:
 
 def test_long_lists_of_names_are_wrapped() -> None:
     parameters = [(f"h.*.block_{i}.norm.weight", "64", 2, 0.01) for i in range(9)]
-    lines = describe.table(("whole", "shape", "share"), describe.replicated_rows(parameters), {"h.*": 2})
+    lines = describe.format_table(
+        ("whole", "shape", "share"), describe.merge_replicated_parameters(parameters), {"h.*": 2}
+    )
     assert max(map(len, lines)) < 80
     assert lines[-1].endswith("block_8.norm: weight") and lines[2].endswith("64     9.0%")
 

@@ -171,7 +171,7 @@ def test_arguments_of_save_pretrained_are_checked(tmp_path: Path) -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
         for args, how, said in (
-            (tmp_path / "file", {}, "names a file"),
+            (tmp_path / "file", {}, "received the path of a file"),
             (tmp_path / "part", {"state_dict": model.state_dict()}, "instead of the full shape"),
             (tmp_path / "nobody", {"is_main_process": False}, "is_main_process=False"),
         ):

@@ -40,7 +40,7 @@ def no_sum_over_stages() -> Any:
 
         return axes
 
-    return replaced(gradients, "_reduction_axes", make)
+    return replaced(gradients, "_create_reduction_groups", make)
 
 
 def mean_of_means() -> Any:

@@ -1,4 +1,4 @@
-"""ALBERT: encoder that runs one layer repeatedly. The attention module adds its residual itself."""
+"""Policy of ALBERT, an encoder that runs one layer repeatedly."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class AlbertPolicy(RolePolicy):
     )
 
     def layer_sequence(self) -> LayerSequence:
-        """Return one call of a layer group per computed layer, although the groups share their weights."""
+        """Return one entry for each run of a layer group, although the runs share weights."""
         config, groups = self.model.config, "encoder.albert_layer_groups"
         depth, kinds = config.num_hidden_layers, config.num_hidden_groups
         units = tuple(f"{groups}.{at * kinds // depth}" for at in range(depth))

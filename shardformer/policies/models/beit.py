@@ -1,4 +1,4 @@
-"""BEiT: pre-norm image encoder with relative position biases per head, per layer or shared."""
+"""Policy of BEiT, a pre-norm image encoder with relative position biases for each head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BERT, RoBERTa, ERNIE: post-norm encoder or decoder. Output projections are outside the attention and MLP modules."""
+"""Policy of BERT, RoBERTa and ERNIE, post-norm encoders or decoders."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""BLIP-2: image encoder, Q-Former that reads its output, and a language model with a policy of its own."""
+"""Policies of BLIP-2: image encoder, Q-Former, and the full model with its language model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Blip2Policy(RolePolicy):
     num_heads = ".num_attention_heads"
 
     def layer_sequence(self) -> LayerSequence:
-        """Return image encoder, Q-Former and language model, each with the argument that receives the states before."""
+        """Return the layers of image encoder, Q-Former and language model, in the order in which they run."""
         entries = {
             "qformer.encoder.layer": ("qformer", "encoder_hidden_states"),
             "language_model": ("language_projection", "input"),

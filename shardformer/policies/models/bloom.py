@@ -1,4 +1,4 @@
-"""BLOOM: pre-norm decoder with ALiBi and a fused qkv projection interleaved by head."""
+"""Policy of BLOOM, a pre-norm decoder with ALiBi and a fused qkv projection that is interleaved by head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""ChatGLM2 and 3: pre-norm decoder with rotary positions, grouped KV heads, and a fused gate and up projection."""
+"""Policy of ChatGLM2 and 3, pre-norm decoders with rotary positions and a fused gate and up projection."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Falcon: decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
+"""Policy of Falcon, a decoder with rotary positions or ALiBi and a fused qkv projection grouped by KV head."""
 
 from __future__ import annotations
 
@@ -30,5 +30,5 @@ class FalconPolicy(RolePolicy):
     head = "lm_head"
     num_kv_heads = ".num_kv_heads"
 
-    def sums_exits(self) -> bool:
+    def sums_block_outputs(self) -> bool:
         return bool(self.model.config.new_decoder_architecture or self.model.config.parallel_attn)

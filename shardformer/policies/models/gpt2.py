@@ -1,4 +1,4 @@
-"""GPT-2: pre-norm decoder with learned positions, a fused qkv Conv1D, and optional cross-attention."""
+"""Policy of GPT-2, a pre-norm decoder with learned positions, a fused qkv Conv1D, and optional cross-attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-Neo: pre-norm decoder with learned positions. Every other attention is local."""
+"""Policy of GPT-Neo, a pre-norm decoder with learned positions and alternating global and local attention."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""GPT-J: decoder with rotary positions whose attention and MLP read the output of the same norm."""
+"""Policy of GPT-J, a decoder with rotary positions whose attention and MLP read the output of the same norm."""
 
 from __future__ import annotations
 
@@ -20,5 +20,5 @@ class GPTJPolicy(RolePolicy):
     embeddings = "wte"
     head = "lm_head"
 
-    def sums_exits(self) -> bool:
+    def sums_block_outputs(self) -> bool:
         return bool(self.model.config.resid_pdrop == 0)  # dropout is applied to each output before the sum

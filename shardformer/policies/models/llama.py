@@ -1,4 +1,4 @@
-"""LLaMA, Mistral, Qwen 2 and 3: pre-norm decoder with rotary positions, grouped KV heads and a gated MLP."""
+"""Policy of LLaMA, Mistral, Qwen 2 and 3: pre-norm decoders with rotary positions and a gated MLP."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""OPT: pre-norm or post-norm decoder with learned positions. The MLP's linears are direct children of the layer."""
+"""Policy of OPT, a pre-norm or post-norm decoder with learned positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""SAM: image encoder with windowed attention and relative positions, and a small mask decoder."""
+"""Policies of SAM: image encoder with windowed attention, and the full model with its mask decoder."""
 
 from __future__ import annotations
 
@@ -64,5 +64,8 @@ class SamPolicy(RolePolicy):
     no_sequence_parallel = SamVisionPolicy.no_sequence_parallel
 
     def layer_sequence(self) -> LayerSequence:
-        """Return the image encoder. The mask decoder, which passes two streams between layers, stays on one stage."""
+        """Return the layers of the image encoder, but not those of the mask decoder, which stays on one stage.
+
+        The mask decoder passes two tensors between its layers.
+        """
         return LayerSequence(super().layer_sequence().stacks[:1])

@@ -1,4 +1,4 @@
-"""Swin: windowed image encoder in stages that double the heads, with a relative position bias per head."""
+"""Policies of Swin and Swin V2, windowed image encoders whose stages double the number of heads."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class SwinPolicy(RolePolicy):
 
 
 class Swinv2Policy(RolePolicy):
-    """Swin V2: post-norm, cosine attention with a scale per head, and an MLP that computes the bias of every head."""
+    """Policy of Swin V2, with cosine attention and an MLP that computes the position bias of each head."""
 
     stack = LayerStack(
         "encoder.layers.*.blocks",

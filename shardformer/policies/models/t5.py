@@ -1,4 +1,4 @@
-"""T5: pre-norm encoder and decoder without biases. The first layer of each has a table of relative position biases."""
+"""Policy of T5, a pre-norm encoder and decoder whose first layers have relative position biases."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ TIMM_MLP = MLP("mlp", up=["fc1?", "fc1_g?", "fc1_x?"], down="fc2", fused=None, n
 
 
 class TimmPolicy(RolePolicy):
-    """Base of the policies of timm models.
+    """Base class of the policies of timm models.
 
     Class attributes:
         head_attrs: optional parameters outside the layers -> the dim that counts the heads of every layer.
@@ -35,10 +35,10 @@ class TimmPolicy(RolePolicy):
     def module_policy(self) -> Mapping[ModuleKey, ModulePolicyDescription]:
         descriptions = dict(super().module_policy())
         if self.head_attrs:
-            stack, _ = self._present_stacks()[0]
+            stack, _ = self._find_present_stacks()[0]
             layer = LayerLowering(get_module(self.model, f"{stack.layers}.0"), stack.layers, self.axis)
             first = next(block for block in stack.blocks if isinstance(block, Attention))
-            layout = self._attention(first, layer).layout
+            layout = self._convert_attention(first, layer).layout
             descriptions[""].parameters = {
                 path: layout.parameter_split(path, full, counted)
                 for path, counted in self.head_attrs.items()

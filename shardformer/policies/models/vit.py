@@ -1,4 +1,4 @@
-"""ViT: pre-norm image encoder with learned positions."""
+"""Policy of ViT, a pre-norm image encoder with learned positions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whisper: pre-norm audio encoder after two convolutions, and text decoder with cross-attention."""
+"""Policy of Whisper, an audio encoder after two convolutions, and a text decoder with cross-attention."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ MUTANTS = [
     mutant(
         "uneven-heads-in-a-fused-projection",
         "shardformer/policies/lowering.py",
-        "if any(layout.expand(r) for r in range(layout.ranks)):",
+        "if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):",
         "if layout.ranks < 1:",
         "A fused projection whose KV heads do not divide is sharded wrongly instead of refused.",
         first=(
@@ -169,8 +169,8 @@ MUTANTS = [
     mutant(
         "tied-weight-in-one-place",
         "shardformer/sharding/plan.py",
-        "or (id(module), name) in named or",
-        "or (id(module), name) not in named or",
+        "or (id(module), name) in named",
+        "or (id(module), name) not in named",
         "A policy that names one of two tied modules leaves the other with the whole weight.",
         first=("tests/sharding/test_plan.py::test_tied_weight_with_an_unnamed_owner_is_refused",),
     ),

@@ -48,8 +48,8 @@ MUTANTS = [
     mutant(
         "final-norm-not-summed",
         "shardformer/sharding/apply_tensor_parallel.py",
-        'for prefix in map(_prefix, (stack.layers, stack.final_norm or ""))',
-        "for prefix in map(_prefix, (stack.layers,))",
+        'for prefix in map(_with_trailing_dot, (stack.layers, stack.final_norm or ""))',
+        "for prefix in map(_with_trailing_dot, (stack.layers,))",
         "With sequence parallelism the final norm is trained by each rank on its own positions.",
         first=("tests/verify/test_families.py::test_sequence_parallel",),
     ),

@@ -224,7 +224,7 @@ def test_batches_with_unsupported_images_raise_on_all_ranks() -> None:
     def refused(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), copy.deepcopy(policy), context=context)
         pipeline = shardformer.Pipeline(model, micro_batches=2, loss_fn=loss_of)
-        with pytest.raises(ConfigError, match="pixel_values does not work for a Seer sharded"):
+        with pytest.raises(ConfigError, match="pixel_values is not supported on a Seer sharded"):
             pipeline.step(batch_of())
         pipeline.step(batch_of(images=False))
 

@@ -145,8 +145,8 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
         layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
     lowering = LayerLowering(layer, "layers.*", ParallelContext.of({"tensor": 2}).tensor)
     with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
-        lowering.experts(Experts("experts", "up", "down", fused=2))
-    parameters = lowering.experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
+        lowering.describe_experts(Experts("experts", "up", "down", fused=2))
+    parameters = lowering.describe_experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
         "experts.up": [2],
         "experts.down": [1],
