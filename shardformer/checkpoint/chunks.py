@@ -25,7 +25,7 @@ LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
 """The chunks of one rank, and the shape and element size in bytes of each tensor."""
 
 
-def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
+def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
     """Return the intersection of two chunks, or None if they do not overlap."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
@@ -98,7 +98,7 @@ class FlatRegion:
     def is_full(self) -> bool:
         return self.numel == prod(self.shape)
 
-    def new(self, dtype: torch.dtype) -> Tensor:
+    def allocate(self, dtype: torch.dtype) -> Tensor:
         """Allocate an uninitialized CPU buffer for the region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
@@ -117,7 +117,7 @@ class FlatRegion:
         chunks = []
         for box in boxes:
             for (start, size), flat in zip(bounds, values, strict=True):
-                if (common := overlap((box.local, box.size), (start, size))) is not None:
+                if (common := intersect_chunks((box.local, box.size), (start, size))) is not None:
                     full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
                     chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).view(*common)))
         return chunks
@@ -137,17 +137,17 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[Chunk
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        yield from _in_row(shape, first, low, high)
+        yield from _chunks_in_row(shape, first, low, high)
         return
     if low:
-        yield from _in_row(shape, first, low, inner)
+        yield from _chunks_in_row(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, high)
+    yield from _chunks_in_row(shape, last, 0, high)
 
 
-def _in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
     for start, size in flat_range_to_chunks(shape[1:], begin, end):
         yield (row, *start), (1, *size)
 
@@ -158,7 +158,7 @@ def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def without_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
+def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
     """Remove the tensors with these names from the chunks of a rank."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
@@ -169,10 +169,10 @@ def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, 
 
     Communicates one gather of all ranks' chunk bounds.
     """
-    return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
+    return assign_local_writes(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+def assign_local_writes(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
     """Return the boxes that this rank writes of its chunks, given the chunks of all ranks.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
@@ -183,7 +183,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
         tensors |= local_tensors
         for chunk in chunks:
             owners.setdefault(chunk, []).append(rank)
-    overlapping = _overlapping_tensors(owners, tensors)
+    overlapping = _find_overlapping_tensors(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
     assigned: dict[NamedChunk, list[ChunkBounds]] = {}
@@ -200,7 +200,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
     return assigned
 
 
-def _overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
+def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
     numel: Counter[str] = Counter()
     for name, _, size in chunks:
         numel[name] += prod(size)
@@ -213,7 +213,7 @@ def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterat
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in others if (common := overlap(chunk, other)) is not None), None)
+    found = next((common for other in others if (common := intersect_chunks(chunk, other)) is not None), None)
     if found is None:
         yield chunk
         return

@@ -28,7 +28,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.checkpoint.chunks import ChunkBounds, overlap
+from shardformer.checkpoint.chunks import ChunkBounds, intersect_chunks
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import new_file, write_all, write_new
 from shardformer.layout.shard_spec import Offsets
@@ -64,13 +64,13 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 def _index_factors(dim: int, first: int, count: int) -> Any:
     """Return an odd factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
-    x += numpy.uint64(_mixed(dim))
+    x += numpy.uint64(_seed_of_dim(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
     return (x | numpy.uint64(1)).view(numpy.int64)
 
 
-def _mixed(dim: int) -> int:
+def _seed_of_dim(dim: int) -> int:
     return (dim + 1) * SPLITMIX64[1] % 2**64
 
 
@@ -142,7 +142,7 @@ class CheckpointIndex:
         """Write the index into ``folder``, and sync it to the disk if ``to_disk``."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
-        head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
+        head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
         write_new(folder / INDEX_FILE, text.encode(), to_disk=to_disk)
         if to_disk:
@@ -155,7 +155,7 @@ class CheckpointIndex:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
             head_values = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == head_values["sha256"] else {}
+            found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
                 raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
@@ -182,11 +182,11 @@ class CheckpointIndex:
             for name, (dtype, shape, boxes) in found.pop("tensors").items()
         }
         for name, entry in tensors.items():
-            _check_entry(name, entry)
+            _check_index_entry(name, entry)
         return cls(tensors=tensors, **found)
 
 
-def _check_entry(name: str, entry: IndexEntry) -> None:
+def _check_index_entry(name: str, entry: IndexEntry) -> None:
     """Raise ValueError for an impossible entry.
 
     Entries identify files by number, so that a damaged index cannot name files outside the checkpoint.
@@ -200,7 +200,7 @@ def _check_entry(name: str, entry: IndexEntry) -> None:
             raise ValueError(f"{name} has the invalid chunk {tuple(box)!r:.200}")
 
 
-def order_of(folder: Path) -> tuple[int, float]:
+def read_save_order(folder: Path) -> tuple[int, float]:
     """Return (number, time of the save) from the first line of a checkpoint's index, or zeros if it is unreadable."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
@@ -215,7 +215,7 @@ def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
     return SavedChunk(tuple(start), tuple(size), file, total)
 
 
-def _digest(text: str) -> str:
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
@@ -248,10 +248,10 @@ class TensorToWrite(NamedTuple):
     key: str
     dtype: torch.dtype
     shape: Offsets
-    give: Callable[[], Tensor]
+    load: Callable[[], Tensor]
 
 
-def header(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
+def header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
     """Return the dtype and shape of a tensor as a safetensors header states them."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
@@ -267,7 +267,7 @@ def write_file(
     at = 0
     for key, dtype, shape, _ in tensors:
         end = at + prod(shape) * dtype.itemsize
-        kind, size = header(dtype, shape)
+        kind, size = header_entry(dtype, shape)
         found[key] = {"dtype": kind, "shape": list(size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(found).encode()
@@ -275,7 +275,7 @@ def write_file(
     with new_file(path) as file:
         write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
-            values = written.give()
+            values = written.load()
             if values.numel():
                 data: Any = values.reshape(-1).view(torch.uint8).numpy()
                 write_all(file, data)
@@ -283,21 +283,24 @@ def write_file(
             os.fsync(file.fileno())
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
+def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
     """Write (name, start, values) of chunks to a safetensors file, and return their checksums.
 
     Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
-    def give(values: Tensor, start: Offsets) -> Tensor:
+    def copy_to_host(values: Tensor, start: Offsets) -> Tensor:
         here = values.detach().cpu().contiguous()
         sums.append(weighted_sum(here, start))
         return here
 
     write_file(
         path,
-        [TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
+        [
+            TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
+            for n, start, x in boxes
+        ],
         to_disk=to_disk,
     )
     return sums
@@ -316,7 +319,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
     """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
-        if (common := overlap((box.start, box.size), chunk)) is not None:
+        if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
 
 
@@ -371,9 +374,9 @@ def from_json(value: Any) -> Any:
         return numpy.array(of, dtype=value["dtype"])[()]
     if kind == "dtype":
         return getattr(torch, of)
-    pairs = {_hashable(from_json(k)): from_json(v) for k, v in of}
+    pairs = {_to_hashable(from_json(k)): from_json(v) for k, v in of}
     return Counter(pairs) if kind == "Counter" else pairs
 
 
-def _hashable(key: Any) -> Any:
+def _to_hashable(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assigned_chunks
+from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assign_local_writes
 from shardformer.checkpoint.directory import SAVE, CheckpointRetention
-from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_boxes
+from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_chunks
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
-from shardformer.comm.collective_call import come, run_on_all_ranks
+from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
@@ -91,7 +91,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
-        _write_share(snapshot, hidden, to_disk)
+        _write_local_chunks(snapshot, hidden, to_disk)
     except BaseException:
         with suppress(OSError):
             write_new(_note_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
@@ -103,10 +103,10 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         _merge_rank_notes(snapshot, hidden)
         if to_disk:
             sync(hidden)
-        path = checkpoint_directory.publish_directory(hidden, root, snapshot.index, to_disk=to_disk)
+        path = checkpoint_directory.publish_checkpoint(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            checkpoint_directory.delete_old(root, keep, path)
+            checkpoint_directory.delete_old_checkpoints(root, keep, path)
     return path
 
 
@@ -119,7 +119,7 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
             sync(name)
-        checkpoint_directory.delete_old(root, keep, path)
+        checkpoint_directory.delete_old_checkpoints(root, keep, path)
     except FileNotFoundError:
         return  # the checkpoint was removed
     except OSError as error:
@@ -129,8 +129,8 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         ) from error
 
 
-def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
-    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
+def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
+    sums = write_chunks(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
@@ -203,7 +203,7 @@ class SaveJob:
         wait_for_disk(self.snapshot, path, self.root, self.keep)
         return path
 
-    def agree(self, make: Callable[[], Path]) -> Path:
+    def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
         """Run ``make`` on all ranks and return its path. If it fails on one, remove the files and raise on all."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
@@ -220,13 +220,13 @@ class AsyncSave:
 
     Args:
         work: function that the thread runs.
-        is_there: whether the checkpoint is already complete, and the thread only syncs it to the disk.
+        is_complete: whether the checkpoint is already complete, and the thread only syncs it to the disk.
     """
 
-    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_there: bool = False) -> None:
+    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_complete: bool = False) -> None:
         self._job = job
         self.memory: dict[tuple[str, Offsets], Tensor] = {}
-        self.was_waited_for = is_there
+        self.was_waited_for = is_complete
         self._path = job.root
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardformer-save", daemon=False)
@@ -248,9 +248,9 @@ class AsyncSave:
 
         All ranks must call it. Raises the errors of ``save_checkpoint``.
         """
-        come("Saving.wait", self._job.world)
+        wait_for_all_ranks("Saving.wait", self._job.world)
         self.was_waited_for = True
-        return self._job.agree(self.result)
+        return self._job.run_or_clean_up(self.result)
 
     def result(self) -> Path:
         """Wait for this rank's thread, and return its result or raise its error. Communicates nothing."""
@@ -304,11 +304,11 @@ def save_checkpoint(
 
     All ranks raise, and earlier checkpoints are kept.
     """
-    come("save_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
-        path = job.agree(partial(job.write, to_disk=job.hosts > 1))
+        path = job.run_or_clean_up(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _start_in_background(AsyncSave(job, partial(job.sync, path), is_there=True), job.model)
+        _start_in_background(AsyncSave(job, partial(job.sync, path), is_complete=True), job.model)
     return path
 
 
@@ -328,7 +328,7 @@ def async_save_checkpoint(
     Takes the arguments of ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the result
     before the next save and before the program ends. The host buffers are as large as this rank's share and are reused.
     """
-    come("start_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("start_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
@@ -343,7 +343,7 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
     All ranks must call it. Communicates names and sizes.
     """
     tensors = ModelTensors(model)
-    come("check_savable", tensors.world)
+    wait_for_all_ranks("check_savable", tensors.world)
     with tensors.readable():
         collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
@@ -377,15 +377,15 @@ def prepare_save(
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
         return str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
 
-    def claim() -> None:
+    def lock_directory() -> None:
         nonlocal is_new
         if world.rank == 0:
-            is_new = checkpoint_directory.claim(root, step, tensors.model)
+            is_new = checkpoint_directory.lock_directory(root, step, tensors.model)
             hidden.mkdir()  # a unique name: a rank that sees it sees the same file system
 
-    def see() -> None:
+    def check_folder() -> None:
         if world.rank > 0:
-            checkpoint_directory.check_visible(hidden)
+            checkpoint_directory.check_folder_is_visible(hidden)
 
     with tensors.readable():
         requests, state = collect_state(tensors, check, optimizer, scheduler, extra)
@@ -399,11 +399,11 @@ def prepare_save(
                 )
         hidden = root / names[0]
         try:
-            run_on_all_ranks(claim, world, f"Saving into {root}")
-            run_on_all_ranks(see, world, f"Saving into {root}")
+            run_on_all_ranks(lock_directory, world, f"Saving into {root}")
+            run_on_all_ranks(check_folder, world, f"Saving into {root}")
             index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
             snapshot = Snapshot(world.rank, world.size, index)
-            assigned = assigned_chunks(state.chunks_by_rank, world)
+            assigned = assign_local_writes(state.chunks_by_rank, world)
             for item in state.items:
                 snapshot.add(item, assigned)
             retention, num_hosts = CheckpointRetention.of(keep), len(set(hosts))

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, list_local_chunks, without_tensors
+from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
 from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
@@ -64,7 +64,7 @@ class ModelTensors:
                 self.extra_states[name] = value
             elif id(value) not in self._names:
                 first = plain[name][0] if name in plain else name
-                _check(name, value, is_registered=id(value) in registered)
+                _check_state_dict_entry(name, value, is_registered=id(value) in registered)
                 self._names[id(value)] = first
                 self.tensors[first] = value
 
@@ -105,7 +105,7 @@ class ModelTensors:
     def name_of_slice(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
 
-    def shards(self) -> Iterator[FlatShard]:
+    def zero_shards(self) -> Iterator[FlatShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
@@ -117,7 +117,7 @@ class ModelTensors:
         """Ids of the parameters whose values stage 3 stores only in shards."""
         return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
-    def buffer_sums(self) -> dict[str, int]:
+    def buffer_checksums(self) -> dict[str, int]:
         """Return the checksum of each buffer of this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
@@ -126,7 +126,7 @@ class ModelTensors:
         """Yield the tensors to save. Call it inside of ``readable()``.
 
         Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
-        buffers; the caller drops those in ``identical_buffers``.
+        buffers; the caller drops those in ``find_identical_buffers``.
         """
         gathered, data = self.gathered, self.coords.get("data", 0)
         is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
@@ -137,7 +137,7 @@ class ModelTensors:
                 yield self.region_of(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
                 yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
-        for shard in self.shards():
+        for shard in self.zero_shards():
             for piece in shard.slices:
                 name, region = self.name_of_slice(piece), self.region_of_slice(piece)
                 if shard.keeps:
@@ -164,13 +164,13 @@ def buffer_name(data: int, name: str) -> str:
     return f"buffers.{data}/{name}"
 
 
-def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
     """Return, for each rank, the names of the buffers that equal those of data rank 0.
 
     Args:
-        sums: (data rank, its ``buffer_sums``) of each rank.
+        sums: (data rank, its ``buffer_checksums``) of each rank.
 
-    >>> identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
+    >>> find_identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
@@ -183,7 +183,7 @@ def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set
     ]
 
 
-def _check(name: str, value: Any, *, is_registered: bool) -> None:
+def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> None:
     if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
             f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
@@ -223,7 +223,7 @@ class OptimizerStates:
     def __init__(self, optimizer: Optimizer, number: int, tensors: ModelTensors) -> None:
         self.optimizer, self._number = optimizer, number
         self.kind = type(optimizer).__name__
-        pieces = {id(piece.value): piece for shard in tensors.shards() for piece in shard.slices}
+        pieces = {id(piece.value): piece for shard in tensors.zero_shards() for piece in shard.slices}
         self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
@@ -240,15 +240,15 @@ class OptimizerStates:
                     )
             self.groups.append(slots)
 
-    def _slots(self) -> Iterator[OptimizerTensor]:
+    def _optimizer_tensors(self) -> Iterator[OptimizerTensor]:
         yield from (slot for group in self.groups for slot in group)
 
-    def _states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
+    def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
         """Yield (slot, key, value, whether it is a tensor item) of each state.
 
         Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
         """
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
                 yield slot, key, value, is_item
@@ -257,7 +257,7 @@ class OptimizerStates:
 
     def items(self) -> Iterator[TensorItem]:
         """Yield the state tensors that this rank stores."""
-        for slot, key, value, is_item in self._states():
+        for slot, key, value, is_item in self._iterate_states():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
                 region = slot.region if has_param_shape else self._full_region(key, tuple(value.shape), slot)
@@ -278,7 +278,7 @@ class OptimizerStates:
             "optimizers, also with stage=0",
         )
 
-    def values(self) -> dict[str, Any]:
+    def collect_values(self) -> dict[str, Any]:
         """Return the options, parameter names and scalar states of this rank, for the index."""
         where = f"optimizer {self.kind}"
         groups = []
@@ -286,14 +286,14 @@ class OptimizerStates:
             options = {k: to_json(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
             groups.append({"options": options, "names": list(dict.fromkeys(slot.name for slot in slots))})
         scalars: dict[str, Any] = {}
-        for slot, key, value, is_item in self._states():
+        for slot, key, value, is_item in self._iterate_states():
             if not is_item:
                 scalars.setdefault(slot.name, {})[key] = to_json(value, f"{where}: {key!r} of {slot.name}")
         return {"kind": self.kind, "groups": groups, "scalars": scalars}
 
     # --- loading
 
-    def check(self, saved: Mapping[str, Any]) -> None:
+    def check_saved_state(self, saved: Mapping[str, Any]) -> None:
         """Raise ConfigError if the saved state is of another optimizer class or has other parameter groups."""
         if saved["kind"] != self.kind:
             raise ConfigError(
@@ -326,7 +326,7 @@ class OptimizerStates:
             if full_name.startswith(f"optimizer.{self._number}/"):
                 _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
                 has_param_shape = shape == slot.region.shape
@@ -342,7 +342,7 @@ class OptimizerStates:
             exact: whether states keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             if (scalars := saved["scalars"].get(slot.name)) is not None:
                 states[id(slot.param)] = {key: from_json(value) for key, value in scalars.items()}
         for slot, key, value in read:
@@ -353,9 +353,11 @@ class OptimizerStates:
         for group, slots in zip(saved["groups"], self.groups, strict=True):
             options = {k: from_json(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
-        numbered = {n: states[id(slot.param)] for n, slot in enumerate(self._slots()) if id(slot.param) in states}
+        numbered = {
+            n: states[id(slot.param)] for n, slot in enumerate(self._optimizer_tensors()) if id(slot.param) in states
+        }
         load_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
-        for slot in self._slots() if exact else ():
+        for slot in self._optimizer_tensors() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
                 loaded = state.get(key)
@@ -363,7 +365,7 @@ class OptimizerStates:
                     state[key] = value.view(loaded.shape).to(loaded.device)
 
 
-def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
+def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
     """Return the states of an optimizer, of a list of optimizers, or of those inside a ZeRO optimizer."""
     plain: list[Optimizer] = []
     for each in as_object_list(optimizer):
@@ -398,7 +400,7 @@ def random_state_key(rank: int, name: str) -> str:
     return f"random.{rank}/{name}"
 
 
-def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
     """Return the random states of this rank: (tensors by name, plain values)."""
     of_torch, of_numpy, of_python = random_states(device)
     name, keys, *rest = of_numpy
@@ -410,8 +412,8 @@ def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[
 
 
 def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
-    """Restore what ``random_state_tensors`` returned, for the generators that this device has."""
-    current, _ = random_state_tensors(device)
+    """Restore what ``get_random_state_tensors`` returned, for the generators that this device has."""
+    current, _ = get_random_state_tensors(device)
     of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
     of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
@@ -447,8 +449,8 @@ def collect_state(
     world, items = tensors.world, list[TensorItem]()
 
     def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
-        checked, optimizers = check(), optimizer_states(optimizer, tensors)
-        random, numbers = random_state_tensors(tensors.device)
+        checked, optimizers = check(), collect_optimizer_states(optimizer, tensors)
+        random, numbers = get_random_state_tensors(tensors.device)
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
         items.extend(
@@ -456,11 +458,13 @@ def collect_state(
         )
         for item in items:
             check_dtype(item.name, item.dtype)
-        values = _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-        return checked, values, list_local_chunks(items), tensors.buffer_sums()
+        values = _collect_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        return checked, values, list_local_chunks(items), tensors.buffer_checksums()
 
     checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
-    identical = identical_buffers([(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)])
+    identical = find_identical_buffers(
+        [(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)]
+    )
     optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
     values = ranks[0] | {
         "optimizers": list(map(merge_optimizer_values, optimizers)),
@@ -469,13 +473,15 @@ def collect_state(
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
-    return list(checked), StateContents(kept, values, tuple(map(without_tensors, chunks, identical)))
+    return list(checked), StateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
 
 
-def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
+def _collect_values(
+    tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
+) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": type(tensors.model).__name__,
-        "optimizers": [each.values() for each in optimizers],
+        "optimizers": [each.collect_values() for each in optimizers],
         "scheduler": [
             {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
             for s in as_object_list(scheduler)

@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import Word
+from shardformer.mesh.transport import AnnouncedCall
 
 T = TypeVar("T")
 
@@ -36,7 +36,7 @@ def collective_call(
         explain: called on all ranks if they differ. It may communicate, and may raise a more specific error.
         error: type of the error on the other ranks if ``function`` fails on one.
     """
-    result, problem = _attempt(lambda: (value := function(), fingerprint(value)))
+    result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
     answers = all_gather_from_grid((digest, _error_text(problem)), context)
@@ -54,10 +54,10 @@ def collective_call(
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result or the error of ``make``. The other ranks wait for this one and must learn of any error."""
+def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result or the error of ``function``. The other ranks wait for this one and must learn of any error."""
     try:
-        return make(), None
+        return function(), None
     except Exception as error:
         return None, error
 
@@ -92,7 +92,7 @@ NUM_FACTS = 5
 """Maximum count of numbers in a call. All calls send messages of one size, so that different calls still match."""
 
 
-def come(call: str, *axes: Axis) -> None:
+def wait_for_all_ranks(call: str, *axes: Axis) -> None:
     """Wait until all ranks of the axes have reached ``call``. Communicates through the launcher's store.
 
     Raises InputError on every rank if one makes another call or does not arrive.
@@ -100,23 +100,23 @@ def come(call: str, *axes: Axis) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        meeting = axis.transport.meet(call, waits=True)
-        words = [word for word in meeting.words if word is not None]
+        meeting = axis.transport.announce_call(call, waits=True)
+        words = [word for word in meeting.calls if word is not None]
         if len(words) < axis.size:
-            _raise_absent(call, axis, meeting.words, meeting.missing)
+            _raise_missing_ranks(call, axis, meeting.calls, meeting.missing)
         if any(word.call != call for word in words):
             if any(word.is_step for word in words):  # those ranks wait for the numbers
-                _gather(call, axis, ())
+                _gather_call_numbers(call, axis, ())
             _raise_different_calls([word.call for word in words], axis)
 
 
-def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
+def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
     """Compare the call that the ranks of an axis make, and ``facts`` about it: name -> number, 0 if unknown.
 
     Raises InputError on every rank if they differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
-    columns = zip(*tell_at_step(call, axis, list(facts.values())), strict=True)
+    columns = zip(*gather_at_step(call, axis, list(facts.values())), strict=True)
     for name, column in zip(facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
@@ -125,26 +125,26 @@ def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) 
             raise InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
 
 
-def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of every rank in rank order. Like ``come_to_step``, without comparing them."""
+def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+    """Return the numbers of every rank in rank order. Like ``compare_step_call``, without comparing them."""
     if axis.size == 1:
         return [list(numbers)]
-    axis.transport.meet(call, waits=False)
-    return _gather(call, axis, numbers)
+    axis.transport.announce_call(call, waits=False)
+    return _gather_call_numbers(call, axis, numbers)
 
 
-def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
-    padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
+    padded = [hash_to_number(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
     rows = all_gather_numbers(padded, axis)
     if any(row[0] != rows[0][0] for row in rows):
         _raise_different_calls(all_gather_objects(call, axis), axis)
     return [row[1 : 1 + len(numbers)] for row in rows]
 
 
-def number_of(thing: Any) -> int:
+def hash_to_number(value: Any) -> int:
     """Return a nonzero hash of the ``repr`` of a value, identical in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=7).digest(), "big") or 1
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
 
 DATA_FACTS = {
@@ -173,15 +173,17 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
     ranks: dict[str, list[int]] = {}
     for rank, call in zip(axis.ranks, calls, strict=True):
         ranks.setdefault(call, []).append(rank)
-    text = " and ".join(f"{_ranks(callers)} called {call}" for call, callers in ranks.items())
+    text = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
         text[:1].upper() + text[1:],
         rule="All ranks must make the same collective calls in the same order",
-        remedy=_remedy(*ranks),
+        remedy=_call_remedy(*ranks),
     )
 
 
-def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: Mapping[int, str]) -> NoReturn:
+def _raise_missing_ranks(
+    call: str, axis: Axis, words: Sequence[AnnouncedCall | None], missing: Mapping[int, str]
+) -> NoReturn:
     others = []
     for rank, word in zip(axis.ranks, words, strict=True):
         if word is None:
@@ -191,36 +193,36 @@ def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: 
     raise InputError(
         f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
         rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",
-        remedy=_remedy(call),
+        remedy=_call_remedy(call),
     )
 
 
-def _remedy(*calls: str) -> str:
+def _call_remedy(*calls: str) -> str:
     return (
         f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
         "writes files ensures that only the first rank writes"
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``make`` on all ranks and return this rank's result. Communicates one gather of the errors.
+def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
+    """Run ``function`` on all ranks and return this rank's result. Communicates one gather of the errors.
 
     If it fails, all ranks raise the error of the first failed rank. An OSError becomes an InputError that starts with
     ``what``.
     """
     result: list[T] = []
-    gather_from_all_ranks(lambda: result.append(make()), world, what)
+    gather_from_all_ranks(lambda: result.append(function()), world, what)
     return result[0]
 
 
-def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """Run ``make`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
-    value, problem = _attempt(make)
+def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> list[T]:
+    """Run ``function`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
+    value, problem = _run_and_catch(function)
     answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
@@ -230,9 +232,9 @@ def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list
     return [cast(T, result) for _, result in answers]
 
 
-def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``make`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
-    value = run_on_all_ranks(make if world.rank == 0 else lambda: None, world, what)
+def run_on_first_rank(function: Callable[[], T], world: Axis, what: str) -> T:
+    """Run ``function`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
+    value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, what)
     return cast(T, broadcast_object(value, world))
 
 

@@ -103,12 +103,12 @@ def start_all_gather(
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
     noted = record("all_gather", axis, full_bytes, purpose)
     if axis.transport.exchanges_directly(x):
-        parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
+        parts = [x if r == axis.rank else x.new_empty(_shape_with_length(x, dim, n)) for r, n in enumerate(lengths)]
         return PendingCollective(
             _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), noted
         )
     widest = max(lengths)
-    padded = _padded(x, dim, widest)
+    padded = _pad_dim(x, dim, widest)
     gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
     work = axis.transport.all_gather(gathered, padded)
 
@@ -162,7 +162,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
         works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
         return PendingCollective(works, lambda: _sum_in_rank_order(summands), noted)
     widest = max(p.shape[dim] for p in parts)
-    stacked = torch.cat([_padded(p, dim, widest) for p in parts])
+    stacked = torch.cat([_pad_dim(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
     return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), noted)
@@ -249,14 +249,14 @@ def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0, dtype=torch.float32).to(parts[0].dtype)
 
 
-def _with_length(x: Tensor, dim: int, length: int) -> list[int]:
+def _shape_with_length(x: Tensor, dim: int, length: int) -> list[int]:
     return [length if d == dim else n for d, n in enumerate(x.shape)]
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
     if x.shape[dim] == length:
         return x.contiguous()
-    return torch.cat([x, x.new_zeros(_with_length(x, dim, length - x.shape[dim]))], dim)
+    return torch.cat([x, x.new_zeros(_shape_with_length(x, dim, length - x.shape[dim]))], dim)
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:

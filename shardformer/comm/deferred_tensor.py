@@ -54,19 +54,19 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def make(
-        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
+        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, region: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _LocalToFull.apply(local, lambda: cls._wrapper(local, shape), to_local)
+            made: Self = _LocalToFull.apply(local, lambda: cls._make_wrapper(local, shape), to_local)
         else:
-            made = cls._wrapper(local, shape)
-        made.local, made.axis, made.region = local, axis, edges
+            made = cls._make_wrapper(local, shape)
+        made.local, made.axis, made.region = local, axis, region
         made._resolve, made._to_local, made._is_watched = resolve, to_local, False
         made._full, made._written, made._own = None, 0, None
         return made
 
     @classmethod
-    def _wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
+    def _make_wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
         wrapper: Self = make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         return wrapper
 

@@ -60,15 +60,15 @@ class CollectiveRecorder:
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return the number of calls of a kind, axis and purpose."""
-        return len(self._chosen(op, axis, purpose))
+        return len(self._select_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return the bytes of the full tensors."""
-        return sum(c.payload_bytes for c in self._chosen(op, axis, purpose))
+        return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
         """Return the minimum number of bytes that all ranks of the groups send together."""
-        return sum(c.wire_bytes for c in self._chosen(op, axis, purpose))
+        return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
         """Return (kind, axis, purpose) -> (number of calls, wire bytes)."""
@@ -79,7 +79,7 @@ class CollectiveRecorder:
             sent[c.op, c.axis, c.purpose] += c.wire_bytes
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
-    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
+    def _select_records(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
@@ -87,7 +87,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
     outer = traffic.where.module
     running = [outer]
 
-    def enter(name: str) -> Callable[..., None]:
+    def make_enter_hook(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if not name:  # a pipeline stage may abort its previous forward without running its hooks
                 running[:] = [outer]
@@ -96,14 +96,14 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
         return hook
 
-    def leave(*_: Any) -> None:
+    def leave_hook(*_: Any) -> None:
         running.pop()
         traffic.where = traffic.where._replace(module=running[-1])
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(enter(name), prepend=True))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
+        hooks.append(module.register_forward_pre_hook(make_enter_hook(name), prepend=True))
+        hooks.append(module.register_forward_hook(leave_hook, always_call=True))
     return hooks
 
 

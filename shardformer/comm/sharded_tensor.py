@@ -76,7 +76,7 @@ class ShardedTensor(Tensor):
 
         The subclass's ``_gather`` defines what the backward communicates.
         """
-        local, full = self.held(), self._full
+        local, full = self.stored_shard(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
@@ -95,7 +95,7 @@ class ShardedTensor(Tensor):
         """Wrap the shard ``local`` of a view; ``replay`` computes the view from the full tensor."""
         return self.placed(local, dim)
 
-    def local_part(self, full: Tensor, dim: int) -> Tensor:
+    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
         """Return this rank's slice of a plain tensor whose ``dim`` has the full length."""
         raise AssertionError
 
@@ -103,11 +103,11 @@ class ShardedTensor(Tensor):
         """Return whether another tensor of this class is sharded identically, so that shards can be combined."""
         raise AssertionError
 
-    def held(self) -> Tensor:
+    def stored_shard(self) -> Tensor:
         """Return the shard as it is stored; ``to_local`` may cast it."""
         return self.local
 
-    def takes_gradients(self) -> bool:
+    def sums_operand_gradients(self) -> bool:
         """Return whether the gradients that ranks compute for an operand are summed later."""
         return False
 
@@ -121,7 +121,7 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        rule = cls.RULES.get(func, gathered) if args else gathered
+        rule = cls.RULES.get(func, call_on_full_tensors) if args else call_on_full_tensors
         return rule(func, args, kwargs or {})
 
     @classmethod
@@ -133,11 +133,11 @@ class ShardedTensor(Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return (
-            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, {self._held()}, "
+            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, {self._describe_shard()}, "
             "values by .full_tensor() on all ranks)"
         )
 
-    def _held(self) -> str:
+    def _describe_shard(self) -> str:
         raise AssertionError
 
     def __format__(self, spec: str) -> str:
@@ -155,7 +155,7 @@ def to_full_tensors(value: Any) -> Any:
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
 
 
-def gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Call a function that has no rule on the full tensors."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
@@ -185,25 +185,27 @@ def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         return func(*args, **kwargs)
 
 
-def blank(x: ShardedTensor) -> Tensor:
+def empty_full_view(x: ShardedTensor) -> Tensor:
     """Return a tensor with the full shape, dtype and device that takes no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
 def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    return func(blank(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs))
+    return func(
+        empty_full_view(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs)
+    )
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply an element-wise function to the shards, if no operand needs a sum of gradients."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
     operands = [_local_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if not isinstance(local, Tensor):
         return local
@@ -217,30 +219,30 @@ def _local_operand(value: Any, x: ShardedTensor) -> Any:
         return value if known else NotImplemented
     if isinstance(value, ShardedTensor):
         return value.to_local() if type(value) is type(x) and x.is_aligned(value) else NotImplemented
-    if value.requires_grad and torch.is_grad_enabled() and not x.takes_gradients():
+    if value.requires_grad and torch.is_grad_enabled() and not x.sums_operand_gradients():
         return NotImplemented  # each rank would only add its own share of the gradient
     back = x.shard_dim - len(x.full_shape)
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return x.local_part(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
+    return x.slice_operand(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply a view function of ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     if func.__name__ in _DIMS_ONLY:
         rest, kwargs = [*rest, *kwargs.values()], {}
-    local = x.held()
+    local = x.stored_shard()
     place = VIEW_RULES[func.__name__](x.full_shape, x.shard_dim, tuple(rest), kwargs, local=local.shape[x.shard_dim])
     if place is None:
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     dim, local_args = place
     try:
         result = func(local, *local_args, **kwargs)
     except (RuntimeError, IndexError):
-        return gathered(func, args, kwargs)  # raises the same error with the full sizes
+        return call_on_full_tensors(func, args, kwargs)  # raises the same error with the full sizes
     if isinstance(result, Tensor):
         return x.view_of(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
 
@@ -253,14 +255,14 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply clone or contiguous to the shard."""
-    before = args[0].held()
+    before = args[0].stored_shard()
     local = func(before, *args[1:], **kwargs)
     return args[0] if local is before else args[0].placed(local)
 
 
 def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply requires_grad_, retain_grad, is_contiguous and similar functions to the shard."""
-    result = func(args[0].held(), *args[1:], **kwargs)
+    result = func(args[0].stored_shard(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 

@@ -28,7 +28,7 @@ from torch import Tensor
 from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
+from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups, Transport, Work
 from shardformer.torch_compat import (
     FakeCopyMode,
     FakeTensorMode,
@@ -108,8 +108,8 @@ class FakeTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
-        return Meeting([Word(call, not waits)] * self._size)
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+        return AnnouncedCalls([AnnouncedCall(call, not waits)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):

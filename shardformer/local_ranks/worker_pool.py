@@ -118,19 +118,19 @@ class WorkerPool:
             raise LaunchError("run() was called on a closed WorkerPool", remedy="Create a new WorkerPool")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
-            if not all(worker.is_at_rest() for worker in self._workers):
+            if not all(worker.is_idle() for worker in self._workers):
                 self._kill()
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(_Worker(rank, self._threads, self._imports))
                 self._create_group()
-            replies = self._exchange(name, calls, self.timeout_s)
+            replies = self._call_workers(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
                 self._create_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill()
             raise
-        _raise_shared(name, replies)
+        _raise_common_error(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_group(self) -> None:
@@ -138,12 +138,12 @@ class WorkerPool:
         name = "the start of the group"
         call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
         try:
-            _raise_shared(name, self._exchange(name, [call] * self.num_workers, START_S))
+            _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
             if before:
                 before.release()
 
-    def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
+    def _call_workers(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
         """Send one call to each worker, and return the replies. Raises WorkerError unless all calls agree."""
         assert self._meeting is not None
         env = {
@@ -155,14 +155,14 @@ class WorkerPool:
         for worker, call in zip(self._workers, calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
             worker.send(RemoteRequest(call, tuple(sys.path), {**env, **own}))
-        replies, dead = self._collect(timeout_s)
+        replies, dead = self._receive_replies(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
         is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
         if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
-        outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
-        outcomes += [_raised_outcome(rank, failure) for rank, failure in failures.items()]
+        outcomes = [worker.describe_exit() for worker in self._workers if worker.rank in dead]
+        outcomes += [_outcome_of_failure(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
@@ -170,7 +170,7 @@ class WorkerPool:
         outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
         raise _worker_error(name, outcomes)
 
-    def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
+    def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         replies: dict[int, RemoteReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
@@ -211,7 +211,7 @@ class _Worker:
         self._stack, stack = context.Pipe(duplex=False)
         args = (rank, threads, dict(os.environ), calls, stack)
         self.process: BaseProcess = context.Process(
-            target=worker_process.serve, args=args, name=f"worker-{rank}", daemon=True
+            target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=True
         )
         self.process.start()
         calls.close()  # only the process keeps these ends, so the pipes end with it
@@ -222,7 +222,7 @@ class _Worker:
         assert self.process.pid is not None
         return self.process.pid
 
-    def is_at_rest(self) -> bool:
+    def is_idle(self) -> bool:
         """Return whether the worker waits for a call.
 
         The pipe of a dead worker is readable before its exit code is known.
@@ -249,11 +249,11 @@ class _Worker:
         for thread in text.decode(errors="replace").split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith("  File ")]
             ours = [i for i, frame in enumerate(frames) if f'"{worker_process.__file__}"' in frame]
-            if ours and frames[ours[-1]].endswith(" in serve"):
+            if ours and frames[ours[-1]].endswith(" in serve_calls"):
                 return "".join(f"{frame}\n" for frame in frames[: ours[0]])
         return ""
 
-    def exit_report(self) -> _RankOutcome:
+    def describe_exit(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
         what = "closed its pipe" if code is None else f"ended with exit code {code}"
@@ -322,15 +322,15 @@ class _RankOutcome:
     details: str
 
 
-def _raise_shared(name: str, replies: Sequence[RemoteReply]) -> None:
+def _raise_common_error(name: str, replies: Sequence[RemoteReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _worker_error(
-            name, [_raised_outcome(*numbered) for numbered in enumerate(failures)]
+            name, [_outcome_of_failure(*numbered) for numbered in enumerate(failures)]
         )
 
 
-def _raised_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
+def _outcome_of_failure(rank: int, failure: RemoteFailure) -> _RankOutcome:
     return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
@@ -360,12 +360,12 @@ def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
         reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
         if outcome.kind == first:
             headline.setdefault(outcome.what, []).append(outcome.rank)
-    what = "; ".join(f"{_ranks(ranks)} {what}" for what, ranks in headline.items())
+    what = "; ".join(f"{_format_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
-        remedy += f"\n\n{_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
+        remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
     return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -103,14 +103,14 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def serve(
+def serve_calls(
     rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
 ) -> None:
     """Answer calls from the pipe until the parent closes it or exits. ``env`` is the parent's environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="end-with-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment at its own start
     if sys.platform == "linux":
@@ -122,8 +122,8 @@ def serve(
         except EOFError:
             destroy_process_group()
             return
-        _reset({**home, **request.env}, request.path, threads)
-        calls.send_bytes(pickle.dumps(_answer(request.call)))
+        _reset_process({**home, **request.env}, request.path, threads)
+        calls.send_bytes(pickle.dumps(_run_call(request.call)))
         del request
 
 
@@ -140,14 +140,14 @@ def join_group(store: str, imports: Sequence[str]) -> None:
     gc.freeze()  # excludes imported modules from later garbage collections
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
+def _reset_process(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     if dict(os.environ) != env:
         os.environ.clear()
         os.environ.update(env)
@@ -158,12 +158,12 @@ def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     seed_random(0)
 
 
-def _answer(call: RemoteCall) -> RemoteReply:
+def _run_call(call: RemoteCall) -> RemoteReply:
     world = dist.group.WORLD
     try:
         for name, file in call.sources.items():
             if name not in sys.modules:
-                _import(name, file)
+                _import_module(name, file)
         fn, args, kwargs = pickle.loads(call.payload)
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
@@ -172,7 +172,7 @@ def _answer(call: RemoteCall) -> RemoteReply:
     except BaseException as error:  # includes SystemExit and pytest's skip
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
-        own = error if isinstance(error, ShardFormerError) and _survives(error) else None
+        own = error if isinstance(error, ShardFormerError) and _is_picklable(error) else None
         message = str(error).strip().split("\n", 1)[0]
         return RemoteReply(
             b"",
@@ -181,7 +181,7 @@ def _answer(call: RemoteCall) -> RemoteReply:
         )
 
 
-def _import(name: str, file: str) -> None:
+def _import_module(name: str, file: str) -> None:
     """Import a module by name if that finds the parent's file, otherwise from the file.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
@@ -214,7 +214,7 @@ def _create_namespace_packages(name: str, file: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def _survives(error: ShardFormerError) -> bool:
+def _is_picklable(error: ShardFormerError) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:

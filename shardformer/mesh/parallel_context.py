@@ -20,8 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
-from shardformer.mesh.rank_presence import DeadlockMonitor, message_key, presence, uncounted_key
-from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
+from shardformer.mesh.rank_presence import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
+from shardformer.mesh.transport import (
+    NO_TRANSPORT,
+    AnnouncedCall,
+    AnnouncedCalls,
+    CollectiveLog,
+    RankGroups,
+    Transport,
+    Work,
+    World,
+)
 from shardformer.public_names import renamed_arguments
 from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
 
@@ -82,9 +91,9 @@ class ProcessGroupTransport:
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # lets the other processes ask what this process waits for
-        presence(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
+        get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
-    def begun(self) -> dict[str, int]:
+    def count_messages(self) -> dict[str, int]:
         """Return the numbers of messages that this process sent and received over the group: see ``Report``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
@@ -121,21 +130,21 @@ class ProcessGroupTransport:
             host = _copy_to_host(x)
             return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
+        return self._monitor_work(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._start_into(out, x, gather, "an all-gather")
+        return self._start_collective(out, x, gather, "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._start_into(out, x, scatter, "a reduce-scatter")
+        return self._start_collective(out, x, scatter, "a reduce-scatter")
 
-    def _start_into(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
+    def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
         if self._is_staged(x):
             host = _host_buffer(out)
-            return StagedWork([self._start_into(host, _copy_to_host(x), collective, what)], [(out, host)])
-        return self._started(collective(out, x, group=self.group, async_op=True), what)
+            return StagedWork([self._start_collective(host, _copy_to_host(x), collective, what)], [(out, host)])
+        return self._monitor_work(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
         """Exchange tensors with other ranks. Two ranks use one all-to-all.
@@ -148,11 +157,11 @@ class ProcessGroupTransport:
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
             return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
-            return self._swap(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
+            return self._exchange_with_peer(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
         works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
         return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
 
-    def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
+    def _exchange_with_peer(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
         like = out if out is not None else into
         if like is None:
             return []
@@ -164,7 +173,7 @@ class ProcessGroupTransport:
         if self._rank == 0:
             in_sizes, out_sizes = in_sizes[::-1], out_sizes[::-1]
         work = dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=self.group, async_op=True)
-        return [self._started(work, "an exchange", 1 - self._rank)]
+        return [self._monitor_work(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
@@ -211,22 +220,22 @@ class ProcessGroupTransport:
             others = [rank for rank in range(len(rows)) if rank != self._rank]
             works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
-            works = [self._started(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
+            works = [self._monitor_work(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
         for work in works:
             work.wait()
         gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
         """Store the number and name of this rank's latest call in the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
-        reporter = presence(store, rank)
+        reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{rank}/count", 1)
         store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
-        return self._wait_for_peers(store, name, number, reporter) if waits else Meeting()
+        return self._wait_for_peers(store, name, number, reporter) if waits else AnnouncedCalls()
 
-    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> Meeting:
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> AnnouncedCalls:
         """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
@@ -234,25 +243,25 @@ class ProcessGroupTransport:
         while True:
             words = self._peer_calls(store, name, number)
             if None not in words:
-                return Meeting(words)
+                return AnnouncedCalls(words)
             now = time.monotonic()
             absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
             if store.check([f"{name}/failed/{number}"]):
-                return Meeting(words, dict.fromkeys(absent, "gave up"))
+                return AnnouncedCalls(words, dict.fromkeys(absent, "gave up"))
             if differs_since is None and len({word.call for word in words if word is not None}) > 1:
                 differs_since = now
             if now > ask_at:
-                request, ask_at = reporter.ask(), now + ASK_EVERY_S
+                request, ask_at = reporter.request_reports(), now + ASK_EVERY_S
                 first_request = first_request or request
-            missing = reporter.waiting(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            missing = reporter.find_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
-                return Meeting(words, missing)
+                return AnnouncedCalls(words, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _peer_calls(self, store: Any, name: str, number: int) -> list[Word | None]:
+    def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
         """Return the call that each rank made as its call number ``number``.
 
         A rank with a higher number has made this call too, unless the call failed.
@@ -262,15 +271,15 @@ class ProcessGroupTransport:
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        own = Word(*json.loads(found[self._rank])[1:])
-        words: list[Word | None] = []
+        own = AnnouncedCall(*json.loads(found[self._rank])[1:])
+        words: list[AnnouncedCall | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            words.append(own if is_past else Word(call, is_step) if count == number else None)
+            words.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
         return words
 
-    def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
+    def _monitor_work(self, work: Any, what: str, peer: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
             joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")

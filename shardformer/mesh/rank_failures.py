@@ -58,22 +58,23 @@ class PeerRanks:
             yield
         except RuntimeError as error:
             if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
-                raise self._error(what, peer, error) from error
+                raise self._lost_peer_error(what, peer, error) from error
             raise
 
-    def _error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
+    def _lost_peer_error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
         others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
-        who = " or ".join(map(self._name, others[:4])) + (" or another" if len(others) > 4 else "")
+        who = " or ".join(map(self._describe_rank, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._name(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({cause[:120]})",
+            f"{self._describe_rank(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} "
+            f"({cause[:120]})",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
             remedy="Check the last output of that rank. If it has none, check its host and the network",
         )
 
-    def _name(self, index: int) -> str:
+    def _describe_rank(self, index: int) -> str:
         host = f" on host {self.hosts[index]}" if len(set(self.hosts)) > 1 else ""
         return f"rank {self.ranks[index]}{host}"
 
@@ -187,7 +188,7 @@ class Rendezvous:
         """
         with suppress(RuntimeError):
             store = self._store()
-            absent = [place for place in range(self.size) if not store.check([self._key(place)])]
+            absent = [place for place in range(self.size) if not store.check([self._connected_key(place)])]
             if absent and self.place not in absent:
                 shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
                 return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
@@ -197,13 +198,13 @@ class Rendezvous:
         if is_complete.wait(MARK_AFTER_S):
             return
         if self._connection_error() is None:  # the store exists already if the launchers have connected
-            self._mark()
+            self._mark_connected()
         if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
         if (error := self._connection_error()) is not None:
             self._print_connection_error(error)
             return
-        self._mark()
+        self._mark_connected()
         if (missing := self.missing()) and not is_complete.is_set():
             self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
 
@@ -217,11 +218,11 @@ class Rendezvous:
                 return
             if is_complete.wait(AGAIN_S):
                 return
-        self._mark()
+        self._mark_connected()
 
-    def _mark(self) -> None:
+    def _mark_connected(self) -> None:
         with suppress(RuntimeError):
-            self._store().set(self._key(self.place), platform.node())
+            self._store().set(self._connected_key(self.place), platform.node())
 
     def _print_connection_error(self, error: OSError) -> None:
         self._print(
@@ -246,5 +247,5 @@ class Rendezvous:
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )
 
-    def _key(self, place: int) -> str:
+    def _connected_key(self, place: int) -> str:
         return f"shardformer/here/{self.what}/{self.attempt}/{place}"

@@ -79,7 +79,7 @@ class RankGrid:
 
     def coords(self, rank: int) -> dict[str, int]:
         """Return the coordinates of a global rank on all axes, including those of views."""
-        return self._coords_at(self.ranks.index(rank))
+        return self._coords_of_index(self.ranks.index(rank))
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
         """Return the global rank at these coordinates; axes that are not named count as 0."""
@@ -105,7 +105,7 @@ class RankGrid:
         fixed = self._fixed_axes(names)
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
-            at = self._coords_at(place)
+            at = self._coords_of_index(place)
             if all(at[name] in allowed for name, allowed in (only or {}).items()):
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
@@ -130,8 +130,9 @@ class RankGrid:
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
+            reshaped = _format_product({name: self.sizes[name] for name in of})
             raise ConfigError(
-                f"{_product(sizes) or 'nothing'} does not equal {_product({name: self.sizes[name] for name in of})}",
+                f"The sizes {_format_product(sizes) or dict(sizes)} of a view do not multiply to {reshaped}",
                 remedy=f"Use sizes whose product is {size}",
             )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
@@ -140,7 +141,7 @@ class RankGrid:
         """Return whether these ranks are on more than one host, or None if unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
-    def _coords_at(self, place: int) -> dict[str, int]:
+    def _coords_of_index(self, place: int) -> dict[str, int]:
         coords = _unravel_index(place, self.sizes)
         for view in self.views:
             index = 0
@@ -273,7 +274,7 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     if world % known and (tensor is None or data is None):
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
-            f"{_product(passed)} does not divide the number of processes, {world}",
+            f"{_format_product(passed)} does not divide the number of processes, {world}",
             remedy=(
                 f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
                 if len(passed) > 1
@@ -289,11 +290,11 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     if prod(resolved.values()) != world:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{_product(shown)} is not the number of processes, {world}",
+            f"{_format_product(shown)} is not the number of processes, {world}",
             remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes",
         )
     return resolved
 
 
-def _product(sizes: Mapping[str, int | None]) -> str:
+def _format_product(sizes: Mapping[str, int | None]) -> str:
     return " times ".join(f"{name}={size}" for name, size in sizes.items())

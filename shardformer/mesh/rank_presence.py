@@ -55,11 +55,11 @@ class Report:
     what: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
 
-    def as_text(self) -> str:
+    def to_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_text(cls, text: str) -> Report:
+    def from_text(cls, text: str) -> Report:
         return cls(**json.loads(text))
 
 
@@ -140,7 +140,7 @@ WAITS_IN = (
 class DeadlockMonitor:
     """Thread that reports through the store where this process waits, and reads the reports of others.
 
-    Created once per process by ``presence``.
+    Created once per process by ``get_deadlock_monitor``.
 
     Attributes:
         carriers: weak references to the transports of this process, which count messages.
@@ -159,29 +159,29 @@ class DeadlockMonitor:
         self._asked = 0
         self._thread = threading.Thread(target=self._run, name="shardformer-presence", daemon=True)
         self._thread.start()
-        atexit.register(self.end)
+        atexit.register(self.stop_at_exit)
 
-    def end(self) -> None:
+    def stop_at_exit(self) -> None:
         """Stop reporting, because the script has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
-    def leave(self) -> None:
+    def stop_reporting(self) -> None:
         """Stop reporting to this store, which may be gone, because the process reports to another one."""
-        atexit.unregister(self.end)
+        atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
 
     def is_reporting_to(self, store: Any) -> bool:
         return self._store is store and not self._ends.is_set()
 
-    def ask(self) -> int:
+    def request_reports(self) -> int:
         """Request new reports from all processes, and return the number of the request."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
-    def waiting(self, ranks: Collection[int], since: int) -> dict[int, str]:
+    def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
         """Return rank -> status for those of ``ranks`` that have ended or wait for others, as far as known.
 
         Args:
@@ -201,9 +201,9 @@ class DeadlockMonitor:
         """Return (number of the request, report) of the ranks that have reported; report None if the rank ended."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
-            if self._store.check([_key(rank)]):
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                found[rank] = (0, None) if question == ENDED else (int(question), Report.of_text(answer))
+            if self._store.check([_report_key(rank)]):
+                question, _, answer = self._store.get(_report_key(rank)).decode().partition(" ")
+                found[rank] = (0, None) if question == ENDED else (int(question), Report.from_text(answer))
         return found
 
     def _run(self) -> None:
@@ -218,7 +218,7 @@ class DeadlockMonitor:
                 continue
         if not self._has_left:
             with suppress(RuntimeError):
-                self._store.set(_key(self._rank), ENDED)
+                self._store.set(_report_key(self._rank), ENDED)
 
     def _report_if_requested(self, now: float) -> None:
         request = self._store.add(QUESTION, 0)
@@ -230,12 +230,15 @@ class DeadlockMonitor:
         call, joined = _blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
-        report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
-        self._store.set(_key(self._rank), f"{request} {report.as_text()}")
+        report = (
+            Report() if call is None else _build_report(call, joined, now - self._call_since, self._count_started())
+        )
+        self._store.set(_report_key(self._rank), f"{request} {report.to_text()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
         frame, _ = _blocking_call()
-        seen = None if frame is None else (id(frame), self._begun())  # a kept frame would keep its tensors alive
+        # the id, because a kept frame would keep its tensors alive
+        seen = None if frame is None else (id(frame), self._count_started())
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -251,13 +254,13 @@ class DeadlockMonitor:
         if self._rank in found:
             self._end_process(list(found), format_deadlock(found, reports))
         if now > self._ask_at:
-            self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
+            self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
-    def _begun(self) -> dict[str, int]:
+    def _count_started(self) -> dict[str, int]:
         found = collectives_begun()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
-                found |= transport.begun()
+                found |= transport.count_messages()
         return found
 
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
@@ -310,7 +313,7 @@ def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[A
     return None
 
 
-def _report(
+def _build_report(
     call: FrameType,
     joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds: float,
@@ -338,7 +341,7 @@ def _user_line(frame: FrameType) -> str:
     return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
 
 
-def _key(rank: int) -> str:
+def _report_key(rank: int) -> str:
     return f"shardformer/presence/{rank}"
 
 
@@ -346,11 +349,11 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 """By process id, because a forked process does not have its parent's threads."""
 
 
-def presence(store: Any, rank: int) -> DeadlockMonitor:
+def get_deadlock_monitor(store: Any, rank: int) -> DeadlockMonitor:
     """Return the ``DeadlockMonitor`` of this process."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:
-            current.leave()
+            current.stop_reporting()
         current = _OF_PROCESS[os.getpid()] = DeadlockMonitor(store, rank)
     return current

@@ -174,9 +174,9 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
         grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         batch, hidden, core, width = (
-            _index_of_count(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
+            _format_shard(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-        contracted = _index_of_count(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        contracted = _format_shard(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
         place = ", ".join(str(axis.rank) for axis in axes)
         shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
     return shards
@@ -192,17 +192,17 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
     ranks = row * column * depth
     copies, contraction = (1, depth) if mode == "3d" else (depth, 1)
 
-    def share(n: int) -> float:
+    def fraction_sent(n: int) -> float:
         return (n - 1) / n
 
     terms = [
-        (10 * share(column) / (row * copies * contraction), "N H"),
-        (share(contraction) / (row * column), "N (2 V + E)"),
-        (3 * share(row) / (column * contraction), "W"),
-        (2 * share(copies) / (row * column), "W (copies)"),
+        (10 * fraction_sent(column) / (row * copies * contraction), "N H"),
+        (fraction_sent(contraction) / (row * column), "N (2 V + E)"),
+        (3 * fraction_sent(row) / (column * contraction), "W"),
+        (2 * fraction_sent(copies) / (row * column), "W (copies)"),
     ]
     total = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
-    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", total)]
+    return [(f"1D over {ranks}", f"{8 * fraction_sent(ranks):.3g} N H"), (f"{mode} over this grid", total)]
 
 
 def grid_summary(grid: TensorGrid) -> str:
@@ -218,5 +218,5 @@ def grid_summary(grid: TensorGrid) -> str:
     )
 
 
-def _index_of_count(index: int, count: int) -> str:
+def _format_shard(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

@@ -113,22 +113,22 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Word(NamedTuple):
+class AnnouncedCall(NamedTuple):
     """The collective call a rank has reached, and whether the ranks compare numbers next."""
 
     call: str
     is_step: bool
 
 
-class Meeting(NamedTuple):
+class AnnouncedCalls(NamedTuple):
     """Result of waiting for the other ranks at a collective call.
 
     Args:
-        words: the call of each rank in order; None for a rank that did not arrive.
+        calls: the call of each rank in order; None for a rank that did not arrive.
         missing: global rank -> status of a rank that did not arrive.
     """
 
-    words: Sequence[Word | None] = ()
+    calls: Sequence[AnnouncedCall | None] = ()
     missing: Mapping[int, str] = MappingProxyType({})
 
 
@@ -199,7 +199,7 @@ class Transport(Protocol):
         Much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
         """Announce that this rank has reached ``call``, its next collective call. Not a collective itself.
 
         Args:

@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardformer.checkpoint import reshard_in_memory as move
-from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, LocalChunk, TensorItem, overlap, subtract_chunks
+from shardformer.checkpoint.chunks import (
+    ChunkBounds,
+    FlatRegion,
+    LocalChunk,
+    TensorItem,
+    intersect_chunks,
+    subtract_chunks,
+)
 from shardformer.checkpoint.reshard_in_memory import (
     ChunkTransfer,
     ItemListing,
@@ -374,7 +381,7 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
     def counted(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
         nonlocal calls
         calls += 1
-        return overlap(one, other)
+        return intersect_chunks(one, other)
 
     def cost(ranks: int, tensors: int) -> int:
         nonlocal calls
