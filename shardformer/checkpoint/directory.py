@@ -1,4 +1,4 @@
-"""The directory of checkpoints, with one folder per step that is complete or absent.
+"""Manage a directory of checkpoints, which contains one complete folder for each saved step.
 
     checkpoints/
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
@@ -61,7 +61,7 @@ _RESUMED_FROM = "_shardformer_goes_on"
 
 @dataclass(frozen=True)
 class CheckpointRetention:
-    """Which older checkpoints to keep after a save.
+    """Rule that decides which older checkpoints are kept after a save.
 
     Args:
         last: number of newest checkpoints to keep; None: all.
@@ -97,7 +97,7 @@ def hidden_folder(root: Path, step: int) -> Path:
 
 
 def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
-    """Lock the directory for this process while ``owner`` is alive, and remove leftovers of killed processes.
+    """Lock a checkpoint directory while the model ``owner`` exists, and delete unfinished saves of killed processes.
 
     Called on the first rank before a save.
 
@@ -110,7 +110,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
             link has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file", remedy="Pass the path of a directory")
+        raise ConfigError(f"The checkpoint directory {root} is a file", remedy="Pass the path of a directory")
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
@@ -139,7 +139,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
 
 
 def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether another model of this process, which is still in use, saved ``named``."""
+    """Return whether a different model that this process still uses saved the checkpoint ``named``."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
     goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
@@ -159,7 +159,7 @@ def directories_of_model(model: nn.Module) -> set[str]:
 
 
 def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
-    """Note that the model was resumed from checkpoints in ``roots``, so that it may replace them."""
+    """Record that the model was resumed from checkpoints in ``roots``, so that its saves may replace them."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 
 
@@ -177,7 +177,7 @@ def check_folder_is_visible(hidden: Path) -> None:
 
 
 def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
-    """Number a complete checkpoint, rename it to its final name, and update ``latest``.
+    """Assign a complete checkpoint its number, rename it to its final name, and update the file ``latest``.
 
     It replaces an older checkpoint of the same step. Raises OSError, and InputError if another process took the lock.
     """
@@ -205,7 +205,7 @@ def _move_user_files(source: Path, target: Path) -> None:
 
 
 def delete_checkpoint(folder: Path) -> None:
-    """Delete a checkpoint. Files that no save has written, and files that cannot be deleted, are kept."""
+    """Delete a checkpoint, but keep user files in its folder and files that cannot be deleted."""
     hidden = private_path(folder.with_name(_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
@@ -214,7 +214,7 @@ def delete_checkpoint(folder: Path) -> None:
 
 
 def _delete_hidden_folder(hidden: Path, folder: Path) -> None:
-    """Move files that no save has written back to ``folder``, then delete ``hidden``. Raises OSError."""
+    """Move user files from ``hidden`` back to ``folder``, then delete ``hidden``. Raises OSError."""
     for path in _list_user_files(hidden):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
@@ -222,7 +222,7 @@ def _delete_hidden_folder(hidden: Path, folder: Path) -> None:
 
 
 def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and those that ``keep`` does not retain. Called once the newest is on the disk."""
+    """Delete replaced checkpoints and those that ``keep`` does not retain, once ``newest`` is on the disk."""
     for left in _list_replaced_folders(root):
         if (root / _step_folder_name(left)).exists():
             delete_checkpoint(left)
@@ -238,7 +238,7 @@ def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) 
 
 
 def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
-    """Return (folder, time of the save) of each checkpoint in a directory, newest first.
+    """Return the folder and the save time of each checkpoint in a directory, newest first.
 
     Includes a replaced checkpoint of a step until it is deleted.
     """
@@ -262,9 +262,9 @@ def _step_folder_name(folder: Path) -> str:
 
 
 def find_checkpoints(path: Path) -> Iterator[Path]:
-    """Yield the checkpoints that ``path`` may refer to, in the order in which to try them.
+    """Yield the checkpoint at ``path``, or all checkpoints in the directory ``path``, newest first.
 
-    A checkpoint refers to itself, a directory of checkpoints to the newest. Raises ConfigError if there is none.
+    Raises ConfigError if there is none.
     """
     if (path / INDEX_FILE).exists() or _STEP_NAME.fullmatch(path.name):
         yield path

@@ -1,4 +1,4 @@
-"""Files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
+"""Read and write the files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
 
 Python values (optimizer settings, scheduler states, the user's ``extra``) are stored as JSON and restored exactly.
 
@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
-    """Return the contribution of a chunk that begins at ``start`` to its tensor's checksum, from 0 to 2^64 - 1."""
+    """Compute the share of one chunk in the checksum of its tensor, as an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -62,7 +62,7 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 
 
 def _index_factors(dim: int, first: int, count: int) -> Any:
-    """Return an odd factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
+    """Return an odd checksum factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
     x += numpy.uint64(_seed_of_dim(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
@@ -92,7 +92,7 @@ class CorruptCheckpointError(InputError):
 
 
 def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
-    """Return the error for a damaged checkpoint."""
+    """Build the error for a damaged checkpoint, with the standard rule and remedy."""
     return CorruptCheckpointError(
         what,
         rule="A checkpoint is loaded only if all files are present and all checksums match",
@@ -101,7 +101,7 @@ def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
 
 
 class SavedChunk(NamedTuple):
-    """A chunk of a tensor in a file: its start and size, the number of the file, and its checksum."""
+    """Chunk of a tensor in a checkpoint file: its start, size and checksum, and the number of the file."""
 
     start: Offsets
     size: Offsets
@@ -111,7 +111,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class IndexEntry:
-    """A tensor of a checkpoint: dtype, full shape and saved chunks."""
+    """Entry of a checkpoint index for one tensor: its dtype, full shape and saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -120,7 +120,7 @@ class IndexEntry:
 
 @dataclass
 class CheckpointIndex:
-    """Contents of a checkpoint.
+    """Index of a checkpoint: its step, mesh sizes, tensors and plain values.
 
     Args:
         step: number of training steps that were completed.
@@ -187,7 +187,7 @@ class CheckpointIndex:
 
 
 def _check_index_entry(name: str, entry: IndexEntry) -> None:
-    """Raise ValueError for an impossible entry.
+    """Raise ValueError if an index entry has an unknown dtype, or chunks outside its tensor.
 
     Entries identify files by number, so that a damaged index cannot name files outside the checkpoint.
     """
@@ -201,7 +201,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
 
 def read_save_order(folder: Path) -> tuple[int, float]:
-    """Return (number, time of the save) from the first line of a checkpoint's index, or zeros if it is unreadable."""
+    """Read the save number and save time from the first line of a checkpoint's index. Returns zeros on failure."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -228,22 +228,22 @@ def sync(path: Path) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the checkpoint file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a name such as ``float32``."""
+    """Return the name of a dtype without the prefix ``torch.``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def chunk_key(name: str, start: Offsets) -> str:
-    """Return the name of a chunk in its file."""
+    """Return the key of a tensor's chunk in its safetensors file, such as ``weight@0,128``."""
     return f"{name}@{','.join(map(str, start))}"
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor of a file: its key, dtype and shape, and a function that returns its values when they are written."""
+    """Tensor to write into a safetensors file: its key, dtype, shape, and a function that loads its values."""
 
     key: str
     dtype: torch.dtype
@@ -252,14 +252,14 @@ class TensorToWrite(NamedTuple):
 
 
 def header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """Return the dtype and shape of a tensor as a safetensors header states them."""
+    """Return the dtype name and the shape that a safetensors header lists for a tensor."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
 def write_file(
     path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Write a safetensors file, one tensor after the other, and sync it if ``to_disk``.
+    """Write tensors to a safetensors file, one after the other, and sync it to the disk if ``to_disk``.
 
     Raises OSError, also if the file exists.
     """
@@ -284,9 +284,9 @@ def write_file(
 
 
 def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
-    """Write (name, start, values) of chunks to a safetensors file, and return their checksums.
+    """Write tensor chunks to a safetensors file, and return their checksums.
 
-    Copies one chunk at a time to the host.
+    ``boxes`` has the (name, start, values) of each chunk. Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
@@ -307,7 +307,7 @@ def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a dtype that the files cannot store."""
+    """Raise ConfigError if a checkpoint file cannot store the dtype of the tensor ``name``."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} has dtype {dtype}, which a checkpoint cannot store",
@@ -317,7 +317,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``chunk``."""
+    """Yield the index and the intersection of each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
@@ -329,7 +329,7 @@ _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Encode a value as JSON. Raises InputError, with ``where`` as the name of the value, if that is impossible."""
+    """Encode a Python value as JSON, or raise an InputError that names it ``where`` if its type is unsupported."""
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:

@@ -53,7 +53,7 @@ BITS = 2**64
 
 
 class BoxReader:
-    """Reader of the chunks in a checkpoint folder. ``num_bytes`` counts the bytes it has read."""
+    """Reader of tensor chunks in the files of a checkpoint. ``num_bytes`` counts the bytes it has read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -61,7 +61,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Read the values in the bounds ``chunk`` from a saved chunk into ``out``. Raises CorruptCheckpointError."""
+        """Copy the part of a saved chunk within the bounds ``chunk`` into ``out``. Raises CorruptCheckpointError."""
         path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
             if saved.file not in self._files:
@@ -99,7 +99,7 @@ class _ShardFile:
         self._mapped: Tensor | None = None
 
     def read(self, key: str, saved: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
-        """Read the box at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
+        """Copy the box that begins at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
@@ -140,7 +140,7 @@ class _ShardFile:
             data, offset = data[count:], offset + count
 
     def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved: SavedChunk) -> Tensor:
-        """Return a box of many short rows through mapped memory, which reads only the pages it needs."""
+        """Read a box with many short rows through mapped memory, which loads only the required pages."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
@@ -153,7 +153,7 @@ class _ShardFile:
 
 
 def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
-    """Fill the items from a checkpoint and return the number of bytes that this rank read.
+    """Read this rank's tensors from a checkpoint, verify the checksums, and return the number of bytes read.
 
     Each rank reads only its own chunks. For each element, one rank adds its contribution to the checksum of its saved
     chunk. Communicates the names and bounds of the chunks that are read, and two integers for each saved chunk.
@@ -203,7 +203,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 def _number_saved_chunks(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Number the saved chunks of all tensors that any rank reads, identically on all ranks."""
+    """Assign a number to each saved chunk of the tensors that any rank reads, identically on all ranks."""
     local = {item.name for item in items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -213,7 +213,7 @@ def _number_saved_chunks(
 
 
 class LoadPlan:
-    """The chunks that this rank reads from a saved run, and the assignments that follow once they are read.
+    """Plan of a load: the chunks that this rank reads, and how they are copied into the model and optimizers.
 
     Args:
         index: index of the saved run.
@@ -299,7 +299,7 @@ class LoadPlan:
                     self._add_slice(shard, piece, trains=id(shard) in trained)
 
     def _find_most_precise(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of the saved tensor with the most precision that ``dtype`` can represent."""
+        """Return the name of the saved copy of a parameter with the highest precision that ``dtype`` can represent."""
         master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
@@ -355,7 +355,7 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Read the random states of the rank at the same coordinates, or else of one with the same data rank."""
+        """Plan to read the random states of the saved rank with the same mesh coordinates, or the same data rank."""
         coords, saved = self._tensors.coords, self.index.values["coords"]
         same_layout = self.index.sizes == self._tensors.sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
@@ -373,7 +373,7 @@ class LoadPlan:
 
     @torch.no_grad()
     def commit(self, on_loaded: Callable[[], object] = lambda: None) -> None:
-        """Assign the tensors that were read to the model, the optimizers and the schedulers.
+        """Copy the loaded tensors into the model, the optimizers and the schedulers.
 
         The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``on_loaded``. If one of
         them fails on any rank, all ranks restore the previous state and raise. The parameters are copied last.
@@ -417,7 +417,7 @@ class LoadPlan:
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Result of loading a checkpoint.
+    """Result of ``load_checkpoint``: the path, step and extra values of the loaded checkpoint.
 
     Args:
         path: path of the checkpoint.
@@ -440,7 +440,7 @@ class LoadedCheckpoint:
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
-    """Resume from a checkpoint that was saved under any layout.
+    """Load a checkpoint, saved under any layout, into a model and its optimizer to resume training.
 
     Each rank reads its own chunks once, and the ranks verify all checksums. Nothing is modified before all tensors have
     been read and verified. All ranks must call this function.
@@ -470,7 +470,9 @@ def load_with_callback(
     scheduler: Any,
     on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint like ``load_checkpoint``, and pass the loaded values to ``on_loaded``.
+    """Load a checkpoint, and call ``on_loaded`` with the result before the parameters are assigned.
+
+    Otherwise like ``load_checkpoint``.
 
     Args:
         on_loaded: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore

@@ -59,7 +59,7 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """A chunk of a tensor that ``source`` sends to ``target`` in ``dtype``; a copy if both are the same rank."""
+    """Chunk of a tensor that rank ``source`` sends to rank ``target``, or a local copy if both ranks are equal."""
 
     name: str
     start: Offsets
@@ -77,7 +77,7 @@ TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """Description of a ``TensorItem`` without its values."""
+    """Name, shape, dtype and chunk bounds of a ``TensorItem``, without its values."""
 
     name: str
     shape: Offsets
@@ -91,7 +91,7 @@ class ItemListing(NamedTuple):
 
 
 class RankListing(NamedTuple):
-    """The tensors that a rank has and wants, and its settings."""
+    """Tensors that one rank stores and requests, with its transfer settings."""
 
     have: list[ItemListing]
     want: list[ItemListing]
@@ -102,7 +102,7 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fill ``want`` from the chunks that the ranks ``have``. All ranks of ``world`` must call it.
+    """Fill the tensors in ``want`` with values from the ranks that store them. All ranks of ``world`` must call it.
 
     A rank copies the elements it already stores. Every other element is sent to it once: by the owner with the least to
     send, in the narrower of the source and target dtypes. If a rank has or wants an element several times, the widest
@@ -150,7 +150,7 @@ def _count_bytes(sends: Iterable[ChunkTransfer]) -> int:
 
 
 def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
-    """Yield the transfers and copies of all ranks, in the same order on all ranks.
+    """Yield the transfers and local copies that fill all requested chunks, in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
     sent by the owner with the least to send so far.
@@ -170,7 +170,7 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
 def _plan_sends(
     name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
 ) -> Iterator[ChunkTransfer]:
-    """Yield the transfer of ``chunk`` to each target; ``load`` counts the bytes that each rank sends."""
+    """Yield one transfer of ``chunk`` to each target rank, from the owner with the fewest bytes to send in ``load``."""
     for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
         send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
@@ -181,7 +181,7 @@ def _plan_sends(
 
 @dataclass
 class _TensorChunks:
-    """Chunks of one tensor on all ranks. ``rank`` is the first rank that listed the tensor."""
+    """Chunks of one tensor that the ranks store and request. ``rank`` is the first rank that listed the tensor."""
 
     shape: Offsets
     rank: int
@@ -189,7 +189,7 @@ class _TensorChunks:
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
     def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
+        """Yield (chunk, owners, targets) for the requested chunks, split so that each has one set of owners."""
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
         for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
@@ -204,7 +204,7 @@ class _TensorChunks:
 def _overlapping_pairs(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
-    """Yield (chunk of ``some``, chunk of ``others``, intersection) of all overlapping pairs.
+    """Yield each pair of overlapping chunks from two lists, with their intersection.
 
     Vectorized, because R ranks with a chunk each lead to R * R comparisons per tensor.
     """
@@ -258,7 +258,7 @@ def _split_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into cells whose elements all have the same owners, and yield (cell, owners).
+    """Split ``chunk`` into cells whose elements are stored by the same ranks, and yield (cell, owners).
 
     The chunks in ``over`` lie in ``chunk``. If they overlap each other, the middle one divides the others recursively.
     """
@@ -293,7 +293,7 @@ def _merge_owners(*owners: Ranks) -> Ranks:
 
 
 class _LocalChunks:
-    """Chunks that this rank has and wants, by tensor name, the widest dtype first."""
+    """Chunks that this rank stores and requests, grouped by tensor name, with the widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
@@ -323,7 +323,7 @@ def _send_and_receive(
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Send and receive in rounds, with at most one message per round between each ordered pair of ranks."""
+    """Send and receive all messages in rounds, with at most one message per round and ordered pair of ranks."""
     while True:
         outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
         if not any(outgoing) and not any(incoming):
@@ -348,7 +348,7 @@ def _send_and_receive(
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
-    """Yield (peer, whether to send) for the messages of one round, in the order in which this rank starts them.
+    """Yield (peer, is_send) for the messages of one round, in an order that cannot deadlock under NCCL.
 
     NCCL runs the messages of a rank one after the other, and a message starts only when both ends have reached it. All
     ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the size, so that each rank is
@@ -365,7 +365,7 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
 
 
 def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """Split the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
+    """Group the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
 
     Wide dtypes come first, which aligns all elements without padding.
     """
@@ -404,19 +404,20 @@ def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
     values: list[Any] = [listing.chunk_bytes for listing in listings]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, not one positive integer on all ranks",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, but must be the same positive integer on "
+            "all ranks",
             remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Pass it in have on a rank that stores it"
+        f"Rank {rank} requests {what}, but no rank stores it", remedy=f"{hint}Pass it in have on a rank that stores it"
     )
 
 
 class ReshardSource:
-    """The state of a training run, kept while the model and its optimizers are built under another layout.
+    """State of a training run that is kept while the model and its optimizers are rebuilt under another layout.
 
     Communicates names and sizes of the tensors, and plain values.
     """
@@ -436,15 +437,15 @@ class ReshardSource:
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """Names of the parameters in the unsharded model, per optimizer and parameter group."""
+        """Parameter names in the unsharded model, by optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """Release the previous state."""
+        """Release the tensors of the previous layout."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
-        """Fill a model of the same class under another layout, and its optimizer, over the same processes.
+        """Load the kept state into a model of the same class under another layout, and into its optimizer.
 
         All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
         sent to it once by a rank that stores it. See ``exchange_items`` for ``chunk_bytes``.

@@ -42,7 +42,7 @@ LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """One rank's share of a checkpoint.
+    """Chunks and index entries that one rank writes into a checkpoint.
 
     Args:
         rank: this rank among the ``size`` ranks that save.
@@ -58,14 +58,14 @@ class Snapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
-        """Add the boxes of ``item`` that are assigned to this rank. An empty tensor is added by name."""
+        """Add the chunks of a tensor that are assigned to this rank. An empty tensor is added by name."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Replace the chunks by copies in host memory, and reuse the buffers in ``memory`` that fit."""
+        """Copy the chunks to host memory, reusing the buffers in ``memory`` that have the same shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = memory.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: CheckpointRetention, *, to_disk: bool) -> Path:
-    """Write this rank's share into the hidden folder. The first rank then completes and renames the checkpoint.
+    """Write this rank's chunks into the hidden folder. The first rank then completes and renames the checkpoint.
 
     Args:
         to_disk: whether to sync to the disk. If not, call ``wait_for_disk`` later, which also deletes older
@@ -111,7 +111,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
 
 
 def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
-    """Sync a checkpoint that ranks of this host wrote to the disk, then delete older checkpoints.
+    """Sync the files of a written checkpoint to the disk, then delete older checkpoints.
 
     Raises InputError if the disk fails, and keeps the older checkpoints.
     """
@@ -180,7 +180,7 @@ def _note_path(hidden: Path, rank: int, ending: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class SaveJob:
-    """One rank's share of a checkpoint, its destination, and the number of hosts.
+    """Prepared save of one rank: the chunks that it writes, the destination, and the number of hosts.
 
     ``is_first`` is true if this is the model's first save into the directory, whose lock is released if the save fails.
     """
@@ -195,7 +195,7 @@ class SaveJob:
     is_first: bool = False
 
     def write(self, *, to_disk: bool = True) -> Path:
-        """Write this rank's share, and sync it if ``to_disk``. Communicates nothing."""
+        """Write this rank's chunks, and sync them to the disk if ``to_disk``. Communicates nothing."""
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def sync(self, path: Path) -> Path:
@@ -204,7 +204,7 @@ class SaveJob:
         return path
 
     def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
-        """Run ``make`` on all ranks and return its path. If it fails on one, remove the files and raise on all."""
+        """Run ``make`` on all ranks and return its path. If one rank fails, delete the files and raise on all ranks."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:
@@ -240,7 +240,7 @@ class AsyncSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its share. The checkpoint is complete once ``wait`` has returned."""
+        """Whether this rank has written its chunks. The checkpoint is complete once ``wait`` has returned."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -253,7 +253,7 @@ class AsyncSave:
         return self._job.run_or_clean_up(self.result)
 
     def result(self) -> Path:
-        """Wait for this rank's thread, and return its result or raise its error. Communicates nothing."""
+        """Wait for this rank's background thread, and return the path or raise the thread's error."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -323,7 +323,7 @@ def async_save_checkpoint(
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> AsyncSave:
-    """Start saving a checkpoint, and return once its data is copied to host memory.
+    """Save a checkpoint in the background, and return once its data is copied to host memory.
 
     Takes the arguments of ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the result
     before the next save and before the program ends. The host buffers are as large as this rank's share and are reused.
@@ -365,7 +365,7 @@ def prepare_save(
     extra: Any = None,
     keep: Any = None,
 ) -> Iterator[SaveJob]:
-    """Collect the data of a save and lock the directory; valid while the body runs."""
+    """Lock the checkpoint directory, and yield a SaveJob with the collected training state."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
@@ -417,7 +417,7 @@ def prepare_save(
 
 
 def _check_no_pending_save(before: AsyncSave | None) -> None:
-    """Wait for the sync of the previous save. Raises InputError if ``wait()`` was not called, or if it failed."""
+    """Raise InputError if the previous asynchronous save failed, or if its ``wait()`` was not called."""
     if before is None:
         return
     if not before.was_waited_for:

@@ -1,4 +1,4 @@
-"""State of a training run under the parameter names and full shapes of the unsharded model.
+"""Describe the training state of this rank by the parameter names and full shapes of the unsharded model.
 
 Parameters, buffers, optimizer states and random states of this rank, for checkpoints and for resharding in memory.
 """
@@ -38,7 +38,7 @@ WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
 
 
 class ModelTensors:
-    """Tensors of a model that a checkpoint stores.
+    """Parameters and buffers of a model, under the names by which a checkpoint stores them.
 
     Attributes:
         model: the model without wrappers.
@@ -70,7 +70,7 @@ class ModelTensors:
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes."""
+        """Sizes of the mesh axes, by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -82,7 +82,7 @@ class ModelTensors:
         return next((x.device for x in self.tensors.values() if x.is_cuda), self._state.context.device)
 
     def readable(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the values of all shards can be read."""
+        """Return a context manager that makes the values of all ZeRO shards readable."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -90,14 +90,14 @@ class ModelTensors:
         return self._names.get(id(tensor))
 
     def region_of(self, tensor: Tensor) -> FlatRegion:
-        """Return the region of a parameter or buffer that this rank stores."""
+        """Return the region of the full parameter or buffer that this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
-        """Return the region of a parameter that this rank's optimizer updates."""
+        """Return the region of the full parameter that this slice of a ZeRO shard covers."""
         spec = piece.entry.spec
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
@@ -114,7 +114,7 @@ class ModelTensors:
 
     @property
     def gathered(self) -> set[int]:
-        """Ids of the parameters whose values stage 3 stores only in shards."""
+        """Ids of the parameters that ZeRO stage 3 stores only as shards."""
         return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
     def buffer_checksums(self) -> dict[str, int]:
@@ -123,7 +123,7 @@ class ModelTensors:
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the tensors to save. Call it inside of ``readable()``.
+        """Yield the model tensors that this rank saves. Call it inside of ``readable()``.
 
         Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
         buffers; the caller drops those in ``find_identical_buffers``.
@@ -203,7 +203,7 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """A parameter or slice that an optimizer updates, with its region of the full model parameter."""
+    """Parameter, or slice of one, that an optimizer updates, and its region of the full parameter."""
 
     name: str
     param: Tensor
@@ -244,7 +244,7 @@ class OptimizerStates:
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
-        """Yield (slot, key, value, whether it is a tensor item) of each state.
+        """Yield (optimizer tensor, key, value, is_item) for each entry of the optimizer state.
 
         Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
         """
@@ -256,7 +256,7 @@ class OptimizerStates:
     # --- saving
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the state tensors that this rank stores."""
+        """Yield the optimizer state tensors that this rank stores."""
         for slot, key, value, is_item in self._iterate_states():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
@@ -267,7 +267,7 @@ class OptimizerStates:
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of a state with another shape than its parameter, which must be full on this rank."""
+        """Return the region of a state tensor whose shape differs from its parameter, which must not be sharded."""
         if slot.region.is_full:
             return FlatRegion(shape, None, {})
         raise ConfigError(
@@ -279,7 +279,7 @@ class OptimizerStates:
         )
 
     def collect_values(self) -> dict[str, Any]:
-        """Return the options, parameter names and scalar states of this rank, for the index."""
+        """Return this rank's optimizer options, parameter names and scalar states for the checkpoint index."""
         where = f"optimizer {self.kind}"
         groups = []
         for group, slots in zip(self.optimizer.param_groups, self.groups, strict=True):
@@ -294,7 +294,7 @@ class OptimizerStates:
     # --- loading
 
     def check_saved_state(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the saved state is of another optimizer class or has other parameter groups."""
+        """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved["kind"] != self.kind:
             raise ConfigError(
                 f"The state of a {saved['kind']} cannot be loaded into a {self.kind}",
@@ -320,7 +320,7 @@ class OptimizerStates:
                     )
 
     def saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
-        """Yield (slot, key, name of the saved tensor, region that this rank reads) of each saved state."""
+        """Yield (optimizer tensor, key, saved name, region that this rank reads) for each saved state tensor."""
         keys: dict[str, list[tuple[str, str]]] = {}
         for full_name in index.tensors:
             if full_name.startswith(f"optimizer.{self._number}/"):
@@ -335,7 +335,7 @@ class OptimizerStates:
     def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
-        """Load states and options into the optimizer.
+        """Load saved states and options into the optimizer.
 
         Args:
             read: (slot, key, value) of the state tensors.
@@ -366,7 +366,7 @@ class OptimizerStates:
 
 
 def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
-    """Return the states of an optimizer, of a list of optimizers, or of those inside a ZeRO optimizer."""
+    """Return the state of each torch optimizer in ``optimizer``, which may be a list or a ZeRO optimizer."""
     plain: list[Optimizer] = []
     for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
@@ -384,7 +384,7 @@ def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[Opti
 
 
 def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the values of one optimizer from all ranks, each of which has some of the parameters."""
+    """Merge the options and scalar states of one optimizer, collected from ranks with different parameters."""
     groups = [
         {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
         for same in zip(*(each["groups"] for each in values), strict=True)
@@ -396,12 +396,12 @@ def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def random_state_key(rank: int, name: str) -> str:
-    """Return the checkpoint name of a random state tensor of a rank."""
+    """Return the checkpoint name of one random generator state of a rank."""
     return f"random.{rank}/{name}"
 
 
 def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the random states of this rank: (tensors by name, plain values)."""
+    """Return the random generator states of this rank, as tensors by name and as plain values."""
     of_torch, of_numpy, of_python = random_states(device)
     name, keys, *rest = of_numpy
     version, words, gauss = of_python
@@ -412,7 +412,7 @@ def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], d
 
 
 def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
-    """Restore what ``get_random_state_tensors`` returned, for the generators that this device has."""
+    """Restore random generator states from ``get_random_state_tensors``, for the generators of this device."""
     current, _ = get_random_state_tensors(device)
     of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
@@ -426,7 +426,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class StateContents:
-    """State of a training run between two steps.
+    """Training state of one rank between two steps, ready to be saved or resharded.
 
     Args:
         items: tensors that this rank stores, in full or as shards.
@@ -442,7 +442,7 @@ class StateContents:
 def collect_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
 ) -> tuple[list[T], StateContents]:
-    """Return (result of ``check`` on each rank, contents of this rank). The items are views of the live tensors.
+    """Collect the training state of this rank as views of its tensors, and the result of ``check`` on each rank.
 
     Communicates one gather with the names and sizes of all tensors, a checksum of each buffer, and plain values.
     """
@@ -497,5 +497,5 @@ def _collect_values(
 
 
 def as_object_list(value: Any) -> list[Any]:
-    """Return a list of None, one object, or a sequence of objects."""
+    """Return ``value`` as a list: empty for None, one element for a single object."""
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""Run a function on every rank, and raise on every rank if it fails on one or if the results differ.
+"""Run a function on all ranks, and raise an error on every rank if one fails or if the results differ.
 
 If some ranks make a different collective call or none, all ranks raise before any tensor is sent.
 """
@@ -26,7 +26,7 @@ def collective_call(
     explain: Callable[[], None] = lambda: None,
     error: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """Return the result of ``function`` if it succeeds on all ranks with equal fingerprints.
+    """Call ``function`` on every rank, and return its result if all ranks succeed with equal fingerprints.
 
     Every rank raises if one rank fails or if the fingerprints differ. Communicates one gather of a hash per axis.
 
@@ -55,7 +55,7 @@ def collective_call(
 
 
 def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result or the error of ``function``. The other ranks wait for this one and must learn of any error."""
+    """Return the result or the error of ``function``, to be sent to the ranks that wait for this one."""
     try:
         return function(), None
     except Exception as error:
@@ -69,7 +69,7 @@ def _error_text(problem: Exception | None) -> str | None:
 
 
 def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """Gather (global rank, value) from every rank of the mesh."""
+    """Gather ``value`` from every rank of the mesh, as a list of (global rank, value)."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
@@ -89,13 +89,14 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
 
 
 NUM_FACTS = 5
-"""Maximum count of numbers in a call. All calls send messages of one size, so that different calls still match."""
+"""Maximum count of numbers that a call compares. All calls send messages of one size, so that their collectives match."""
 
 
 def wait_for_all_ranks(call: str, *axes: Axis) -> None:
-    """Wait until all ranks of the axes have reached ``call``. Communicates through the launcher's store.
+    """Wait until all ranks of the axes have reached the collective call named ``call``.
 
-    Raises InputError on every rank if one makes another call or does not arrive.
+    Raises InputError on every rank if one makes another call or does not arrive. Communicates through the launcher's
+    store.
     """
     for axis in axes:
         if axis.size == 1:
@@ -111,9 +112,10 @@ def wait_for_all_ranks(call: str, *axes: Axis) -> None:
 
 
 def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
-    """Compare the call that the ranks of an axis make, and ``facts`` about it: name -> number, 0 if unknown.
+    """Check that all ranks of an axis make the same call, with the same ``facts``.
 
-    Raises InputError on every rank if they differ. Communicates one all-gather of a few integers.
+    ``facts`` maps the names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError on every rank if
+    the calls or facts differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
     columns = zip(*gather_at_step(call, axis, list(facts.values())), strict=True)
@@ -122,11 +124,15 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
-            raise InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
+            raise InputError(
+                f"The training data differs between ranks at {call}: ranks {known[0][0]} and {other} {what}",
+                rule=rule,
+                remedy=remedy,
+            )
 
 
 def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of every rank in rank order. Like ``compare_step_call``, without comparing them."""
+    """Check that all ranks of an axis make the same call, and return the numbers of each rank in rank order."""
     if axis.size == 1:
         return [list(numbers)]
     axis.transport.announce_call(call, waits=False)
@@ -143,30 +149,30 @@ def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[
 
 
 def hash_to_number(value: Any) -> int:
-    """Return a nonzero hash of the ``repr`` of a value, identical in every process."""
+    """Hash the ``repr`` of a value to a nonzero integer that is identical in every process."""
     return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
 
 DATA_FACTS = {
     "position": (
-        "are at different positions in the training data",
+        "are at different positions",
         "A rank that skips a batch is one batch ahead of the others",
         "Skip a batch on all ranks or on none: share a flag before the step with torch.distributed.all_reduce, or "
         "filter the data before training",
     ),
     "order": (
-        "read the training data in different orders",
+        "read it in different orders",
         "Each data rank takes its shard of every batch, so all ranks must use the same order of samples",
         "Seed the sampler identically on all ranks, or omit it and set the order with data_options={'seed': 7}",
     ),
     "samples": (
-        "read different samples from the training data",
+        "read different samples",
         "Every rank reads the same stream, and the engine keeps each rank's shard of every batch",
         "Pass the full stream in one order on each rank, without split_dataset_by_node, sharding by rank or "
         "rows[rank::world_size]",
     ),
 }
-"""Facts about the data -> (what ranks that differ in it do, rule, remedy)."""
+"""Error texts for ranks whose training data differs: fact -> (description of the ranks, rule, remedy)."""
 
 
 def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
@@ -175,7 +181,7 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
         ranks.setdefault(call, []).append(rank)
     text = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        text[:1].upper() + text[1:],
+        f"The ranks made different collective calls: {text}",
         rule="All ranks must make the same collective calls in the same order",
         remedy=_call_remedy(*ranks),
     )
@@ -210,10 +216,10 @@ def _format_ranks(ranks: Sequence[int]) -> str:
 
 
 def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``function`` on all ranks and return this rank's result. Communicates one gather of the errors.
+    """Call ``function`` on all ranks, and return this rank's result, or raise the same error on all ranks.
 
-    If it fails, all ranks raise the error of the first failed rank. An OSError becomes an InputError that starts with
-    ``what``.
+    Communicates one gather of the errors. All ranks raise the error of the first failed rank. An OSError becomes an
+    InputError that starts with ``what``.
     """
     result: list[T] = []
     gather_from_all_ranks(lambda: result.append(function()), world, what)
@@ -221,7 +227,7 @@ def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
 
 
 def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """Run ``function`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
+    """Call ``function`` on all ranks and return the results of all ranks, with errors as in ``run_on_all_ranks``."""
     value, problem = _run_and_catch(function)
     answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
@@ -233,7 +239,7 @@ def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> 
 
 
 def run_on_first_rank(function: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``function`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
+    """Call ``function`` on the first rank, and return its result or raise its error on all ranks."""
     value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, what)
     return cast(T, broadcast_object(value, world))
 

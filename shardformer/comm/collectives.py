@@ -1,4 +1,4 @@
-"""Collectives on plain tensors over one axis. On an axis of size 1 each is the identity.
+"""Collectives on plain tensors over one mesh axis, each of which is the identity if the axis has size 1.
 
 This module selects the algorithm. If the transport exchanges directly (gloo), chunks are sent between ranks and added
 in rank order, which makes the results bitwise identical on all ranks. Large all-reduces are left to gloo.
@@ -27,7 +27,7 @@ CHECKSUM_BYTES = 4096
 
 
 class PendingCollective:
-    """A collective in progress. ``wait()`` returns its result."""
+    """Collective in progress, whose ``wait()`` returns the result."""
 
     def __init__(
         self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = no_wait_event
@@ -41,7 +41,7 @@ class PendingCollective:
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return the same collective with ``use`` applied to its result."""
+        """Return this collective with the function ``use`` applied to its result."""
         return PendingCollective(self._works, lambda: use(self._finish()), self._noted)
 
     def is_completed(self) -> bool:
@@ -49,7 +49,7 @@ class PendingCollective:
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Start the all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
+    """Start an all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
 
     Communicates one all-reduce of x.
     """
@@ -66,13 +66,13 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
 
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start the sum of a contiguous ``x`` over the axis, in place. Communicates one all-reduce of x."""
+    """Start an in-place all-reduce that sums a contiguous ``x`` over the axis."""
     noted = record("all_reduce", axis, bytes_of(x), purpose)
     return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
-    """Return the sum (or "max") of ``x`` over the axis. ``x`` may be overwritten. Communicates one all-reduce of x."""
+    """All-reduce ``x`` over the axis by "sum" or "max", and return the result. ``x`` may be overwritten."""
     return start_all_reduce(x, axis, op=op, purpose=purpose).wait()
 
 
@@ -85,7 +85,7 @@ def start_all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start an all-gather of every rank's ``x`` along ``dim``.
+    """Start an all-gather that concatenates the ``x`` of each rank along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
@@ -119,7 +119,7 @@ def start_all_gather(
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-gather of every rank's ``x``, of one length, into the one-dimensional ``out``.
+    """Start an all-gather of one-dimensional tensors of equal length into the tensor ``out``.
 
     ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
@@ -141,12 +141,12 @@ def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] 
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``. Takes the arguments of ``start_all_gather``."""
+    """All-gather the ``x`` of each rank along ``dim``. Takes the arguments of ``start_all_gather``."""
     return start_all_gather(x, axis, dim, full, **options).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start a reduce-scatter of ``x`` along ``dim``, in shards that are as even as possible.
+    """Start a reduce-scatter that sums ``x`` and splits it along ``dim`` into shards as even as possible.
 
     Communicates one reduce-scatter of x.
     """
@@ -169,7 +169,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
-    """Start sending the one-dimensional ``x[r]`` to rank r; ``wait`` concatenates the received tensors in rank order.
+    """Start an all-to-all that sends the one-dimensional ``x[r]`` to rank r and concatenates the received tensors.
 
     Communicates one all-to-all. If ranks send different amounts, it is recorded as if all sent this rank's amount.
 
@@ -187,12 +187,12 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """Return this rank's shard of the sum of ``x``: see ``start_reduce_scatter``."""
+    """Sum ``x`` over the axis, and return this rank's shard of the sum along ``dim``."""
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
 
 
 def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's even chunk of a replicated tensor. Communicates nothing."""
+    """Return this rank's chunk of a replicated tensor, split evenly along ``dim``. Communicates nothing."""
     if axis.size == 1:
         return x
     bounds = even_bounds(x.shape[dim], axis.size)
@@ -200,18 +200,18 @@ def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Return the picklable object of rank ``source`` on every rank of the axis."""
+    """Send a picklable object from rank ``source`` to all ranks of the axis, and return it."""
     return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return every rank's picklable object in rank order."""
+    """Gather a picklable object from each rank of the axis, in rank order."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
 
 
 @without_fake_tensors()
 def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-    """Return every rank's 64-bit integers in rank order. Each rank passes the same count."""
+    """Gather 64-bit integers from each rank of the axis, in rank order. Each rank passes the same count."""
     return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
 
@@ -223,7 +223,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def checksum(t: Tensor) -> tuple[int, int]:
-    """Return the number of elements and a hash of the bits, which is 0 for a tensor without values."""
+    """Return the number of elements of ``t`` and a hash of its bits, which is 0 for a tensor without values."""
     return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
@@ -240,7 +240,7 @@ def digest(t: Tensor) -> Tensor:
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors. More than two 16-bit tensors are accumulated in fp32."""
+    """Sum one tensor per rank in rank order. More than two 16-bit tensors are accumulated in fp32."""
     if parts[0].element_size() >= 4 or len(parts) == 2:
         total = parts[0] + parts[1]
         for part in parts[2:]:
@@ -260,7 +260,7 @@ def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
-    """Return the full tensor on every rank; a copy if it is not sharded.
+    """All-gather the shards of a tensor, and return the full tensor on every rank.
 
     Communicates one all-gather per sharded axis, innermost first.
 
@@ -273,7 +273,7 @@ def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> 
 def gather_full_tensors(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """Return the full tensors of several shards on every rank.
+    """All-gather the shards of several tensors, and return the full tensors on every rank.
 
     Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """

@@ -59,19 +59,19 @@ class CollectiveRecorder:
             traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the number of calls of a kind, axis and purpose."""
+        """Return the number of recorded collectives of this kind, axis and purpose."""
         return len(self._select_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the bytes of the full tensors."""
+        """Return the total size of the full tensors of recorded collectives, in bytes."""
         return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the minimum number of bytes that all ranks of the groups send together."""
+        """Return the total number of bytes that the ranks send for the recorded collectives."""
         return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return (kind, axis, purpose) -> (number of calls, wire bytes)."""
+        """Summarize the collectives: (kind, axis, purpose) -> (number of calls, wire bytes)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -108,11 +108,11 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
 
 def no_wait_event() -> None:
-    """Record nothing."""
+    """Record no wait event, because no recorder is active."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
-    """Record the start of a collective if a recorder is active, and return a function that records its wait."""
+    """Record the start of a collective if a recorder is active, and return a function that records the wait."""
     traffic = axis.traffic
     if not traffic.enabled:
         return no_wait_event

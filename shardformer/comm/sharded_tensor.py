@@ -1,4 +1,4 @@
-"""Base class of tensors that store a rank's shard and behave like the full tensor, and rules that they share.
+"""Base class of tensors that store one rank's shard but behave like the full tensor.
 
 A rule defines the result of a torch function for such a tensor. A view rule receives the arguments of a view function
 of the full tensor, and returns
@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """A tensor with the full shape, dtype and device, of which this rank stores a shard along one dimension.
+    """Tensor with the shape of the full tensor, of which this rank stores a shard along one dimension.
 
     Attributes:
         local: the shard.
@@ -65,14 +65,14 @@ class ShardedTensor(Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        """All attributes are set in ``__new__``."""
+        """Do nothing, because ``__new__`` sets all attributes."""
 
     def to_local(self) -> Tensor:
         """Return this rank's shard, with its gradient history. Communicates nothing."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor, identical on all ranks, with its gradient history. Communicates one all-gather, once.
+        """All-gather the full tensor, with its gradient history. Communicates only at the first call.
 
         The subclass's ``_gather`` defines what the backward communicates.
         """
@@ -88,31 +88,31 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Wrap the shard ``local`` as a full tensor, with the dimension and dtype of this one by default."""
+        """Wrap the shard ``local`` in a new sharded tensor, by default with this tensor's dimension and dtype."""
         raise AssertionError
 
     def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """Wrap the shard ``local`` of a view; ``replay`` computes the view from the full tensor."""
+        """Wrap the shard ``local`` of a view, which ``replay`` can compute from the full tensor."""
         return self.placed(local, dim)
 
     def slice_operand(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of a plain tensor whose ``dim`` has the full length."""
+        """Return this rank's slice along ``dim`` of a plain tensor with the full length."""
         raise AssertionError
 
     def is_aligned(self, other: Any) -> bool:
-        """Return whether another tensor of this class is sharded identically, so that shards can be combined."""
+        """Return whether ``other`` is sharded identically, so that local shards can be combined."""
         raise AssertionError
 
     def stored_shard(self) -> Tensor:
-        """Return the shard as it is stored; ``to_local`` may cast it."""
+        """Return this rank's shard in the dtype in which it is stored."""
         return self.local
 
     def sums_operand_gradients(self) -> bool:
-        """Return whether the gradients that ranks compute for an operand are summed later."""
+        """Return whether the gradients of a replicated operand are summed over ranks after the backward."""
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Handle a function that writes into this tensor, its first argument."""
+        """Handle a torch function that writes into this tensor, which is its first argument."""
         self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
@@ -128,7 +128,7 @@ class ShardedTensor(Tensor):
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Refuse calls of autograd and of C++ code, which bypass ``__torch_function__``."""
+        """Raise an error for calls from autograd and C++ code, which bypass ``__torch_function__``."""
         cls.refuse(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
@@ -151,12 +151,12 @@ class ShardedTensor(Tensor):
 
 
 def to_full_tensors(value: Any) -> Any:
-    """Replace sharded tensors by full tensors in nested values."""
+    """Replace all sharded tensors in a nested value by full tensors."""
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
 
 
 def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function that has no rule on the full tensors."""
+    """Gather the full tensors, and call a torch function that has no rule for shards."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)
@@ -172,7 +172,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 
 
 def is_inplace(func: Any, kwargs: Kwargs) -> bool:
-    """Return whether a function writes into its first argument, such as ``add_``, ``+=`` and ``x[i] = y``."""
+    """Return whether a torch function writes into its first argument, such as ``add_`` or ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
@@ -180,13 +180,13 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Return shape, dtype, device and similar attributes, which the wrapper tensor has."""
+    """Return the shape, dtype, device or similar attribute of the wrapper tensor, which needs no values."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
 def empty_full_view(x: ShardedTensor) -> Tensor:
-    """Return a tensor with the full shape, dtype and device that takes no memory."""
+    """Return an expanded scalar with the full shape, dtype and device of ``x``, which needs no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
@@ -198,7 +198,7 @@ def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an element-wise function to the shards, if no operand needs a sum of gradients."""
+    """Apply an element-wise torch function to the local shards, or to the full tensors if it cannot."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
@@ -213,7 +213,7 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _local_operand(value: Any, x: ShardedTensor) -> Any:
-    """Return this rank's slice of an operand, or NotImplemented if the full tensors are needed."""
+    """Return this rank's slice of an operand, or NotImplemented if the function needs full tensors."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
@@ -228,7 +228,7 @@ def _local_operand(value: Any, x: ShardedTensor) -> Any:
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a view function of ``VIEW_RULES``."""
+    """Apply a torch view function to the local shard, by its rule in ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
         return call_on_full_tensors(func, args, kwargs)
@@ -254,20 +254,20 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply clone or contiguous to the shard."""
+    """Apply ``clone`` or ``contiguous`` to the local shard."""
     before = args[0].stored_shard()
     local = func(before, *args[1:], **kwargs)
     return args[0] if local is before else args[0].placed(local)
 
 
 def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply requires_grad_, retain_grad, is_contiguous and similar functions to the shard."""
+    """Call ``requires_grad_``, ``is_contiguous`` or a similar function on the local shard."""
     result = func(args[0].stored_shard(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """View and reshape: the sharded dimension is last and stays last."""
+    """Return the arguments of view or reshape for a shard whose sharded dimension is last and stays last."""
     sizes = _sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
@@ -300,7 +300,7 @@ def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Squeeze explicit dimensions, because a shard of length 1 must not be squeezed."""
+    """Return explicit dimensions to squeeze, because a sharded dimension of local length 1 must remain."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Return the rule of a function along one dimension, which must not be the sharded one."""
+    """Build the rule of a torch function along one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _dim(args, kwargs, position, "dim", default)
@@ -341,7 +341,7 @@ split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Index with integers, slices, None, ``...`` and tensors, on dimensions other than the sharded one."""
+    """Return the index for a shard, if the sharded dimension is not indexed."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
     used = [_dims_used(key) for key in keys]
     if any(count is None for count in used):
@@ -413,7 +413,7 @@ _SHARED: Mapping[Rule, str] = {
 
 
 def functions_named(names: str) -> Iterator[Any]:
-    """Yield the tensor methods and attributes, and the functions of torch and torch.nn.functional, with these names."""
+    """Yield the functions with these names in torch.Tensor, torch and torch.nn.functional."""
     for name in names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
@@ -424,7 +424,7 @@ def functions_named(names: str) -> Iterator[Any]:
 
 
 def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Return torch function -> rule, from function names, including the rules of every sharded tensor."""
+    """Map torch functions to rules, from names per rule and the rules that all sharded tensors share."""
     return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
 
 

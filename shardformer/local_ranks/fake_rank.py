@@ -1,4 +1,4 @@
-"""One rank of any layout, traced in one process on fake tensors.
+"""Trace the training step of one rank of any layout in a single process, on fake tensors.
 
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.
@@ -50,7 +50,7 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """Return the context of the rank at ``coords`` (0 by default), whose collectives communicate nothing.
+    """Build the context of the rank at ``coords``, 0 by default, whose collectives communicate nothing.
 
     Args:
         backend: "nccl" selects the collectives that are used with NCCL, on any device.
@@ -62,7 +62,7 @@ def fake_context(
 
 
 class FakeWorld:
-    """World of a single rank that answers all its collectives itself."""
+    """World of one rank whose collectives return that rank's own values."""
 
     store = thread = None
 
@@ -75,7 +75,7 @@ class FakeWorld:
 
 
 class FakeTransport:
-    """Transport that communicates nothing, and returns this rank's own tensors and objects."""
+    """Transport that returns this rank's own tensors and objects without communication."""
 
     group = None
 
@@ -113,7 +113,7 @@ class FakeTransport:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the memory of tensors that are created on this thread, real or fake.
+    """Context manager that tracks the memory of tensors, real or fake, created on this thread.
 
     ``live`` is the number of bytes of all live storages, ``peak`` its maximum.
 
@@ -149,7 +149,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """Enter fake tensor mode, and return a function that copies a batch or model without its values.
+    """Enter fake tensor mode, and yield a function that converts a batch or model to fake tensors.
 
     Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
@@ -193,7 +193,7 @@ def _without_masks() -> Iterator[None]:
 
 
 def _patch_masks() -> Undo:
-    """Patch transformers to create no mask for a batch without values, in threads that trace."""
+    """Patch transformers to create no attention mask for fake tensors, in threads that trace a model."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: run a sharded step on any mesh without starting processes.
+"""Run the ranks of a mesh as threads of one process, for tests without several processes.
 
 ``run_as_threads`` starts the threads.
 """
@@ -26,11 +26,11 @@ EXCHANGE = 0
 
 
 class PeerFailed(Exception):
-    """Raised on a rank that waits for a rank whose function has failed."""
+    """Error on a rank that waits for another rank whose function has raised."""
 
 
 class MessageKey(NamedTuple):
-    """Address of a message: its operation, its channel and number, and the rank that sends it."""
+    """Key of a message in the mailbox: the operation, the channel and number, and the sending rank."""
 
     what: str
     place: Hashable
@@ -45,7 +45,7 @@ class Lock(Protocol):
 
 
 class Mailbox:
-    """Shared storage through which ``size`` threads pass values to each other.
+    """Shared storage through which the threads of ``size`` ranks send values to each other.
 
     A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
@@ -63,23 +63,23 @@ class Mailbox:
         self._failed_at: float | None = None
 
     def put(self, key: MessageKey, value: Any, readers: int) -> None:
-        """Store a value for ``readers`` ranks."""
+        """Store a value until ``readers`` ranks have read it."""
         with self._changed:
             self._values[key] = value, readers
             self._changed.notify_all()
 
     def remove(self, key: MessageKey) -> None:
-        """Remove a value if it is still present."""
+        """Remove the value of a key if it is present."""
         with self._changed:
             self._values.pop(key, None)
 
     def peek(self, key: MessageKey) -> Any:
-        """Return a value without removing it, or None."""
+        """Return the value of a key without removing it, or None if it is missing."""
         with self._changed:
             return self._values.get(key, (None, 0))[0]
 
     def mark_ended(self, rank: int, *, failed: bool) -> None:
-        """Note that the rank has returned or raised."""
+        """Record that the function of a rank has returned or raised, and wake the waiting ranks."""
         with self._changed:
             self._ended.add(rank)
             if failed and self._failed_at is None:
@@ -87,11 +87,11 @@ class Mailbox:
             self._changed.notify_all()
 
     def has_failure_timed_out(self) -> bool:
-        """Return whether a rank raised so long ago that ranks still running are not in a collective."""
+        """Return whether a rank raised longer than ``timeout_s`` ago, so that running ranks are not in a collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def wait_for_missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Wait for the values of ``keys``, and return the keys of those that do not arrive in time."""
+        """Wait for the values of ``keys``, and return the keys whose values do not arrive in time."""
         with self._release_turn(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
@@ -115,7 +115,7 @@ class Mailbox:
                 self.turn.acquire()
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
-        """Wait for the values of ``keys`` and return them."""
+        """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
         if absent := self.wait_for_missing(rank, keys, self.timeout_s):
             raise self._waiting_error(rank, absent)
         with self._changed:
@@ -146,7 +146,7 @@ class Mailbox:
                 elif other != rank:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
-            "; ".join(states),
+            f"The ranks cannot complete a collective: {'; '.join(states)}",
             rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
             "receive",
             remedy="Compare the calls of these ranks",
@@ -159,7 +159,7 @@ def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """World whose ranks are threads of this process, created in the thread of each rank."""
+    """World whose ranks are threads of one process. Each rank's thread creates its own instance."""
 
     store = None
 
@@ -169,14 +169,14 @@ class ThreadWorld:
         self._connected: Counter[tuple[int, ...]] = Counter()
 
     def connect(self, lines: RankGroups) -> Transport:
-        """Return a transport for the group of this rank, or for this rank alone if it is in no group."""
+        """Create a transport for the group that contains this rank, or for this rank alone if there is none."""
         line = next((line for line in lines if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Transport between threads. Objects are passed by reference, unlike between processes."""
+    """Transport between ranks that are threads, which passes objects by reference."""
 
     group = None
 
@@ -255,7 +255,7 @@ class ThreadTransport:
         return AnnouncedCalls(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
 
     def _gather_values(self, what: str, value: Any) -> Callable[[], list[Any]]:
-        """Store ``value`` for all ranks, and return a function that waits for every rank's value."""
+        """Send ``value`` to all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
         keys = self._make_keys(what, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
@@ -272,7 +272,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Work that runs in ``wait``; complete from the start if ``finish`` is None."""
+    """Work handle that calls ``finish`` in ``wait``, or is already complete if ``finish`` is None."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish
@@ -296,7 +296,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Turn:
-    """Lock for threads that run one at a time, each with its own random states.
+    """Lock that lets one thread run at a time and gives each thread its own random states.
 
     All threads start from the random states at the creation of the lock.
     """
@@ -336,7 +336,7 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
 ) -> list[ThreadResult]:
-    """Call ``fn`` with the context of each rank of the mesh in its own thread, and return the results in rank order.
+    """Call ``fn`` for each rank of a mesh in its own thread, and return the results in rank order.
 
     The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
     random numbers of a rank depend on the scheduling of threads.

@@ -1,4 +1,4 @@
-"""Pool of worker processes that form a gloo group and run functions, because ``import torch`` takes seconds."""
+"""Pool of worker processes with torch.distributed that is reused for many function calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STACK_S = 2.0  # time for a process to write its stack
 
 
 class WorkerPool:
-    """Pool of ``num_workers`` processes with ``torch.distributed`` over gloo, in which you can call functions.
+    """Pool of ``num_workers`` processes that run functions with ``torch.distributed`` over gloo.
 
     Each call has the environment of torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
     ``MASTER_PORT``), seeds of 0, dtype float32 and gradients enabled. Process groups that a function creates are
@@ -85,7 +85,7 @@ class WorkerPool:
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
-        """Use another ``timeout_s`` in the body."""
+        """Change the timeout of calls within the body of a ``with`` statement."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield self
@@ -98,7 +98,7 @@ class WorkerPool:
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Stop the workers. The pool cannot be used again."""
+        """Stop the worker processes, after which the pool cannot be used again."""
         self._closed = True
         for worker in self._workers:
             worker.calls.close()  # an idle worker exits when its pipe is closed
@@ -144,7 +144,7 @@ class WorkerPool:
                 before.release()
 
     def _call_workers(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
-        """Send one call to each worker, and return the replies. Raises WorkerError unless all calls agree."""
+        """Send one call to each worker and return the replies. Raises WorkerError if some ranks fail."""
         assert self._meeting is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
@@ -202,7 +202,7 @@ class WorkerPool:
 
 
 class _Worker:
-    """The parent's side of one process: a pipe for calls, and a pipe for stack traces."""
+    """Handle of one worker process in the parent: a pipe for calls, and a pipe for stack traces."""
 
     def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
         context = _fork_server_context(imports)
@@ -223,7 +223,7 @@ class _Worker:
         return self.process.pid
 
     def is_idle(self) -> bool:
-        """Return whether the worker waits for a call.
+        """Return whether the worker process is alive and waits for a call.
 
         The pipe of a dead worker is readable before its exit code is known.
         """
@@ -242,7 +242,7 @@ class _Worker:
             return None
 
     def stack(self, wait_s: float) -> str:
-        """Return the main thread's stack below the call, innermost frame first, or "" if none arrives."""
+        """Read the stack trace of the worker's current call, innermost frame first, or "" if none arrives."""
         text = b""
         while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
             text, wait_s = text + part, 0.1
@@ -269,7 +269,7 @@ class _Worker:
 
 
 def _fork_server_context(imports: Sequence[str]) -> Any:
-    """Return a fork server context with torch and ``imports``, from which a worker starts in milliseconds.
+    """Create a fork server that has imported torch and ``imports``, so that workers start in milliseconds.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """
@@ -283,14 +283,14 @@ def _fork_server_context(imports: Sequence[str]) -> Any:
 
 
 def start_fork_server(imports: Sequence[str]) -> None:
-    """Start the fork server in the background, before the first pool needs it."""
+    """Start the fork server for worker processes in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
         _fork_server_context(imports)
         forkserver.ensure_running()
 
 
 class _GroupAddress:
-    """File store of the pool's own group, and a free port for groups that a function initializes."""
+    """File store of a pool's process group, and a reserved port for groups that functions create."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
@@ -307,7 +307,7 @@ class _GroupAddress:
 
 
 class _OutcomeKind(IntEnum):
-    """How a call failed on a rank. Lower values explain higher ones: peers of a dead rank raise errors or hang."""
+    """Kind of failure of a call on one rank, ordered by cause: peers of a dead rank raise errors or hang."""
 
     DIED = 0
     RAISED = 1
@@ -352,7 +352,7 @@ _RULES = {
 
 
 def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
-    """Build an error that starts with the ranks that explain the failure and reports all failed ranks."""
+    """Build an error that reports all failed ranks and starts with those that caused the failure."""
     reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(outcome.kind for outcome in outcomes)
@@ -364,7 +364,7 @@ def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
         remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
-    return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
+    return WorkerError(f"The call of {name} failed: {what}", rule=rule, remedy=f"{remedy}\n")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

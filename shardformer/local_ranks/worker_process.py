@@ -1,4 +1,4 @@
-"""Worker process of :mod:`shardformer.local_ranks.worker_pool`, and its messages.
+"""Worker process of a WorkerPool, and the messages that it exchanges with the parent.
 
 All messages are pickled by value, so that no memory is shared.
 """
@@ -32,7 +32,7 @@ from shardformer.random_state import seed_random
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A pickled function with its arguments, and the files of the modules that the pickle refers to."""
+    """Pickled function call, with the source files of the modules to which the pickle refers."""
 
     payload: bytes
     sources: Mapping[str, str]
@@ -59,7 +59,7 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """A call, with the parent's import path and the environment of the rank."""
+    """Request to a worker: a call, the parent's import path, and the environment variables of the rank."""
 
     call: RemoteCall
     path: tuple[str, ...]
@@ -68,7 +68,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Error of a call, with the exception itself if it can be pickled."""
+    """Error that a call raised in a worker, with the exception itself if it can be pickled."""
 
     what: str
     traceback: str
@@ -77,7 +77,7 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class RemoteReply:
-    """Pickled result or failure. ``regroup`` states that the process groups must be created anew."""
+    """Reply of a worker: a pickled result or a failure. ``regroup``: whether process groups must be recreated."""
 
     result: bytes
     failure: RemoteFailure | None
@@ -85,7 +85,7 @@ class RemoteReply:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that collects the source files of functions and classes, and shrinks views to their own storage."""
+    """Pickler that collects the source files of pickled functions and classes, and copies tensor views."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -106,7 +106,7 @@ class _Pickler(pickle.Pickler):
 def serve_calls(
     rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
 ) -> None:
-    """Answer calls from the pipe until the parent closes it or exits. ``env`` is the parent's environment."""
+    """Run the calls that arrive on the pipe until the parent closes it. ``env`` is the parent's environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
@@ -128,7 +128,7 @@ def serve_calls(
 
 
 def join_group(store: str, imports: Sequence[str]) -> None:
-    """Leave all process groups, import modules, and join a new default group through the file ``store``."""
+    """Recreate torch's default process group through the file ``store``, after importing modules."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
     for name in imports:
@@ -182,7 +182,7 @@ def _run_call(call: RemoteCall) -> RemoteReply:
 
 
 def _import_module(name: str, file: str) -> None:
-    """Import a module by name if that finds the parent's file, otherwise from the file.
+    """Import a module by its name if that finds the same file as in the parent, otherwise from the file.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """

@@ -104,7 +104,7 @@ def _restart_count() -> str:
 
 
 def _select_network_interface() -> None:
-    """Select the interface that reaches the first host, on several hosts and unless the user has set it.
+    """Select the network interface for gloo that reaches the first host, if the job runs on several hosts.
 
     gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
     maps the name to 127.0.0.1, no peer can connect.
@@ -120,7 +120,7 @@ def _select_network_interface() -> None:
 
 
 def interface_for_host(host: str) -> str | None:
-    """Return the network interface through which ``host`` is reached, or None if unknown."""
+    """Return the name of the network interface that reaches ``host``, or None if it is unknown."""
     try:
         import fcntl  # not on every system
 
@@ -139,7 +139,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Return a store for restarted processes that is separate from earlier attempts.
+    """Connect restarted processes to a key-value store that is separate from those of earlier attempts.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -153,7 +153,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
 
 
 def destroy_process_group() -> None:
-    """Destroy all groups, and wait for gloo's threads.
+    """Destroy all process groups, and wait until gloo's threads have ended their work.
 
     After a collective, these threads free its tensors and need the interpreter lock. A thread that requests the lock
     while the interpreter ends is unwound out of C++, and the process aborts with "terminate called without an active
@@ -170,7 +170,7 @@ def destroy_process_group() -> None:
 
 
 def _record_exit_error() -> None:
-    """Store the error that ends this process for the ranks that wait for it.
+    """Write the error that ends this process to the launcher's store, for the ranks that wait for it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
     """
@@ -205,7 +205,7 @@ def _environment_from_slurm() -> None:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """``node[03-05,9],gpu1`` -> ``node03``."""
+    """Return the first host of a SLURM node list, such as ``node03`` for ``node[03-05,9],gpu1``."""
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return nodelist.split(",")[0]
@@ -227,9 +227,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Join the processes that a launcher started. Without sizes, all of them are tensor parallel ranks.
+    """Connect the processes that a launcher started, and arrange them as a mesh of parallel axes.
 
-    Works under ``shardformer run``, torchrun and SLURM (srun).
+    Without sizes, all processes are tensor parallel ranks. Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
@@ -310,14 +310,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """Run ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
+    """Call ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Run ``launch_from_torch``, which also reads SLURM's environment."""
+    """Call ``launch_from_torch``, which also reads the environment variables of SLURM."""
     return launch_from_torch(config, **kwargs)
 
 

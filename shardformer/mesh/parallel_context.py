@@ -1,4 +1,4 @@
-"""ParallelContext: the process mesh, with an axis for each kind of parallelism, as one process sees it."""
+"""Process mesh with an axis for each kind of parallelism, as one process sees it."""
 
 from __future__ import annotations
 
@@ -44,18 +44,18 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """The launched processes of a mesh, by global rank."""
+    """World of launched processes, identified by their global ranks."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
 
     @property
     def store(self) -> Any:
-        """The launcher's store, or None if there is one process."""
+        """The launcher's key-value store, or None if there is one process."""
         return launcher_store()
 
     def connect(self, lines: RankGroups) -> Transport:
-        """Create one process group per rank group, or none if all rank groups have size 1."""
+        """Create a process group for each tuple of ranks, or none if each tuple has one rank."""
         if max(len(line) for line in lines) == 1:
             return NO_TRANSPORT
         ranks = next((list(line) for line in lines if dist.get_rank() in line), [])
@@ -67,13 +67,13 @@ class ProcessWorld:
 
 
 def launcher_store() -> Any:
-    """Return the store of torch's default group, or None if there is no other process."""
+    """Return the key-value store of torch's default process group, or None if there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
 
 
 class ProcessGroupTransport:
-    """Transport over one process group.
+    """Transport that communicates over one process group of torch.distributed.
 
     Attributes:
         peers: ranks of the group, for errors about a lost peer.
@@ -94,7 +94,7 @@ class ProcessGroupTransport:
         get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
     def count_messages(self) -> dict[str, int]:
-        """Return the numbers of messages that this process sent and received over the group: see ``Report``."""
+        """Count the messages that this process sent and received over the group, by the keys of ``Report.begun``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -107,7 +107,7 @@ class ProcessGroupTransport:
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether a tensor is copied through host memory: a GPU tensor over gloo.
+        """Return whether a tensor is copied to host memory to be sent, which gloo requires for GPU tensors.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
         two ranks to train on one GPU, which NCCL refuses.
@@ -115,14 +115,14 @@ class ProcessGroupTransport:
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Return True for gloo.
+        """Return whether gloo sends ``x``, so that a direct exchange is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return True for NCCL, which runs the messages between two ranks on one stream; gloo uses tags."""
+        """Return whether NCCL, which runs the messages between two ranks on one stream, sends from ``device``."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -147,7 +147,7 @@ class ProcessGroupTransport:
         return self._monitor_work(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Exchange tensors with other ranks. Two ranks use one all-to-all.
+        """Send tensors to other ranks and receive tensors from them. Two ranks use one all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
@@ -227,7 +227,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        """Store the number and name of this rank's latest call in the launcher's store."""
+        """Write the number and name of this rank's next collective call to the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
@@ -236,7 +236,7 @@ class ProcessGroupTransport:
         return self._wait_for_peers(store, name, number, reporter) if waits else AnnouncedCalls()
 
     def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> AnnouncedCalls:
-        """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
+        """Wait until all ranks have announced the call or cannot reach it, and record a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
@@ -262,7 +262,7 @@ class ProcessGroupTransport:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
-        """Return the call that each rank made as its call number ``number``.
+        """Return the collective call that each rank announced as its call number ``number``.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -287,7 +287,7 @@ class ProcessGroupTransport:
 
 
 class StagedWork:
-    """Transfers of host copies of device tensors; ``wait`` copies the received values to the device.
+    """Transfer through host memory, whose ``wait`` copies received values to the device.
 
     Args:
         works: transfers of the host copies.
@@ -335,12 +335,12 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """torch's process group, or None if the axis has size 1 or its ranks are threads."""
+        """The axis's process group of torch, or None if the axis has size 1 or its ranks are threads."""
         return self.transport.group
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
-        """Return an axis over a process group. None means all launched processes, or this process alone.
+        """Build an axis from a process group, or from all launched processes if ``group`` is None.
 
         Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a process group.
         """
@@ -406,7 +406,7 @@ class ParallelContext:
     _by_rank_group: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis data, pipe, sequence, tensor, or one of a view. Raises ConfigError for another name."""
+        """Return the mesh axis with this name. Raises ConfigError if there is none."""
         self.grid.check(name)
         return self.axes[name]
 
@@ -428,7 +428,7 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis of the ranks that receive the same batch on one stage: sequence times tensor.
+        """Axis of the ranks of one stage that train on the same batch: sequence times tensor.
 
         All processes must access it for the first time together, because it may create a process group.
         """
@@ -436,28 +436,28 @@ class ParallelContext:
 
     @property
     def base_axes(self) -> list[Axis]:
-        """Axes of the mesh without those of views. Their product is the number of ranks."""
+        """The data, pipe, sequence and tensor axes of the mesh, whose sizes multiply to the number of ranks."""
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread runs this rank. True for any thread if the rank is a process."""
+        """Whether the calling thread runs this rank. Always true if the rank is a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Replace each axis that a view reshapes by the axes of the view."""
+        """Replace each axis name that a view reshapes with the names of the view's axes."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size."""
+        """Size of each mesh axis, by axis name."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     @property
     def coords(self) -> dict[str, int]:
-        """Axis name -> rank of this process."""
+        """Rank of this process on each mesh axis, by axis name."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @classmethod
@@ -469,7 +469,7 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """Return a context for sizes and coordinates (0 by default), without processes.
+        """Build the context of one rank from axis sizes and coordinates, without processes.
 
         Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
@@ -481,7 +481,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """Return a context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
+        """Build a context whose tensor axis is ``group``, or all processes if None. All other axes have size 1."""
         tensor = Axis.of(group)
         grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
@@ -494,7 +494,7 @@ class ParallelContext:
     def from_world(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
-        """Build the mesh over all processes of the initialized default group.
+        """Build the mesh over all processes of torch's default process group.
 
         ``sizes`` has the sizes of some axes, or is a function that returns them. Without any size, all processes form
         the tensor axis. Otherwise, the missing size of data or tensor is inferred, data first.
@@ -519,7 +519,7 @@ class ParallelContext:
         return context._with_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Return one axis over the product of the named axes, in mesh order. Axes of size 1 are dropped.
+        """Merge the named mesh axes into one axis over the product of their ranks, in mesh order.
 
         All processes must call it, in the same order, because it may create process groups.
 
@@ -536,7 +536,7 @@ class ParallelContext:
         return self._by_rank_group.get(lines) or self._new_axis("_".join(wide), lines)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """Return the same mesh with additional named axes that reshape the axis ``of``, or a product of axes.
+        """Add named axes to the mesh that reshape the axis ``of``, or a product of axes.
 
         ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
@@ -574,7 +574,7 @@ class ParallelContext:
 
 
 def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """Add the axes ring and ulysses to the context if ``sequence`` has two sizes."""
+    """Split the sequence axis into a ring axis and a Ulysses axis if ``sequence`` has two sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
@@ -582,7 +582,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """Add the axes row, column and depth to the context if ``tensor`` has two or three sizes."""
+    """Split the tensor axis into row, column and depth axes if ``tensor`` has two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor
@@ -590,7 +590,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
 
 
 def local_device() -> torch.device:
-    """Return this process's accelerator by LOCAL_RANK, or the CPU."""
+    """Return the accelerator with the index LOCAL_RANK, or the CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

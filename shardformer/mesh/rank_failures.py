@@ -1,4 +1,4 @@
-"""Errors that name a rank that exited or is unreachable, its host, and the collective in progress."""
+"""Report ranks that exited or are unreachable, with their hosts and the collective in progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LostPeerError(LaunchError):
 
 @dataclass(frozen=True)
 class PeerRanks:
-    """The ranks that one transport reaches.
+    """Global ranks and hosts of the peers on one axis, for error messages.
 
     Args:
         ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
@@ -49,7 +49,7 @@ class PeerRanks:
 
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Convert an error of torch about a lost peer into a LostPeerError that names the peer.
+        """Convert torch's errors about lost connections into a LostPeerError that names the rank.
 
         Args:
             peer: index of the peer on the axis; None if any other rank may be the cause.
@@ -80,7 +80,7 @@ class PeerRanks:
 
 
 class MonitoredWork:
-    """A work handle of torch whose ``wait`` names the missing rank if it fails.
+    """Wrapper of a torch work handle whose ``wait`` raises an error that names the lost rank.
 
     Attributes:
         joined: (process group, number of collectives that this process has started on it including this one, kind of
@@ -109,7 +109,7 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """Work handle for receiving a point-to-point message.
+    """Work handle of a receive that counts the received messages.
 
     Args:
         arrived: number of received messages per peer, which this class updates.
@@ -132,7 +132,7 @@ class ReceivedWork(MonitoredWork):
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """(process group, sending rank, number of messages received from it), or None if they are not counted."""
+        """The awaited message: (process group, sending rank, number of messages received), or None if not counted."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -151,7 +151,7 @@ SAME_ADDRESS = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which processes connect to each other. The first process has the store.
+    """Address at which processes connect to each other, with reports of missing processes.
 
     Args:
         place: index of this process among the ``size`` processes.
@@ -170,7 +170,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing(self) -> Iterator[None]:
-        """Print the missing processes from a thread while the body waits for all of them."""
+        """Print the processes that have not connected, from a thread, while the body waits for all of them."""
         is_complete = threading.Event()
         report = self._report_missing if self.place == 0 else self._report_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)

@@ -23,7 +23,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class AxisView:
-    """Additional axes that reshape the product of the axes in ``of``."""
+    """View of a rank grid: named axes that reshape the product of the axes in ``of``."""
 
     of: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -31,7 +31,7 @@ class AxisView:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks arranged along named axes; the last axis varies fastest.
+    """Grid of ranks along named axes, in which the last axis varies fastest.
 
     Args:
         sizes: sizes of the axes, outermost first.
@@ -55,7 +55,7 @@ class RankGrid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
-        """Build a grid with all four axes, of size 1 by default, and with ranks from 0 unless ``ranks`` is passed."""
+        """Build a grid with all four axes, each of size 1 unless it is in ``sizes``."""
         for name, size in sizes.items():
             check_axis_size(name, size)
         places = range(prod(sizes.values())) if ranks is None else ranks
@@ -65,7 +65,7 @@ class RankGrid:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes, followed by those of the views."""
+        """Names of the grid axes, followed by the axis names of the views."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check(self, *names: str) -> None:
@@ -78,11 +78,11 @@ class RankGrid:
                 )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a global rank on all axes, including those of views."""
+        """Return the coordinates of a global rank by axis name, including the axes of views."""
         return self._coords_of_index(self.ranks.index(rank))
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
-        """Return the global rank at these coordinates; axes that are not named count as 0."""
+        """Return the global rank at these coordinates, which are 0 for missing axes."""
         place = 0
         for name, size in self.sizes.items():
             place = place * size + coords.get(name, 0)
@@ -94,7 +94,7 @@ class RankGrid:
         return self.ranks[place]
 
     def rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return all groups along the product of the named axes, each in grid order.
+        """Return all groups of ranks along the product of the named axes, each in grid order.
 
         Args:
             only: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -111,7 +111,7 @@ class RankGrid:
         return tuple(tuple(line) for line in found.values())
 
     def view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Return the grid with additional axes that reshape the product of the axes ``of``.
+        """Add named axes to the grid that reshape the product of the axes ``of``.
 
         Raises ConfigError if names or sizes do not fit.
         """
@@ -119,7 +119,7 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in of)
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
-                f"The view of {list(of)} does not consist of mesh axes in their order",
+                f"A view cannot reshape {list(of)}, because these are not mesh axes in their order",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view",
             )
         if used := [name for name in sizes if name in self.names]:
@@ -138,7 +138,7 @@ class RankGrid:
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
-        """Return whether these ranks are on more than one host, or None if unknown."""
+        """Return whether the ranks in ``line`` are on more than one host, or None if unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
     def _coords_of_index(self, place: int) -> dict[str, int]:
@@ -151,7 +151,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which all ranks of a group along ``names`` have the same coordinate."""
+        """Return the names of the axes on which all ranks of a group along ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
@@ -191,7 +191,7 @@ COMPOSITE_AXES = {
 
 
 def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
-    """Return the number of ranks of an axis size, which may be a tuple. Raises ConfigError for an invalid size."""
+    """Return the number of ranks for an axis size, which is a number or a tuple of factors."""
     if sizes is None:
         return 1
     every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
@@ -228,7 +228,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
 
 
 def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
-    """Build the grid over all processes, with their host names.
+    """Build the rank grid over all launched processes, with their host names.
 
     Communicates one gather of the sizes and host names.
 

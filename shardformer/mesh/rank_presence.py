@@ -1,4 +1,4 @@
-"""Detection of deadlocks: ranks that wait for each other in collectives, from reports of all ranks.
+"""Detect deadlocks, in which ranks wait for each other in different collectives, from reports of all ranks.
 
 Rank a is blocked by rank b in three cases:
 
@@ -35,7 +35,7 @@ from shardformer.torch_compat import collectives_begun, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Collective or transfer that a rank waits for, as the rank reports it.
+    """Report of a rank about the collective or message for which it waits.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -64,9 +64,9 @@ class Report:
 
 
 def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Find ranks that block each other and have waited for ``after_s`` seconds: rank -> a rank that blocks it.
+    """Map each rank in a deadlock of at least ``after_s`` seconds to a rank for which it waits.
 
-    Empty if all of them wait at the same line of the script, which is the case in a slow collective.
+    The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
     waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
     found = {
@@ -82,12 +82,12 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
 
 
 def message_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` of the messages to a rank over a group."""
+    """Return the key in ``Report.begun`` that counts messages to a rank over a process group."""
     return f"{group}>{rank}"
 
 
 def uncounted_key(group: str) -> str:
-    """Return the key in ``Report.begun`` which states that messages over the group were not counted."""
+    """Return the key in ``Report.begun`` that marks a process group whose messages were not counted."""
     return f"{group}>?"
 
 
@@ -138,7 +138,7 @@ WAITS_IN = (
 
 
 class DeadlockMonitor:
-    """Thread that reports through the store where this process waits, and reads the reports of others.
+    """Thread that reports where this process waits, and exits the process if the ranks are in a deadlock.
 
     Created once per process by ``get_deadlock_monitor``.
 
@@ -162,12 +162,12 @@ class DeadlockMonitor:
         atexit.register(self.stop_at_exit)
 
     def stop_at_exit(self) -> None:
-        """Stop reporting, because the script has ended."""
+        """Stop the thread and report that the script of this process has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
     def stop_reporting(self) -> None:
-        """Stop reporting to this store, which may be gone, because the process reports to another one."""
+        """Stop reporting to this store, because the process reports to another store."""
         atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
@@ -176,13 +176,13 @@ class DeadlockMonitor:
         return self._store is store and not self._ends.is_set()
 
     def request_reports(self) -> int:
-        """Request new reports from all processes, and return the number of the request."""
+        """Request new reports from all processes, and return the request number."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return rank -> status for those of ``ranks`` that have ended or wait for others, as far as known.
+        """Return the status of each rank in ``ranks`` that has ended or waits for other ranks, as far as known.
 
         Args:
             since: ignore reports for requests before this number.
@@ -198,7 +198,7 @@ class DeadlockMonitor:
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
     def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
-        """Return (number of the request, report) of the ranks that have reported; report None if the rank ended."""
+        """Read (request number, report) for each rank that has reported. The report is None if the rank has ended."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
             if self._store.check([_report_key(rank)]):
@@ -285,7 +285,7 @@ class DeadlockMonitor:
 
 
 def _blocking_call() -> tuple[FrameType | None, Any]:
-    """Return the call in which the main thread waits for other processes, and the awaited collective.
+    """Return the frame in which the main thread waits for other processes, and the awaited collective.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
     """
@@ -299,7 +299,7 @@ def _blocking_call() -> tuple[FrameType | None, Any]:
 
 
 def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
-    """Return the collective or message that a frame waits for.
+    """Return the collective or message for which a stack frame waits.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
     number of messages received from it) of a message; or None.
@@ -350,7 +350,7 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 
 
 def get_deadlock_monitor(store: Any, rank: int) -> DeadlockMonitor:
-    """Return the ``DeadlockMonitor`` of this process."""
+    """Return the ``DeadlockMonitor`` of this process, and create it on the first call."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:

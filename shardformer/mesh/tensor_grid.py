@@ -1,4 +1,4 @@
-"""The tensor axis as a grid of rows, columns and depth, for 2D, 2.5D and 3D tensor parallelism.
+"""Arrange the tensor axis as rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
 
 Axes that shard each dimension:
 
@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Axes of a tensor grid as one process sees them.
+    """Row, column and depth axes of a tensor parallel grid, as one process sees them.
 
     Args:
         whole: all ranks of the grid.
@@ -48,7 +48,7 @@ class TensorGrid:
 
     @classmethod
     def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
-        """Return the grid of a context that has grid axes. All processes must call it together."""
+        """Build the grid from a context with row, column and depth axes. All processes must call it together."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.flatten("row", "column" if mode == "3d" else "depth")
         core = context.flatten("row", "depth")
@@ -61,14 +61,14 @@ class TensorGrid:
 
     @property
     def turned(self) -> TensorGrid:
-        """The 3D grid with column and depth exchanged, which the next 3D linear uses for its input."""
+        """Grid for the next 3D linear layer, with the column and depth axes exchanged."""
         column = self.column
         turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
         return replace(turned, batch=self.core, core=self.batch)
 
     @property
     def samples(self) -> int:
-        """The batch is padded to a multiple of this number."""
+        """Number of which the padded batch size must be a multiple."""
         return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
@@ -80,9 +80,10 @@ class TensorGrid:
 
 
 def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
-    """Return (rows, columns, depth) of a mode. Raises ConfigError if the size does not fit the mode.
+    """Compute the grid shape (rows, columns, depth) for a tensor parallel mode and a number of ranks.
 
-    A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D).
+    A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
+    not fit the mode.
 
     >>> sizes_of_mode("2.5d", 8)
     (2, 2, 2)
@@ -121,7 +122,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """Add the grid axes of ``mode`` to the context. All processes must call it.
+    """Split the tensor axis of the mesh into the grid axes of ``mode``. All processes must call it.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
@@ -149,7 +150,7 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class GridShards:
-    """Shards of one rank, each as "index/count".
+    """Shards that one rank of a tensor grid stores, each written as "index/count".
 
     Args:
         place: row, column and, except in 2D, depth of the rank.
@@ -166,7 +167,7 @@ class GridShards:
 
 
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
-    """Return the shards of each rank. Raises ConfigError if the sizes do not fit the mode."""
+    """Describe the shards of each rank under a grid mode. Raises ConfigError if the sizes do not fit the mode."""
     row, column, depth = sizes_of_mode(mode, sizes)
     shards = []
     for rank in range(row * column * depth):
@@ -183,7 +184,7 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """Return (layout, number of elements that a rank sends per layer) for 1D and for the grid.
+    """Compare 1D and grid tensor parallelism by the number of elements that a rank sends per layer.
 
     Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside of its
     blocks, E of them at block exits.
@@ -206,7 +207,7 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
 
 
 def grid_summary(grid: TensorGrid) -> str:
-    """Describe the shards and the communication of a rank of this grid."""
+    """Describe in sentences which shards a rank of this grid stores and how many elements it sends."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = grid_communication(grid.mode, sizes)
     widths = ", V features inside of its blocks and E at their exits" if "V" in own else ""

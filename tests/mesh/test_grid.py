@@ -98,8 +98,8 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).view(["tensor"], {"row": 2, "column
 @pytest.mark.parametrize(
     ("of", "sizes", "said"),
     [
-        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 does not equal tensor=8.*product is 8"),
-        (["tensor"], {}, r"nothing does not equal tensor=8"),
+        (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 of a view do not multiply to tensor=8.*product is 8"),
+        (["tensor"], {}, r"of a view do not multiply to tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0 is not an integer"),
         (["tensor"], {"row": 8}, r"The name 'row' of a view"),
         (
