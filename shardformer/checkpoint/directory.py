@@ -88,6 +88,7 @@ class CheckpointRetention:
 
 
 def step_folder(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
@@ -114,7 +115,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
-            f"{named} is a {'symbolic link' if named.is_symlink() else 'file'}",
+            f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}",
             rule="A save only replaces an older checkpoint of the same step",
             remedy="Move it, or save into another directory",
         )
@@ -273,7 +274,7 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
         raise ConfigError(
-            f"{path} {what}",
+            f"No checkpoint can be loaded, because {path} {what}",
             rule="Pass the directory that save_checkpoint wrote to, or one of its step-... folders with a "
             f"{INDEX_FILE}",
             remedy=_suggest_path(path),

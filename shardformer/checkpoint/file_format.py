@@ -164,14 +164,14 @@ class CheckpointIndex:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
-            return cls._of(found, folder)
+            return cls._from_json_dict(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(
                 f"{folder / INDEX_FILE} is not the index of a checkpoint: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
-    def _of(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
+    def _from_json_dict(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
                 f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}",
@@ -211,6 +211,7 @@ def read_save_order(folder: Path) -> tuple[int, float]:
 
 
 def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
+    """Decode a ``SavedChunk`` from its list of values in the index."""
     start, size, file, total = found
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -220,6 +221,7 @@ def _sha256(text: str) -> str:
 
 
 def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -358,6 +360,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
+    """Decode a value that ``to_json`` has encoded."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, Mapping):

@@ -80,6 +80,8 @@ class BoxReader:
 
 
 class _ShardFile:
+    """Open safetensors file of one rank, with its parsed header."""
+
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         try:

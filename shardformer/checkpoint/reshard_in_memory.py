@@ -135,7 +135,7 @@ def exchange_items(
     memory = _LocalChunks(have, want)
     with torch.no_grad():
         for send in copies:
-            memory.write(send, memory.read(send))
+            memory.write_chunk(send, memory.read_chunk(send))
         if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
             on_gpu = any(each.uses_gpu for each in listings) and world.transport.sends_in_turn(torch.device("cuda"))
@@ -298,11 +298,11 @@ class _LocalChunks:
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
         self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
 
-    def read(self, send: ChunkTransfer) -> Tensor:
+    def read_chunk(self, send: ChunkTransfer) -> Tensor:
         bounds = send.start, send.size
         return next(c for c in self._have[send.name] if intersect_chunks(c.bounds, bounds) == bounds).view(*bounds)
 
-    def write(self, send: ChunkTransfer, values: Tensor) -> None:
+    def write_chunk(self, send: ChunkTransfer, values: Tensor) -> None:
         received = LocalChunk(send.start, values)
         for chunk in self._want[send.name]:
             if (common := intersect_chunks(chunk.bounds, (send.start, send.size))) is not None:
@@ -336,13 +336,13 @@ def _send_and_receive(
                 buffer = torch.empty(_count_bytes(batch), dtype=torch.uint8, device=device)
                 if sends:
                     for send, values in _split_message(batch, buffer):
-                        values.copy_(memory.read(send))
+                        values.copy_(memory.read_chunk(send))
                     sent.append(_start_message("send", buffer, peer, world))
                 else:
                     received.append((batch, _start_message("receive", buffer, peer, world)))
         for batch, pending in received:
             for send, values in _split_message(batch, pending.wait()):
-                memory.write(send, values)
+                memory.write_chunk(send, values)
         for pending in sent:
             pending.wait()
 
@@ -441,7 +441,7 @@ class ReshardSource:
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """Release the tensors of the previous layout."""
+        """End the access to the tensors of the previous layout."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:

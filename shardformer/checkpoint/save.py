@@ -417,7 +417,10 @@ def prepare_save(
 
 
 def _check_no_pending_save(before: AsyncSave | None) -> None:
-    """Raise InputError if the previous asynchronous save failed, or if its ``wait()`` was not called."""
+    """Raise InputError if the previous asynchronous save failed, or if its ``wait()`` was not called.
+
+    Waits until the previous checkpoint is on the disk.
+    """
     if before is None:
         return
     if not before.was_waited_for:

@@ -45,6 +45,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CopyToTpRegion(Function):
+    """Autograd function of ``copy_to_tp_region``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -102,14 +104,14 @@ class _ScatterToRegion(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _join(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
+        return _gather_slices(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
 
 
 class _GatherFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return _join(x, axis, dim, split, purpose)
+        return _gather_slices(x, axis, dim, split, purpose)
 
     @staticmethod
     @once_differentiable
@@ -123,7 +125,7 @@ def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
-def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
     gathered = all_gather(x, axis, dim, lengths=split.lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
     if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension

@@ -39,7 +39,7 @@ def collective_call(
     result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = all_gather_from_grid((digest, _error_text(problem)), context)
+    answers = all_gather_from_grid((digest, _format_error(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, message) in answers:
@@ -50,7 +50,7 @@ def collective_call(
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
-        _raise_difference(all_gather_from_grid(lines, context))
+        _raise_plan_difference(all_gather_from_grid(lines, context))
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
@@ -62,7 +62,7 @@ def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | Non
         return None, error
 
 
-def _error_text(problem: Exception | None) -> str | None:
+def _format_error(problem: Exception | None) -> str | None:
     if problem is None or isinstance(problem, ShardFormerError):
         return str(problem) if problem else None
     return f"{type(problem).__name__}: {problem}"
@@ -76,7 +76,7 @@ def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, 
     return found
 
 
-def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
+def _raise_plan_difference(all_lines: list[tuple[int, list[str]]]) -> None:
     first, reference = all_lines[0]
     for rank, lines in all_lines:
         if lines != reference:
@@ -89,7 +89,7 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
 
 
 NUM_FACTS = 5
-"""Maximum count of numbers that a call compares. All calls send messages of one size, so that their collectives match."""
+"""Maximum count of numbers that a call compares. All calls send this many, so that their collectives match."""
 
 
 def wait_for_all_ranks(call: str, *axes: Axis) -> None:

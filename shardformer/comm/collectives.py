@@ -30,19 +30,19 @@ class PendingCollective:
     """Collective in progress, whose ``wait()`` returns the result."""
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = no_wait_event
+        self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = no_wait_event
     ) -> None:
-        self._works, self._finish, self._noted = works, finish, noted
+        self._works, self._finish, self._record_wait = works, finish, record_wait
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        self._noted()
+        self._record_wait()
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
         """Return this collective with the function ``use`` applied to its result."""
-        return PendingCollective(self._works, lambda: use(self._finish()), self._noted)
+        return PendingCollective(self._works, lambda: use(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
@@ -55,20 +55,20 @@ def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("all_reduce", axis, bytes_of(x), purpose)
+    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
     x = x.contiguous()
     is_small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
     if is_small and axis.transport.exchanges_directly(x):
         other = torch.empty_like(x)
         works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
-        return PendingCollective(works, lambda: other.add_(x), noted)
-    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, noted)
+        return PendingCollective(works, lambda: other.add_(x), record_wait)
+    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, record_wait)
 
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
     """Start an in-place all-reduce that sums a contiguous ``x`` over the axis."""
-    noted = record("all_reduce", axis, bytes_of(x), purpose)
-    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
+    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
+    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
@@ -101,11 +101,11 @@ def start_all_gather(
         bounds = even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
-    noted = record("all_gather", axis, full_bytes, purpose)
+    record_wait = record("all_gather", axis, full_bytes, purpose)
     if axis.transport.exchanges_directly(x):
         parts = [x if r == axis.rank else x.new_empty(_shape_with_length(x, dim, n)) for r, n in enumerate(lengths)]
         return PendingCollective(
-            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), noted
+            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
         )
     widest = max(lengths)
     padded = _pad_dim(x, dim, widest)
@@ -115,7 +115,7 @@ def start_all_gather(
     def finish() -> Tensor:
         return torch.cat([p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths, strict=True)], dim)
 
-    return PendingCollective([work], finish, noted)
+    return PendingCollective([work], finish, record_wait)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
@@ -128,11 +128,11 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
         own.copy_(x)
     if axis.size == 1:
         return PendingCollective((), lambda: out)
-    noted = record("all_gather", axis, bytes_of(out), purpose)
+    record_wait = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
-        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, noted)
+        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, record_wait)
     works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
-    return PendingCollective(works, lambda: out, noted)
+    return PendingCollective(works, lambda: out, record_wait)
 
 
 def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
@@ -152,7 +152,7 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("reduce_scatter", axis, bytes_of(x), purpose)
+    record_wait = record("reduce_scatter", axis, bytes_of(x), purpose)
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
@@ -160,12 +160,12 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     if axis.transport.exchanges_directly(x):
         summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
         works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
-        return PendingCollective(works, lambda: _sum_in_rank_order(summands), noted)
+        return PendingCollective(works, lambda: _sum_in_rank_order(summands), record_wait)
     widest = max(p.shape[dim] for p in parts)
     stacked = torch.cat([_pad_dim(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
-    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), noted)
+    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), record_wait)
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
@@ -180,10 +180,10 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     if axis.size == 1:
         return PendingCollective((), lambda: own)
     sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
-    noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
+    record_wait = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
     works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
-    return PendingCollective(works, lambda: torch.cat(received), noted)
+    return PendingCollective(works, lambda: torch.cat(received), record_wait)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
@@ -260,7 +260,7 @@ def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
-    """All-gather the shards of a tensor, and return the full tensor on every rank.
+    """All-gather the shards of a tensor, and return the full tensor on every rank; a copy if it is not sharded.
 
     Communicates one all-gather per sharded axis, innermost first.
 

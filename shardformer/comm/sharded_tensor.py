@@ -190,7 +190,7 @@ def empty_full_view(x: ShardedTensor) -> Tensor:
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
-def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _call_factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     return func(
         empty_full_view(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs)
@@ -198,7 +198,7 @@ def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an element-wise torch function to the local shards, or to the full tensors if it cannot."""
+    """Apply an element-wise torch function to the local shards, or to the full tensors if shards do not suffice."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
         return call_on_full_tensors(func, args, kwargs)
@@ -268,33 +268,33 @@ def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Return the arguments of view or reshape for a shard whose sharded dimension is last and stays last."""
-    sizes = _sizes(args)
+    sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     if sharded != len(shape) - 1:
-        return (sharded, (_with(shape, sharded, local),)) if sizes == tuple(shape) else None
+        return (sharded, (_replace_size(shape, sharded, local),)) if sizes == tuple(shape) else None
     is_last = sizes[-1] == shape[sharded] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
     return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
 
 
 def expand(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    sizes = _sizes(args)
+    sizes = _get_sizes(args)
     after = sharded + len(sizes) - len(shape)
     if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded]):
         return None
-    return after, (_with(sizes, after, -1),)
+    return after, (_replace_size(sizes, after, -1),)
 
 
 def flatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    start = _dim(args, kwargs, 0, "start_dim", 0) % len(shape)
-    end = _dim(args, kwargs, 1, "end_dim", -1) % len(shape)
+    start = _get_dim_argument(args, kwargs, 0, "start_dim", 0) % len(shape)
+    end = _get_dim_argument(args, kwargs, 1, "end_dim", -1) % len(shape)
     if start <= sharded <= end and start != end:
         return None
     return sharded - (end - start if sharded > end else 0), args
 
 
 def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    dim = _dim(args, kwargs, 0, "dim", 0) % len(shape)
+    dim = _get_dim_argument(args, kwargs, 0, "dim", 0) % len(shape)
     sizes = args[1] if len(args) > 1 else kwargs["sizes"]
     return None if dim == sharded else (sharded + (len(sizes) - 1 if dim < sharded else 0), args)
 
@@ -310,7 +310,7 @@ def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def unsqueeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return sharded + (_dim(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
+    return sharded + (_get_dim_argument(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
 
 
 def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -319,14 +319,14 @@ def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return ([dim % len(shape) for dim in _sizes(args)].index(sharded), args)
+    return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded), args)
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
     """Build the rule of a torch function along one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-        dim = _dim(args, kwargs, position, "dim", default)
+        dim = _get_dim_argument(args, kwargs, position, "dim", default)
         if not isinstance(dim, int) or dim % len(shape) == sharded:
             return None
         return sharded - (drops_dim and dim % len(shape) < sharded), args
@@ -343,14 +343,14 @@ split = _rule_along_dim(1, 0)
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
     """Return the index for a shard, if the sharded dimension is not indexed."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
-    used = [_dims_used(key) for key in keys]
+    used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):
         return None
     rest = len(shape) - sum(count or 0 for count in used)
     before = after = 0  # dims of the full tensor passed so far, and dims that they became
     where = -1
     for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
-        taken = rest if key is Ellipsis else _dims_used(key) or 0
+        taken = rest if key is Ellipsis else _count_indexed_dims(key) or 0
         if before <= sharded < before + taken:
             if key is not Ellipsis and not (
                 isinstance(key, slice) and key.indices(shape[sharded]) == (0, shape[sharded], 1)
@@ -365,7 +365,7 @@ def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     return where, args
 
 
-def _dims_used(key: Any) -> int | None:
+def _count_indexed_dims(key: Any) -> int | None:
     if key is None or isinstance(key, EllipsisType):
         return 0
     if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
@@ -375,15 +375,15 @@ def _dims_used(key: Any) -> int | None:
     return None
 
 
-def _sizes(args: Args) -> tuple[Any, ...]:
+def _get_sizes(args: Args) -> tuple[Any, ...]:
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-def _dim(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
+def _get_dim_argument(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def _replace_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return tuple(size if d == dim else n for d, n in enumerate(sizes))
 
 
@@ -406,7 +406,7 @@ ELEMENTWISE = """
     """
 _SHARED: Mapping[Rule, str] = {
     metadata_of_wrapper: _METADATA,
-    _factory: """
+    _call_factory: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
 }

@@ -69,8 +69,8 @@ class FakeWorld:
     def __init__(self, rank: int, backend: str) -> None:
         self.rank, self.backend = rank, backend
 
-    def connect(self, lines: RankGroups) -> Transport:
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+    def connect(self, rank_groups: RankGroups) -> Transport:
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         return FakeTransport(self, len(line))
 
 

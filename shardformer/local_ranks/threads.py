@@ -168,9 +168,9 @@ class ThreadWorld:
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
-    def connect(self, lines: RankGroups) -> Transport:
+    def connect(self, rank_groups: RankGroups) -> Transport:
         """Create a transport for the group that contains this rank, or for this rank alone if there is none."""
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 

@@ -70,7 +70,7 @@ class WorkerPool:
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[_Worker] = []
-        self._meeting: _GroupAddress | None = None
+        self._group_address: _GroupAddress | None = None
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -134,9 +134,9 @@ class WorkerPool:
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_group(self) -> None:
-        before, self._meeting = self._meeting, _GroupAddress()
+        before, self._group_address = self._group_address, _GroupAddress()
         name = "the start of the group"
-        call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
+        call = RemoteCall.of(worker_process.join_group, (self._group_address.store, self._imports), {})
         try:
             _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
@@ -145,12 +145,12 @@ class WorkerPool:
 
     def _call_workers(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
         """Send one call to each worker and return the replies. Raises WorkerError if some ranks fail."""
-        assert self._meeting is not None
+        assert self._group_address is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
             "LOCAL_WORLD_SIZE": str(self.num_workers),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._meeting.port),
+            "MASTER_PORT": str(self._group_address.port),
         }
         for worker, call in zip(self._workers, calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
@@ -196,9 +196,9 @@ class WorkerPool:
             worker.process.kill()
         for worker in self._workers:
             worker.release()
-        if self._meeting:
-            self._meeting.release()
-        self._workers, self._meeting = [], None
+        if self._group_address:
+            self._group_address.release()
+        self._workers, self._group_address = [], None
 
 
 class _Worker:
@@ -316,6 +316,8 @@ class _OutcomeKind(IntEnum):
 
 @dataclass(frozen=True)
 class _RankOutcome:
+    """Failure of a call on one rank: its kind, a short description, and details such as a traceback."""
+
     kind: _OutcomeKind
     rank: int
     what: str

@@ -54,7 +54,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
     Raises LaunchError if neither environment is present.
     """
-    _environment_from_slurm()
+    _set_environment_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LaunchError(
@@ -81,7 +81,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
     """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SAME_ADDRESS
-    rendezvous = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
+    rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
     try:
         with rendezvous.report_missing():
             yield
@@ -99,7 +99,7 @@ def _launchers_share_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _restart_count() -> str:
+def _get_restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
@@ -144,7 +144,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
     """
-    attempt = _restart_count()
+    attempt = _get_restart_count()
     if attempt == "0" or not _launchers_share_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -191,7 +191,7 @@ def _another_thread_runs() -> bool:
     return False
 
 
-def _environment_from_slurm() -> None:
+def _set_environment_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -251,10 +251,10 @@ def launch_from_torch(
 
     def read_sizes() -> dict[str, Any]:
         settings = _read_config(config)
-        for name, size in _parallel_sizes(settings).items():
+        for name, size in _read_parallel_sizes(settings).items():
             if sizes.get(name) is None:
                 sizes[name] = size
-        _seed(settings.get("seed") if seed is None else seed)
+        _set_seed(settings.get("seed") if seed is None else seed)
         return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
     context = ParallelContext.from_world(read_sizes)
@@ -292,7 +292,7 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
             )
 
 
-def _seed(seed: Any) -> None:
+def _set_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -339,7 +339,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
 
-def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name, value in settings.items():  # a config file may have names of the user, but not misspelled ones
         if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":

@@ -54,13 +54,13 @@ class ProcessWorld:
         """The launcher's key-value store, or None if there is one process."""
         return launcher_store()
 
-    def connect(self, lines: RankGroups) -> Transport:
+    def connect(self, rank_groups: RankGroups) -> Transport:
         """Create a process group for each tuple of ranks, or none if each tuple has one rank."""
-        if max(len(line) for line in lines) == 1:
+        if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
-        ranks = next((list(line) for line in lines if dist.get_rank() in line), [])
+        ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
-            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
+            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in rank_groups])
         else:  # processes outside of the grid do not make this call
             group = dist.new_group(ranks, use_local_synchronization=True) if ranks else None
         return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
@@ -469,7 +469,7 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """Build the context of one rank from axis sizes and coordinates, without processes.
+        """Build the context of one rank from axis sizes and coordinates, 0 by default, without processes.
 
         Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
@@ -519,9 +519,9 @@ class ParallelContext:
         return context._with_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Merge the named mesh axes into one axis over the product of their ranks, in mesh order.
+        """Merge the named mesh axes, except those of size 1, into one axis over the product of their ranks.
 
-        All processes must call it, in the same order, because it may create process groups.
+        The ranks are in mesh order. All processes must call it in the same order, because it may create process groups.
 
         Args:
             only: axis -> coordinates that take part. On other processes, the axis has size 1.
@@ -532,8 +532,8 @@ class ParallelContext:
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        lines = self.grid.rank_groups(*wide, only=only)
-        return self._by_rank_group.get(lines) or self._new_axis("_".join(wide), lines)
+        rank_groups = self.grid.rank_groups(*wide, only=only)
+        return self._by_rank_group.get(rank_groups) or self._new_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
         """Add named axes to the mesh that reshape the axis ``of``, or a product of axes.
@@ -542,28 +542,28 @@ class ParallelContext:
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
         if the product of the sizes is wrong.
         """
-        grid = self.grid.view([of] if isinstance(of, str) else of, sizes)
+        grid = self.grid.add_view([of] if isinstance(of, str) else of, sizes)
         return replace(self, grid=grid)._with_axes(sizes)
 
     def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
         for name in names:
-            lines = self.grid.rank_groups(name)
-            axis = self._by_rank_group.get(lines) or self._new_axis(name, lines)
+            rank_groups = self.grid.rank_groups(name)
+            axis = self._by_rank_group.get(rank_groups) or self._new_axis(name, rank_groups)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
-    def _new_axis(self, name: str, lines: RankGroups, transport: Transport | None = None) -> Axis:
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+    def _new_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         if transport is None:
-            transport = NO_TRANSPORT if self.world is None else self.world.connect(lines)
+            transport = NO_TRANSPORT if self.world is None else self.world.connect(rank_groups)
         place = line.index(self.rank)
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
             transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
         crosses = self.grid.crosses_hosts(line)
         axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
-        return self._by_rank_group.setdefault(lines, axis)
+        return self._by_rank_group.setdefault(rank_groups, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self
@@ -574,7 +574,7 @@ class ParallelContext:
 
 
 def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """Split the sequence axis into a ring axis and a Ulysses axis if ``sequence`` has two sizes."""
+    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` has two sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
@@ -582,7 +582,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """Split the tensor axis into row, column and depth axes if ``tensor`` has two or three sizes."""
+    """Reshape the tensor axis into row, column and depth axes if ``tensor`` has two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor

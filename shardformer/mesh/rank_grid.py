@@ -55,7 +55,10 @@ class RankGrid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
-        """Build a grid with all four axes, each of size 1 unless it is in ``sizes``."""
+        """Build a grid with all four axes, each of size 1 unless it is in ``sizes``.
+
+        The ranks count from 0 unless ``ranks`` is passed.
+        """
         for name, size in sizes.items():
             check_axis_size(name, size)
         places = range(prod(sizes.values())) if ranks is None else ranks
@@ -110,7 +113,7 @@ class RankGrid:
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
-    def view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
+    def add_view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
         """Add named axes to the grid that reshape the product of the axes ``of``.
 
         Raises ConfigError if names or sizes do not fit.
@@ -191,7 +194,10 @@ COMPOSITE_AXES = {
 
 
 def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
-    """Return the number of ranks for an axis size, which is a number or a tuple of factors."""
+    """Return the number of ranks for an axis size, which is a number or a tuple of factors.
+
+    Raises ConfigError if the size is invalid.
+    """
     if sizes is None:
         return 1
     every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
@@ -242,7 +248,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     shape: dict[str, int] = {}
     problem: Exception | None = None
     try:
-        shape = _resolve_sizes(dict(sizes() if callable(sizes) else sizes), world)
+        shape = _infer_missing_sizes(dict(sizes() if callable(sizes) else sizes), world)
     except Exception as error:  # the other processes wait for this one, so they must learn of any failure
         problem = error
     message = "" if problem is None else str(problem)
@@ -263,7 +269,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     return RankGrid.of(shape, hosts=[host for *_, host in answers])
 
 
-def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None:
             check_axis_size(name, size)

@@ -70,7 +70,7 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
     """
     waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
     found = {
-        rank: [other for other in each.ranks if other in waiting and _blocks(waiting[other], each)]
+        rank: [other for other in each.ranks if other in waiting and _is_blocked_by(each, waiting[other])]
         for rank, each in waiting.items()
     }
     while lost := [rank for rank, others in found.items() if not any(other in found for other in others)]:
@@ -91,13 +91,13 @@ def uncounted_key(group: str) -> str:
     return f"{group}>?"
 
 
-def _blocks(other: Report, rank: Report) -> bool:
-    if (other.group, other.number) == (rank.group, rank.number):
-        return other.what != rank.what
-    name, is_sent, _ = rank.group.partition(">")
+def _is_blocked_by(waiting: Report, other: Report) -> bool:
+    if (other.group, other.number) == (waiting.group, waiting.number):
+        return other.what != waiting.what
+    name, is_sent, _ = waiting.group.partition(">")
     if name not in other.begun or (is_sent and uncounted_key(name) in other.begun):
         return False
-    return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
+    return other.begun.get(waiting.group, 0 if is_sent else waiting.number) < waiting.number
 
 
 def format_deadlock(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
@@ -319,7 +319,7 @@ def _build_report(
     seconds: float,
     begun: dict[str, int],
 ) -> Report:
-    place = _user_line(call)
+    place = _format_user_line(call)
     name = "" if joined is None else name_of_group(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
@@ -331,7 +331,7 @@ def _build_report(
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
-def _user_line(frame: FrameType) -> str:
+def _format_user_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:

@@ -108,7 +108,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_nearest_factors(size)}")
+            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}")
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
@@ -122,7 +122,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """Split the tensor axis of the mesh into the grid axes of ``mode``. All processes must call it.
+    """Reshape the tensor axis of the mesh into the grid axes of ``mode``. All processes must call it.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
@@ -133,7 +133,7 @@ def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
-def _nearest_factors(size: int) -> tuple[int, int]:
+def _factor_nearly_square(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
 

@@ -59,7 +59,10 @@ class CollectiveRecord:
 
 
 class CollectiveEvent(NamedTuple):
-    """Event in the log: the start of a collective or the wait for its result. ``kind`` is "start" or "wait"."""
+    """Event in the log: the start of a collective or the wait for its result.
+
+    ``kind`` is "start" or "wait". Both events have the same ``collective`` object.
+    """
 
     kind: str
     collective: CollectiveRecord
@@ -143,7 +146,7 @@ class World(Protocol):
     def thread(self) -> threading.Thread | None:
         """The thread that runs this rank, or None if the rank is a process."""
 
-    def connect(self, lines: RankGroups) -> Transport:
+    def connect(self, rank_groups: RankGroups) -> Transport:
         """Create a transport for each group of ranks, and return this rank's. All ranks must call it in one order."""
 
 
