@@ -101,14 +101,14 @@ def wait_for_all_ranks(call: str, *axes: Axis) -> None:
     for axis in axes:
         if axis.size == 1:
             continue
-        meeting = axis.transport.announce_call(call, waits=True)
-        words = [word for word in meeting.calls if word is not None]
-        if len(words) < axis.size:
-            _raise_missing_ranks(call, axis, meeting.calls, meeting.missing)
-        if any(word.call != call for word in words):
-            if any(word.is_step for word in words):  # those ranks wait for the numbers
+        arrivals = axis.transport.announce_call(call, waits=True)
+        announced = [entry for entry in arrivals.calls if entry is not None]
+        if len(announced) < axis.size:
+            _raise_missing_ranks(call, axis, arrivals.calls, arrivals.missing)
+        if any(entry.call != call for entry in announced):
+            if any(entry.is_step for entry in announced):  # those ranks wait for the numbers
                 _gather_call_numbers(call, axis, ())
-            _raise_different_calls([word.call for word in words], axis)
+            _raise_different_calls([entry.call for entry in announced], axis)
 
 
 def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
@@ -188,14 +188,14 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
 
 
 def _raise_missing_ranks(
-    call: str, axis: Axis, words: Sequence[AnnouncedCall | None], missing: Mapping[int, str]
+    call: str, axis: Axis, announced: Sequence[AnnouncedCall | None], missing: Mapping[int, str]
 ) -> NoReturn:
     others = []
-    for rank, word in zip(axis.ranks, words, strict=True):
-        if word is None:
+    for rank, entry in zip(axis.ranks, announced, strict=True):
+        if entry is None:
             others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
-        elif word.call != call:
-            others.append(f"rank {rank} called {word.call}")
+        elif entry.call != call:
+            others.append(f"rank {rank} called {entry.call}")
     raise InputError(
         f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
         rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",

@@ -251,8 +251,10 @@ class ThreadTransport:
         if not waits:
             return AnnouncedCalls()
         mailbox.wait_for_missing(self._me, keys, mailbox.timeout_s)
-        words = [mailbox.peek(key) for key in keys]
-        return AnnouncedCalls(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
+        announced = [mailbox.peek(key) for key in keys]
+        return AnnouncedCalls(
+            announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
+        )
 
     def _gather_values(self, what: str, value: Any) -> Callable[[], list[Any]]:
         """Send ``value`` to all ranks, and return a function that waits for the values of all ranks."""

@@ -135,8 +135,8 @@ def join_group(store: str, imports: Sequence[str]) -> None:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A TCPStore resolves the name of each peer, which takes seconds without a network.
-    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
+    file_store = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
     gc.freeze()  # excludes imported modules from later garbage collections
 
 

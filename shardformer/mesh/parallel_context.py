@@ -241,14 +241,14 @@ class ProcessGroupTransport:
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            words = self._peer_calls(store, name, number)
-            if None not in words:
-                return AnnouncedCalls(words)
+            announced = self._peer_calls(store, name, number)
+            if None not in announced:
+                return AnnouncedCalls(announced)
             now = time.monotonic()
-            absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            absent = [rank for rank, entry in zip(self._ranks, announced, strict=True) if entry is None]
             if store.check([f"{name}/failed/{number}"]):
-                return AnnouncedCalls(words, dict.fromkeys(absent, "gave up"))
-            if differs_since is None and len({word.call for word in words if word is not None}) > 1:
+                return AnnouncedCalls(announced, dict.fromkeys(absent, "gave up"))
+            if differs_since is None and len({entry.call for entry in announced if entry is not None}) > 1:
                 differs_since = now
             if now > ask_at:
                 request, ask_at = reporter.request_reports(), now + ASK_EVERY_S
@@ -257,7 +257,7 @@ class ProcessGroupTransport:
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
-                return AnnouncedCalls(words, missing)
+                return AnnouncedCalls(announced, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
@@ -272,12 +272,12 @@ class ProcessGroupTransport:
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
         own = AnnouncedCall(*json.loads(found[self._rank])[1:])
-        words: list[AnnouncedCall | None] = []
+        announced: list[AnnouncedCall | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            words.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
-        return words
+            announced.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
+        return announced
 
     def _monitor_work(self, work: Any, what: str, peer: int | None = None) -> Work:
         joined = None
