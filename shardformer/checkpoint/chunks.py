@@ -1,4 +1,4 @@
-"""Rectangular chunks of the tensors that each rank stores, and the assignment of chunks to writing ranks.
+"""Describe which rectangular chunks of each tensor a rank stores, and assign every element to one writing rank.
 
 If several ranks store the same elements, only one of them writes each element: the rank with the least to write.
 """
@@ -25,7 +25,7 @@ LocalChunks = tuple[list[NamedChunk], dict[str, tuple[Offsets, int]]]
 """The chunks of one rank, and the shape and element size in bytes of each tensor."""
 
 
-def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
+def intersect_chunks(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
     """Return the intersection of two chunks, or None if they do not overlap."""
     low = tuple(max(a, b) for a, b in zip(one[0], other[0], strict=True))
     high = [min(a + n, b + m) for a, n, b, m in zip(*one, *other, strict=True)]
@@ -36,7 +36,7 @@ def overlap(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
 
 @dataclass(frozen=True, eq=False)
 class LocalChunk:
-    """A chunk of the full tensor on this rank: its start, and a view of its values."""
+    """Rectangular chunk of a full tensor that this rank stores: its start indices and a view of its values."""
 
     start: Offsets
     values: Tensor
@@ -46,13 +46,13 @@ class LocalChunk:
         return self.start, tuple(self.values.shape)
 
     def view(self, start: Offsets, size: Offsets) -> Tensor:
-        """Return the view of the values in a box of the full tensor that this chunk contains."""
+        """Return a view of a box inside this chunk, located by its start and size in the full tensor."""
         return self.values[tuple(slice(a - o, a - o + n) for a, o, n in zip(start, self.start, size, strict=True))]
 
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """One tensor of a checkpoint, with the chunks that this rank can write or wants to read.
+    """Tensor of a checkpoint, with the chunks of it that this rank writes or reads.
 
     Args:
         name: name in the checkpoint, identical on all ranks and under all layouts.
@@ -71,7 +71,7 @@ class TensorItem:
 
 @dataclass(frozen=True)
 class FlatRegion:
-    """The elements of a full tensor that a flat buffer of this rank stores.
+    """Region of a full tensor whose elements this rank stores in one buffer.
 
     Args:
         shape: shape of the full tensor.
@@ -98,16 +98,16 @@ class FlatRegion:
     def is_full(self) -> bool:
         return self.numel == prod(self.shape)
 
-    def new(self, dtype: torch.dtype) -> Tensor:
-        """Allocate an uninitialized CPU buffer for the region."""
+    def allocate(self, dtype: torch.dtype) -> Tensor:
+        """Allocate an uninitialized CPU buffer with the size of this region."""
         return torch.empty(self.local_shape if self.flat_range is None else self.numel, dtype=dtype)
 
     def item(self, name: str, x: Tensor) -> TensorItem:
-        """Return the ``TensorItem`` called ``name`` for the buffer ``x`` of this region."""
+        """Return a ``TensorItem`` with this name, whose chunks are views of the region's buffer ``x``."""
         return TensorItem(name, self.shape, x.dtype, self.views(x))
 
     def views(self, x: Tensor) -> list[LocalChunk]:
-        """Return the chunks of the full tensor that the buffer ``x`` stores, as views."""
+        """Return a view of the buffer ``x`` for each rectangular chunk of the full tensor in this region."""
         origin = (0,) * len(self.shape)
         boxes = (Box(origin, origin, self.shape),) if self.spec is None else self.spec.boxes(self.coords)
         if self.flat_range is None:
@@ -117,14 +117,14 @@ class FlatRegion:
         chunks = []
         for box in boxes:
             for (start, size), flat in zip(bounds, values, strict=True):
-                if (common := overlap((box.local, box.size), (start, size))) is not None:
+                if (common := intersect_chunks((box.local, box.size), (start, size))) is not None:
                     full = tuple(f + a - o for f, a, o in zip(box.full, common[0], box.local, strict=True))
                     chunks.append(LocalChunk(full, LocalChunk(start, flat.view(size)).view(*common)))
         return chunks
 
 
 def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
-    """Yield (start, size) of the boxes that cover the elements ``begin`` to ``end`` of a tensor in row-major order.
+    """Yield the (start, size) of boxes that cover the elements ``begin`` to ``end`` of a flattened tensor.
 
     >>> list(flat_range_to_chunks((3, 4), 2, 9))
     [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
@@ -137,43 +137,43 @@ def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[Chunk
     inner = prod(shape[1:])
     (first, low), (last, high) = divmod(begin, inner), divmod(end, inner)
     if first == last:
-        yield from _in_row(shape, first, low, high)
+        yield from _chunks_in_row(shape, first, low, high)
         return
     if low:
-        yield from _in_row(shape, first, low, inner)
+        yield from _chunks_in_row(shape, first, low, inner)
         first += 1
     if last > first:
         yield (first, *[0] * (len(shape) - 1)), (last - first, *shape[1:])
-    yield from _in_row(shape, last, 0, high)
+    yield from _chunks_in_row(shape, last, 0, high)
 
 
-def _in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
+def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[ChunkBounds]:
     for start, size in flat_range_to_chunks(shape[1:], begin, end):
         yield (row, *start), (1, *size)
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """Describe the chunks of this rank for the other ranks."""
+    """Return the names, bounds, shapes and element sizes of this rank's chunks, to be sent to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
 
-def without_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Remove the tensors with these names from the chunks of a rank."""
+def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
+    """Return the chunks of a rank without those of the named tensors."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 
 
 def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Assign each element to one writing rank, and return the boxes that this rank writes of its chunks.
+    """Assign each tensor element to one rank that writes it, and return the boxes that this rank writes.
 
     Communicates one gather of all ranks' chunk bounds.
     """
-    return assigned_chunks(all_gather_objects(list_local_chunks(items), world), world)
+    return assign_local_writes(all_gather_objects(list_local_chunks(items), world), world)
 
 
-def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Return the boxes that this rank writes of its chunks, given the chunks of all ranks.
+def assign_local_writes(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
+    """Return the boxes that this rank writes, computed from the chunks that all ranks store.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
@@ -183,7 +183,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
         tensors |= local_tensors
         for chunk in chunks:
             owners.setdefault(chunk, []).append(rank)
-    overlapping = _overlapping_tensors(owners, tensors)
+    overlapping = _find_overlapping_tensors(owners, tensors)
     covered: dict[str, list[ChunkBounds]] = {}
     load = [0] * world.size
     assigned: dict[NamedChunk, list[ChunkBounds]] = {}
@@ -200,7 +200,7 @@ def assigned_chunks(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[
     return assigned
 
 
-def _overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
+def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[Offsets, int]]) -> set[str]:
     numel: Counter[str] = Counter()
     for name, _, size in chunks:
         numel[name] += prod(size)
@@ -208,12 +208,12 @@ def _overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, tuple[
 
 
 def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Yield boxes that cover ``chunk`` except for the ``others``.
+    """Yield boxes that cover all elements of ``chunk`` outside the chunks in ``others``.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]
     """
-    found = next((common for other in others if (common := overlap(chunk, other)) is not None), None)
+    found = next((common for other in others if (common := intersect_chunks(chunk, other)) is not None), None)
     if found is None:
         yield chunk
         return

@@ -1,4 +1,4 @@
-"""The directory of checkpoints, with one folder per step that is complete or absent.
+"""Manage a directory of checkpoints, which contains one complete folder for each saved step.
 
     checkpoints/
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
@@ -29,7 +29,7 @@ from weakref import ref
 
 from torch import nn
 
-from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, order_of
+from shardformer.checkpoint.file_format import INDEX_FILE, CheckpointIndex, read_save_order
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     DROPPED,
@@ -61,7 +61,7 @@ _RESUMED_FROM = "_shardformer_goes_on"
 
 @dataclass(frozen=True)
 class CheckpointRetention:
-    """Which older checkpoints to keep after a save.
+    """Rule that decides which older checkpoints are kept after a save.
 
     Args:
         last: number of newest checkpoints to keep; None: all.
@@ -88,6 +88,7 @@ class CheckpointRetention:
 
 
 def step_folder(root: Path, step: int) -> Path:
+    """Return the folder of the checkpoint of a step."""
     return root / f"step-{step:08d}"
 
 
@@ -96,8 +97,8 @@ def hidden_folder(root: Path, step: int) -> Path:
     return private_path(step_folder(root, step))
 
 
-def claim(root: Path, step: int, owner: nn.Module) -> bool:
-    """Lock the directory for this process while ``owner`` is alive, and remove leftovers of killed processes.
+def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
+    """Lock a checkpoint directory while the model ``owner`` exists, and delete unfinished saves of killed processes.
 
     Called on the first rank before a save.
 
@@ -110,11 +111,11 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
             link has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"{root} is a file", remedy="Pass the path of a directory")
+        raise ConfigError(f"The checkpoint directory {root} is a file", remedy="Pass the path of a directory")
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
-            f"{named} is a {'symbolic link' if named.is_symlink() else 'file'}",
+            f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}",
             rule="A save only replaces an older checkpoint of the same step",
             remedy="Move it, or save into another directory",
         )
@@ -133,13 +134,13 @@ def claim(root: Path, step: int, owner: nn.Module) -> bool:
         if found.kind == SAVING:
             remove(path)
         elif found.kind == DROPPED:
-            _delete(path, root / found.name)
+            _delete_hidden_folder(path, root / found.name)
     _SAVED[os.path.realpath(named)] = ref(owner)
     return is_new
 
 
 def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether another model of this process, which is still in use, saved ``named``."""
+    """Return whether a different model that this process still uses saved the checkpoint ``named``."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
     goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()
@@ -159,11 +160,11 @@ def directories_of_model(model: nn.Module) -> set[str]:
 
 
 def mark_resumed_from(model: nn.Module, roots: Iterable[str]) -> None:
-    """Note that the model was resumed from checkpoints in ``roots``, so that it may replace them."""
+    """Record that the model was resumed from checkpoints in ``roots``, so that its saves may replace them."""
     model.__dict__[_RESUMED_FROM] = {*model.__dict__.get(_RESUMED_FROM, ()), *map(os.path.realpath, roots)}
 
 
-def check_visible(hidden: Path) -> None:
+def check_folder_is_visible(hidden: Path) -> None:
     """Raise ConfigError if this process does not see the hidden folder that the first rank created."""
     end, wait_s = time.monotonic() + SEEN_WITHIN_S, 0.002
     while not hidden.is_dir():
@@ -176,22 +177,22 @@ def check_visible(hidden: Path) -> None:
         wait_s = min(2 * wait_s, 0.1)
 
 
-def publish_directory(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
-    """Number a complete checkpoint, rename it to its final name, and update ``latest``.
+def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_disk: bool) -> Path:
+    """Assign a complete checkpoint its number, rename it to its final name, and update the file ``latest``.
 
     It replaces an older checkpoint of the same step. Raises OSError, and InputError if another process took the lock.
     """
     named = step_folder(root, index.step)
     with _RENAME_LOCK:
         check_held(root)
-        index.number = 1 + max((order_of(each)[0] for each in _checkpoints_in(root)), default=0)
+        index.number = 1 + max((read_save_order(each)[0] for each in _list_checkpoint_folders(root)), default=0)
         index.write(folder, to_disk=to_disk)
         _move_user_files(exchange(folder, named), named)
         replace_text(root / LATEST, f"{named.name}\n", to_disk=to_disk)
     return named
 
 
-def _user_files_in(folder: Path) -> list[Path]:
+def _list_user_files(folder: Path) -> list[Path]:
     found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
     return [
         path for path in found if not _CHECKPOINT_FILE.fullmatch(path.name) or not path.is_file() or path.is_symlink()
@@ -199,33 +200,33 @@ def _user_files_in(folder: Path) -> list[Path]:
 
 
 def _move_user_files(source: Path, target: Path) -> None:
-    for path in _user_files_in(source):
+    for path in _list_user_files(source):
         if not os.path.lexists(target / path.name):
             path.rename(target / path.name)
 
 
-def discard_directory(folder: Path) -> None:
-    """Delete a checkpoint. Files that no save has written, and files that cannot be deleted, are kept."""
-    hidden = private_path(folder.with_name(_step_of(folder)), DROPPED)
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, but keep user files in its folder and files that cannot be deleted."""
+    hidden = private_path(folder.with_name(_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rename(hidden)  # atomic: a reader sees a complete checkpoint or none
-            _delete(hidden, folder)
+            _delete_hidden_folder(hidden, folder)
 
 
-def _delete(hidden: Path, folder: Path) -> None:
-    """Move files that no save has written back to ``folder``, then delete ``hidden``. Raises OSError."""
-    for path in _user_files_in(hidden):
+def _delete_hidden_folder(hidden: Path, folder: Path) -> None:
+    """Move user files from ``hidden`` back to ``folder``, then delete ``hidden``. Raises OSError."""
+    for path in _list_user_files(hidden):
         folder.mkdir(exist_ok=True)
         path.rename(folder / path.name)
     remove(hidden)
 
 
-def delete_old(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and those that ``keep`` does not retain. Called once the newest is on the disk."""
-    for left in _replaced_in(root):
-        if (root / _step_of(left)).exists():
-            discard_directory(left)
+def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
+    """Delete replaced checkpoints and those that ``keep`` does not retain, once ``newest`` is on the disk."""
+    for left in _list_replaced_folders(root):
+        if (root / _step_folder_name(left)).exists():
+            delete_checkpoint(left)
     if keep.last is None:
         return
     now = time.time()
@@ -234,37 +235,37 @@ def delete_old(root: Path, keep: CheckpointRetention, newest: Path) -> None:
         is_kept = keep.every is not None and step is not None and step % keep.every == 0
         is_young = keep.younger_than is not None and now - at < keep.younger_than
         if place >= keep.last and folder != newest and not is_kept and not is_young:
-            discard_directory(folder)
+            delete_checkpoint(folder)
 
 
 def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
-    """Return (folder, time of the save) of each checkpoint in a directory, newest first.
+    """Return the folder and the save time of each checkpoint in a directory, newest first.
 
     Includes a replaced checkpoint of a step until it is deleted.
     """
-    ordered = [(order_of(folder), folder) for folder in _checkpoints_in(root)]
-    ordered.sort(key=lambda pair: (*pair[0], _step_of(pair[1])), reverse=True)
+    ordered = [(read_save_order(folder), folder) for folder in _list_checkpoint_folders(root)]
+    ordered.sort(key=lambda pair: (*pair[0], _step_folder_name(pair[1])), reverse=True)
     return [(folder, at) for (_, at), folder in ordered]
 
 
-def _checkpoints_in(root: Path) -> list[Path]:
+def _list_checkpoint_folders(root: Path) -> list[Path]:
     named = [folder for folder in root.glob("step-*") if _STEP_NAME.fullmatch(folder.name)]
-    return [folder for folder in (*named, *_replaced_in(root)) if (folder / INDEX_FILE).exists()]
+    return [folder for folder in (*named, *_list_replaced_folders(root)) if (folder / INDEX_FILE).exists()]
 
 
-def _replaced_in(root: Path) -> list[Path]:
+def _list_replaced_folders(root: Path) -> list[Path]:
     return [path for path in root.glob(".replaced-*") if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()]
 
 
-def _step_of(folder: Path) -> str:
+def _step_folder_name(folder: Path) -> str:
     found = _STEP_NAME.search(folder.name)
     return found[0] if found is not None else folder.name
 
 
-def candidates(path: Path) -> Iterator[Path]:
-    """Yield the checkpoints that ``path`` may refer to, in the order in which to try them.
+def find_checkpoints(path: Path) -> Iterator[Path]:
+    """Yield the checkpoint at ``path``, or all checkpoints in the directory ``path``, newest first.
 
-    A checkpoint refers to itself, a directory of checkpoints to the newest. Raises ConfigError if there is none.
+    Raises ConfigError if there is none.
     """
     if (path / INDEX_FILE).exists() or _STEP_NAME.fullmatch(path.name):
         yield path
@@ -273,7 +274,7 @@ def candidates(path: Path) -> Iterator[Path]:
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
         raise ConfigError(
-            f"{path} {what}",
+            f"No checkpoint can be loaded, because {path} {what}",
             rule="Pass the directory that save_checkpoint wrote to, or one of its step-... folders with a "
             f"{INDEX_FILE}",
             remedy=_suggest_path(path),

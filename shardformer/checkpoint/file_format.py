@@ -1,4 +1,4 @@
-"""Files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
+"""Read and write the files of a checkpoint: one safetensors file per rank, and a JSON index with checksums.
 
 Python values (optimizer settings, scheduler states, the user's ``extra``) are stored as JSON and restored exactly.
 
@@ -28,7 +28,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from shardformer.checkpoint.chunks import ChunkBounds, overlap
+from shardformer.checkpoint.chunks import ChunkBounds, intersect_chunks
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import new_file, write_all, write_new
 from shardformer.layout.shard_spec import Offsets
@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
-    """Return the contribution of a chunk that begins at ``start`` to its tensor's checksum, from 0 to 2^64 - 1."""
+    """Compute the share of one chunk in the checksum of its tensor, as an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -62,15 +62,15 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 
 
 def _index_factors(dim: int, first: int, count: int) -> Any:
-    """Return an odd factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
+    """Return an odd checksum factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
-    x += numpy.uint64(_mixed(dim))
+    x += numpy.uint64(_seed_of_dim(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
     return (x | numpy.uint64(1)).view(numpy.int64)
 
 
-def _mixed(dim: int) -> int:
+def _seed_of_dim(dim: int) -> int:
     return (dim + 1) * SPLITMIX64[1] % 2**64
 
 
@@ -92,7 +92,7 @@ class CorruptCheckpointError(InputError):
 
 
 def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
-    """Return the error for a damaged checkpoint."""
+    """Build the error for a damaged checkpoint, with the standard rule and remedy."""
     return CorruptCheckpointError(
         what,
         rule="A checkpoint is loaded only if all files are present and all checksums match",
@@ -101,7 +101,7 @@ def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
 
 
 class SavedChunk(NamedTuple):
-    """A chunk of a tensor in a file: its start and size, the number of the file, and its checksum."""
+    """Chunk of a tensor in a checkpoint file: its start, size and checksum, and the number of the file."""
 
     start: Offsets
     size: Offsets
@@ -111,7 +111,7 @@ class SavedChunk(NamedTuple):
 
 @dataclass
 class IndexEntry:
-    """A tensor of a checkpoint: dtype, full shape and saved chunks."""
+    """Entry of a checkpoint index for one tensor: its dtype, full shape and saved chunks."""
 
     dtype: str
     shape: Offsets
@@ -120,7 +120,7 @@ class IndexEntry:
 
 @dataclass
 class CheckpointIndex:
-    """Contents of a checkpoint.
+    """Index of a checkpoint: its step, mesh sizes, tensors and plain values.
 
     Args:
         step: number of training steps that were completed.
@@ -142,7 +142,7 @@ class CheckpointIndex:
         """Write the index into ``folder``, and sync it to the disk if ``to_disk``."""
         tensors = {name: (entry.dtype, entry.shape, entry.boxes) for name, entry in self.tensors.items()}
         content = json.dumps({"format": FORMAT, **vars(self), "tensors": tensors})
-        head = {"sha256": _digest(content), "saved_at": self.saved_at, "number": self.number}
+        head = {"sha256": _sha256(content), "saved_at": self.saved_at, "number": self.number}
         text = f'{json.dumps(head)[:-1]}, "content":\n{content}\n}}\n'
         write_new(folder / INDEX_FILE, text.encode(), to_disk=to_disk)
         if to_disk:
@@ -155,7 +155,7 @@ class CheckpointIndex:
             head, content, _ = (folder / INDEX_FILE).read_bytes().split(b"\n", 2)
             text = content.decode()
             head_values = json.loads(head + b"0}")
-            found = json.loads(text) if _digest(text) == head_values["sha256"] else {}
+            found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}
             number = found.get("number", 0)
             if not found or found["saved_at"] != head_values["saved_at"] or head_values.get("number", number) != number:
                 raise corrupt_checkpoint_error(f"The checksum of {folder / INDEX_FILE} does not match its contents")
@@ -164,14 +164,14 @@ class CheckpointIndex:
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(f"{folder / INDEX_FILE} cannot be read: {error}") from error
         try:
-            return cls._of(found, folder)
+            return cls._from_json_dict(found, folder)
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise corrupt_checkpoint_error(
                 f"{folder / INDEX_FILE} is not the index of a checkpoint: {type(error).__name__}: {error}"
             ) from error
 
     @classmethod
-    def _of(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
+    def _from_json_dict(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
                 f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}",
@@ -182,12 +182,12 @@ class CheckpointIndex:
             for name, (dtype, shape, boxes) in found.pop("tensors").items()
         }
         for name, entry in tensors.items():
-            _check_entry(name, entry)
+            _check_index_entry(name, entry)
         return cls(tensors=tensors, **found)
 
 
-def _check_entry(name: str, entry: IndexEntry) -> None:
-    """Raise ValueError for an impossible entry.
+def _check_index_entry(name: str, entry: IndexEntry) -> None:
+    """Raise ValueError if an index entry has an unknown dtype, or chunks outside its tensor.
 
     Entries identify files by number, so that a damaged index cannot name files outside the checkpoint.
     """
@@ -200,8 +200,8 @@ def _check_entry(name: str, entry: IndexEntry) -> None:
             raise ValueError(f"{name} has the invalid chunk {tuple(box)!r:.200}")
 
 
-def order_of(folder: Path) -> tuple[int, float]:
-    """Return (number, time of the save) from the first line of a checkpoint's index, or zeros if it is unreadable."""
+def read_save_order(folder: Path) -> tuple[int, float]:
+    """Read the save number and save time from the first line of a checkpoint's index. Returns zeros on failure."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -211,15 +211,17 @@ def order_of(folder: Path) -> tuple[int, float]:
 
 
 def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
+    """Decode a ``SavedChunk`` from its list of values in the index."""
     start, size, file, total = found
     return SavedChunk(tuple(start), tuple(size), file, total)
 
 
-def _digest(text: str) -> str:
+def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def sync(path: Path) -> None:
+    """Flush a file or folder to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -228,38 +230,38 @@ def sync(path: Path) -> None:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
+    """Return the name of the checkpoint file that a rank writes."""
     return f"rank-{rank:05d}.safetensors"
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return a name such as ``float32``."""
+    """Return the name of a dtype without the prefix ``torch.``, such as ``float32``."""
     return str(dtype).removeprefix("torch.")
 
 
 def chunk_key(name: str, start: Offsets) -> str:
-    """Return the name of a chunk in its file."""
+    """Return the key of a tensor's chunk in its safetensors file, such as ``weight@0,128``."""
     return f"{name}@{','.join(map(str, start))}"
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor of a file: its key, dtype and shape, and a function that returns its values when they are written."""
+    """Tensor to write into a safetensors file: its key, dtype, shape, and a function that loads its values."""
 
     key: str
     dtype: torch.dtype
     shape: Offsets
-    give: Callable[[], Tensor]
+    load: Callable[[], Tensor]
 
 
-def header(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
-    """Return the dtype and shape of a tensor as a safetensors header states them."""
+def header_entry(dtype: torch.dtype, shape: Offsets) -> tuple[str, Offsets]:
+    """Return the dtype name and the shape that a safetensors header lists for a tensor."""
     return DTYPE_NAMES[dtype], (*shape, 2) if dtype == torch.complex128 else tuple(shape)
 
 
 def write_file(
     path: Path, tensors: Sequence[TensorToWrite], metadata: Mapping[str, str] | None = None, *, to_disk: bool = True
 ) -> None:
-    """Write a safetensors file, one tensor after the other, and sync it if ``to_disk``.
+    """Write tensors to a safetensors file, one after the other, and sync it to the disk if ``to_disk``.
 
     Raises OSError, also if the file exists.
     """
@@ -267,7 +269,7 @@ def write_file(
     at = 0
     for key, dtype, shape, _ in tensors:
         end = at + prod(shape) * dtype.itemsize
-        kind, size = header(dtype, shape)
+        kind, size = header_entry(dtype, shape)
         found[key] = {"dtype": kind, "shape": list(size), "data_offsets": [at, end]}
         at = end
     text = json.dumps(found).encode()
@@ -275,7 +277,7 @@ def write_file(
     with new_file(path) as file:
         write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
-            values = written.give()
+            values = written.load()
             if values.numel():
                 data: Any = values.reshape(-1).view(torch.uint8).numpy()
                 write_all(file, data)
@@ -283,28 +285,31 @@ def write_file(
             os.fsync(file.fileno())
 
 
-def write_boxes(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
-    """Write (name, start, values) of chunks to a safetensors file, and return their checksums.
+def write_chunks(path: Path, boxes: Sequence[tuple[str, Offsets, Tensor]], *, to_disk: bool) -> list[int]:
+    """Write tensor chunks to a safetensors file, and return their checksums.
 
-    Copies one chunk at a time to the host.
+    ``boxes`` has the (name, start, values) of each chunk. Copies one chunk at a time to the host.
     """
     sums: list[int] = []
 
-    def give(values: Tensor, start: Offsets) -> Tensor:
+    def copy_to_host(values: Tensor, start: Offsets) -> Tensor:
         here = values.detach().cpu().contiguous()
         sums.append(weighted_sum(here, start))
         return here
 
     write_file(
         path,
-        [TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(give, x, start)) for n, start, x in boxes],
+        [
+            TensorToWrite(chunk_key(n, start), x.dtype, tuple(x.shape), partial(copy_to_host, x, start))
+            for n, start, x in boxes
+        ],
         to_disk=to_disk,
     )
     return sums
 
 
 def check_dtype(name: str, dtype: torch.dtype) -> None:
-    """Raise ConfigError for a dtype that the files cannot store."""
+    """Raise ConfigError if a checkpoint file cannot store the dtype of the tensor ``name``."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
             f"{name} has dtype {dtype}, which a checkpoint cannot store",
@@ -314,9 +319,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Yield (index of a saved chunk, intersection) for each saved chunk that overlaps ``chunk``."""
+    """Yield the index and the intersection of each saved chunk that overlaps ``chunk``."""
     for number, box in enumerate(entry.boxes):
-        if (common := overlap((box.start, box.size), chunk)) is not None:
+        if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common
 
 
@@ -326,7 +331,7 @@ _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Encode a value as JSON. Raises InputError, with ``where`` as the name of the value, if that is impossible."""
+    """Encode a Python value as JSON, or raise an InputError that names it ``where`` if its type is unsupported."""
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:
@@ -355,6 +360,7 @@ def to_json(value: Any, where: str) -> Any:
 
 
 def from_json(value: Any) -> Any:
+    """Decode a value that ``to_json`` has encoded."""
     if isinstance(value, list):
         return [from_json(each) for each in value]
     if not isinstance(value, Mapping):
@@ -371,9 +377,9 @@ def from_json(value: Any) -> Any:
         return numpy.array(of, dtype=value["dtype"])[()]
     if kind == "dtype":
         return getattr(torch, of)
-    pairs = {_hashable(from_json(k)): from_json(v) for k, v in of}
+    pairs = {_to_hashable(from_json(k)): from_json(v) for k, v in of}
     return Counter(pairs) if kind == "Counter" else pairs
 
 
-def _hashable(key: Any) -> Any:
+def _to_hashable(key: Any) -> Any:
     return tuple(key) if isinstance(key, list) else key

@@ -33,12 +33,12 @@ from shardformer.checkpoint.training_state import (
     OptimizerStates,
     as_object_list,
     buffer_name,
-    optimizer_states,
+    collect_optimizer_states,
+    get_random_state_tensors,
     random_state_key,
-    random_state_tensors,
     set_random_state_tensors,
 )
-from shardformer.comm.collective_call import come, run_on_all_ranks, run_on_first_rank
+from shardformer.comm.collective_call import run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.filesystem.atomic_write import path_of
@@ -53,19 +53,19 @@ BITS = 2**64
 
 
 class BoxReader:
-    """Reader of the chunks in a checkpoint folder. ``num_bytes`` counts the bytes it has read."""
+    """Reader of tensor chunks in the files of a checkpoint. ``num_bytes`` counts the bytes it has read."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._files: dict[int, _File] = {}
+        self._files: dict[int, _ShardFile] = {}
         self.num_bytes = 0
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Read the values in the bounds ``chunk`` from a saved chunk into ``out``. Raises CorruptCheckpointError."""
+        """Copy the part of a saved chunk within the bounds ``chunk`` into ``out``. Raises CorruptCheckpointError."""
         path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
             if saved.file not in self._files:
-                self._files[saved.file] = _File(path)
+                self._files[saved.file] = _ShardFile(path)
             self._files[saved.file].read(key, saved, chunk[0], out)
         except FileNotFoundError:
             raise corrupt_checkpoint_error(f"{path} is missing") from None
@@ -79,7 +79,9 @@ class BoxReader:
         self._files = {}
 
 
-class _File:
+class _ShardFile:
+    """Open safetensors file of one rank, with its parsed header."""
+
     def __init__(self, path: Path) -> None:
         self.descriptor = os.open(path, os.O_RDONLY)
         try:
@@ -99,14 +101,14 @@ class _File:
         self._mapped: Tensor | None = None
 
     def read(self, key: str, saved: SavedChunk, start: tuple[int, ...], out: Tensor) -> None:
-        """Read the box at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
+        """Copy the box that begins at ``start`` of the full tensor from the saved chunk ``key`` into ``out``.
 
         Raises KeyError if the chunk is missing, ValueError if its dtype, shape or size differs from the index.
         """
         entry = self._header[key]
         low, high = entry["data_offsets"]
         found = entry["dtype"], tuple(entry["shape"]), high - low
-        expected = (*file_format.header(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
+        expected = (*file_format.header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
         if found != expected or low < 0:
             raise ValueError(f"the file has {found}, the index {expected}")
         offset = self._data_offset + int(low)
@@ -128,11 +130,11 @@ class _File:
         for number, index in enumerate(outer):
             place = [a + int(i) for a, i in zip(start, index, strict=False)] + list(start[max(dim, 0) :])
             row_offset = offset + sum(i * stride for i, stride in zip(place, strides, strict=True))
-            self._read_bytes(data[number * run : (number + 1) * run], row_offset)
+            self._read_into_buffer(data[number * run : (number + 1) * run], row_offset)
         if target is not out:
             out.copy_(target)
 
-    def _read_bytes(self, data: Any, offset: int) -> None:
+    def _read_into_buffer(self, data: Any, offset: int) -> None:
         while len(data):
             count = os.preadv(self.descriptor, [data], offset)
             if count == 0:
@@ -140,7 +142,7 @@ class _File:
             data, offset = data[count:], offset + count
 
     def _read_short_rows(self, out: Tensor, offset: int, start: tuple[int, ...], saved: SavedChunk) -> Tensor:
-        """Return a box of many short rows through mapped memory, which reads only the pages it needs."""
+        """Read a box with many short rows through mapped memory, which loads only the required pages."""
         if self._mapped is None:
             memory = mmap.mmap(self.descriptor, 0, access=mmap.ACCESS_COPY)
             self._mapped = torch.frombuffer(memory, dtype=torch.uint8)
@@ -153,7 +155,7 @@ class _File:
 
 
 def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem], world: Axis) -> int:
-    """Fill the items from a checkpoint and return the number of bytes that this rank read.
+    """Read this rank's tensors from a checkpoint, verify the checksums, and return the number of bytes read.
 
     Each rank reads only its own chunks. For each element, one rank adds its contribution to the checksum of its saved
     chunk. Communicates the names and bounds of the chunks that are read, and two integers for each saved chunk.
@@ -203,7 +205,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
 def _number_saved_chunks(
     index: CheckpointIndex, items: Sequence[TensorItem], world: Axis
 ) -> dict[tuple[str, int], int]:
-    """Number the saved chunks of all tensors that any rank reads, identically on all ranks."""
+    """Assign a number to each saved chunk of the tensors that any rank reads, identically on all ranks."""
     local = {item.name for item in items}
     is_read = torch.tensor([name in local for name in index.tensors], dtype=torch.int64)
     is_read = all_reduce(is_read, world, op="max", purpose="setup")
@@ -213,7 +215,7 @@ def _number_saved_chunks(
 
 
 class LoadPlan:
-    """The chunks that this rank reads from a saved run, and the assignments that follow once they are read.
+    """Plan of a load: the chunks that this rank reads, and how they are copied into the model and optimizers.
 
     Args:
         index: index of the saved run.
@@ -251,8 +253,8 @@ class LoadPlan:
         run_on_all_ranks(plan, tensors.world, f"Loading {where}")
         self._check_no_unused_weights()
 
-    def _add(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
-        memory = region.new(getattr(torch, self.index.tensors[name].dtype))
+    def _add_item(self, name: str, region: FlatRegion, *, is_checked: bool = True) -> Tensor:
+        memory = region.allocate(getattr(torch, self.index.tensors[name].dtype))
         self.items.append(replace(region.item(name, memory), is_checked=is_checked))
         return memory
 
@@ -289,32 +291,32 @@ class LoadPlan:
             if id(tensor) not in gathered:
                 buffer = buffer_name(data, name)
                 is_saved = self._has_same_data_axis and buffer in self.index.tensors
-                source = buffer if is_saved else self._most_precise(name, tensor.dtype)
-                self._values[name] = source, self._add(source, self._tensors.region_of(tensor))
+                source = buffer if is_saved else self._find_most_precise(name, tensor.dtype)
+                self._values[name] = source, self._add_item(source, self._tensors.region_of(tensor))
                 self._copy_values.append(partial(tensor.detach().copy_, self._values[name][1]))
         trained = {id(shard) for shard in (zero.shards if zero is not None else ())}
-        for shard in self._tensors.shards():
+        for shard in self._tensors.zero_shards():
             for piece in shard.slices:
                 if shard.full is None or shard.has_masters or shard.rounded is not None:
                     self._add_slice(shard, piece, trains=id(shard) in trained)
 
-    def _most_precise(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of the saved tensor with the most precision that ``dtype`` can represent."""
+    def _find_most_precise(self, name: str, dtype: torch.dtype) -> str:
+        """Return the name of the saved copy of a parameter with the highest precision that ``dtype`` can represent."""
         master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
 
     def _add_slice(self, shard: FlatShard, piece: ParamSlice, *, trains: bool) -> None:
         name, region = self._tensors.name_of_slice(piece), self._tensors.region_of_slice(piece)
-        source = self._most_precise(name, shard.wide if trains else shard.dtype)
+        source = self._find_most_precise(name, shard.wide if trains else shard.dtype)
         read, values = self._values.get(name, ("", None))
         if read == source and values is not None and not piece.gradient.is_shared:
             memory = values.reshape(-1)[piece.param_range]
         else:
-            memory = self._add(source, region, is_checked=read != source)
+            memory = self._add_item(source, region, is_checked=read != source)
         residual_name = f"{KAHAN_RESIDUALS}/{name}"
         has_residual = trains and residual_name in self.index.tensors
-        residual = self._add(residual_name, region) if has_residual else None
+        residual = self._add_item(residual_name, region) if has_residual else None
 
         def copy_values() -> None:
             wide = memory if residual is None else memory.to(shard.wide) + residual.to(shard.wide)
@@ -338,8 +340,10 @@ class LoadPlan:
             getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
         )
         for each, values in zip(optimizers, saved if optimizers else (), strict=True):
-            each.check(values)
-            read = [(slot, key, self._add(name, region)) for slot, key, name, region in each.saved_states(self.index)]
+            each.check_saved_state(values)
+            read = [
+                (slot, key, self._add_item(name, region)) for slot, key, name, region in each.saved_states(self.index)
+            ]
             self._load_states.append(partial(each.load_values, values, read, exact=has_saved_dtypes))
 
     def _check_schedulers(self) -> None:
@@ -353,34 +357,34 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Read the random states of the rank at the same coordinates, or else of one with the same data rank."""
+        """Plan to read the random states of the saved rank with the same mesh coordinates, or the same data rank."""
         coords, saved = self._tensors.coords, self.index.values["coords"]
         same_layout = self.index.sizes == self._tensors.sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]
         same_data = [rank for rank, other in enumerate(saved) if other.get("data", 0) == coords.get("data", 0)]
         rank = (same_place or same_data)[0]
         memory = {}
-        for name in random_state_tensors(self._tensors.device)[0]:
+        for name in get_random_state_tensors(self._tensors.device)[0]:
             key = random_state_key(rank, name)
             if key in self.index.tensors:
-                memory[name] = self._add(key, FlatRegion(self.index.tensors[key].shape, None, {}))
+                memory[name] = self._add_item(key, FlatRegion(self.index.tensors[key].shape, None, {}))
         numbers = self.index.values["random"][rank]
         self._copy_values.append(lambda: set_random_state_tensors(memory, numbers, self._tensors.device))
 
     # --- after reading
 
     @torch.no_grad()
-    def commit(self, take: Callable[[], object] = lambda: None) -> None:
-        """Assign the tensors that were read to the model, the optimizers and the schedulers.
+    def commit(self, on_loaded: Callable[[], object] = lambda: None) -> None:
+        """Copy the loaded tensors into the model, the optimizers and the schedulers.
 
-        The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``take``. If one of
+        The steps that can fail run first: optimizers, schedulers, extra states of modules, and ``on_loaded``. If one of
         them fails on any rank, all ranks restore the previous state and raise. The parameters are copied last.
         Communicates the errors, and under ZeRO one all-gather of the parameters.
         """
         zero, values = self._tensors.zero, self.index.values
         with zero.writable_state() if zero is not None else nullcontext():
-            with unchanged_on_error(self._optimizers, self._schedulers), self._extra_states_kept():
-                run_on_all_ranks(lambda: self._take_states(take), self._tensors.world, f"Loading {self._where}")
+            with unchanged_on_error(self._optimizers, self._schedulers), self._restore_extra_states_on_error():
+                run_on_all_ranks(lambda: self._apply_states(on_loaded), self._tensors.world, f"Loading {self._where}")
             for copy_values in self._copy_values:
                 copy_values()
         if zero is not None and self._has_optimizer and "loss_scale" in values:
@@ -388,34 +392,34 @@ class LoadPlan:
                 setattr(zero.loss_scale, name, value)
             zero.rounding_counts = [values["rounds"]] * len(zero.rounding_counts)
 
-    def _take_states(self, take: Callable[[], object]) -> None:
+    def _apply_states(self, on_loaded: Callable[[], object]) -> None:
         values = self.index.values
         for load_states in self._load_states:
             load_states()
         for name in self._tensors.extra_states.keys() & values["extra_states"].keys():
-            self._owner(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
+            self._find_module(name).set_extra_state(file_format.from_json(values["extra_states"][name]))
         for scheduler, saved in zip(self._schedulers, values["scheduler"], strict=False):
             scheduler.load_state_dict(file_format.from_json(saved["state"]))
-        take()
+        on_loaded()
 
-    def _owner(self, extra_state: str) -> nn.Module:
+    def _find_module(self, extra_state: str) -> nn.Module:
         return self._tensors.model.get_submodule(extra_state.removesuffix(EXTRA_STATE).removesuffix("."))
 
     @contextmanager
-    def _extra_states_kept(self) -> Iterator[None]:
-        before = {name: copy.deepcopy(self._owner(name).get_extra_state()) for name in self._tensors.extra_states}
+    def _restore_extra_states_on_error(self) -> Iterator[None]:
+        before = {name: copy.deepcopy(self._find_module(name).get_extra_state()) for name in self._tensors.extra_states}
         try:
             yield
         except BaseException:
             for name, state in before.items():
                 with suppress(Exception):  # set_extra_state itself may have failed before
-                    self._owner(name).set_extra_state(state)
+                    self._find_module(name).set_extra_state(state)
             raise
 
 
 @dataclass(frozen=True)
 class LoadedCheckpoint:
-    """Result of loading a checkpoint.
+    """Result of ``load_checkpoint``: the path, step and extra values of the loaded checkpoint.
 
     Args:
         path: path of the checkpoint.
@@ -438,7 +442,7 @@ class LoadedCheckpoint:
 def load_checkpoint(
     model: nn.Module, directory: str | os.PathLike[str], optimizer: Any = None, *, scheduler: Any = None
 ) -> LoadedCheckpoint:
-    """Resume from a checkpoint that was saved under any layout.
+    """Load a checkpoint, saved under any layout, into a model and its optimizer to resume training.
 
     Each rank reads its own chunks once, and the ranks verify all checksums. Nothing is modified before all tensors have
     been read and verified. All ranks must call this function.
@@ -458,28 +462,30 @@ def load_checkpoint(
 
     All ranks raise, and the model is not modified.
     """
-    return load_and_take(directory, model, optimizer, scheduler)
+    return load_with_callback(directory, model, optimizer, scheduler)
 
 
-def load_and_take(
+def load_with_callback(
     folder: str | os.PathLike[str],
     model: nn.Module,
     optimizer: Any,
     scheduler: Any,
-    take: Callable[[LoadedCheckpoint], object] = lambda _: None,
+    on_loaded: Callable[[LoadedCheckpoint], object] = lambda _: None,
 ) -> LoadedCheckpoint:
-    """Load a checkpoint like ``load_checkpoint``, and pass the loaded values to ``take``.
+    """Load a checkpoint, and call ``on_loaded`` with the result before the parameters are assigned.
+
+    Otherwise like ``load_checkpoint``.
 
     Args:
-        take: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore the
-            previous state. The caller must undo the effects of ``take`` itself.
+        on_loaded: called on every rank before the parameters are assigned. If it raises on one rank, all ranks restore
+            the previous state. The caller must undo the effects of ``on_loaded`` itself.
     """
     tensors = ModelTensors(model)
-    come("load_checkpoint", tensors.world)
-    states = run_on_all_ranks(lambda: optimizer_states(optimizer, tensors), tensors.world, "Loading")
+    wait_for_all_ranks("load_checkpoint", tensors.world)
+    states = run_on_all_ranks(lambda: collect_optimizer_states(optimizer, tensors), tensors.world, "Loading")
     tried: list[str] = []
     found = run_on_first_rank(
-        lambda: [str(each) for each in checkpoint_directory.candidates(path_of(folder))],
+        lambda: [str(each) for each in checkpoint_directory.find_checkpoints(path_of(folder))],
         tensors.world,
         f"Loading {folder}",
     )
@@ -496,6 +502,6 @@ def load_and_take(
                 raise
     extra = file_format.from_json(index.values["extra"])
     made = LoadedCheckpoint(loaded, index.step, extra, num_bytes, tuple(tried), loading.has_random)
-    loading.commit(partial(take, made))
+    loading.commit(partial(on_loaded, made))
     checkpoint_directory.mark_resumed_from(tensors.model, [str(loaded.parent)])
     return made

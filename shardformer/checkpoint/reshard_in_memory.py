@@ -28,13 +28,13 @@ from shardformer.checkpoint.chunks import (
     LocalChunk,
     TensorItem,
     flat_range_to_chunks,
-    overlap,
+    intersect_chunks,
     subtract_chunks,
 )
 from shardformer.checkpoint.directory import directories_of_model, mark_resumed_from
 from shardformer.checkpoint.file_format import CheckpointIndex, IndexEntry, dtype_name
 from shardformer.checkpoint.load import LoadPlan
-from shardformer.checkpoint.training_state import ModelTensors, collect_state, optimizer_states
+from shardformer.checkpoint.training_state import ModelTensors, collect_optimizer_states, collect_state
 from shardformer.comm.collectives import PendingCollective, all_gather_objects
 from shardformer.comm.recorder import bytes_of, record
 from shardformer.errors import ConfigError, did_you_mean
@@ -59,7 +59,7 @@ class ReshardStats:
 
 
 class ChunkTransfer(NamedTuple):
-    """A chunk of a tensor that ``source`` sends to ``target`` in ``dtype``; a copy if both are the same rank."""
+    """Chunk of a tensor that rank ``source`` sends to rank ``target``, or a local copy if both ranks are equal."""
 
     name: str
     start: Offsets
@@ -77,7 +77,7 @@ TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """Description of a ``TensorItem`` without its values."""
+    """Name, shape, dtype and chunk bounds of a ``TensorItem``, without its values."""
 
     name: str
     shape: Offsets
@@ -91,7 +91,7 @@ class ItemListing(NamedTuple):
 
 
 class RankListing(NamedTuple):
-    """The tensors that a rank has and wants, and its settings."""
+    """Tensors that one rank stores and requests, with its transfer settings."""
 
     have: list[ItemListing]
     want: list[ItemListing]
@@ -102,7 +102,7 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fill ``want`` from the chunks that the ranks ``have``. All ranks of ``world`` must call it.
+    """Fill the tensors in ``want`` with values from the ranks that store them. All ranks of ``world`` must call it.
 
     A rank copies the elements it already stores. Every other element is sent to it once: by the owner with the least to
     send, in the narrower of the source and target dtypes. If a rank has or wants an element several times, the widest
@@ -132,25 +132,25 @@ def exchange_items(
         elif send.target == world.rank:
             incoming[send.source].append(send)
     copies, outgoing[world.rank] = outgoing[world.rank], []
-    memory = _LocalItems(have, want)
+    memory = _LocalChunks(have, want)
     with torch.no_grad():
         for send in copies:
-            memory.write(send, memory.read(send))
+            memory.write_chunk(send, memory.read_chunk(send))
         if any(outgoing) or any(incoming):
             # both ends of a message use the same device type: the GPU if a rank uses one and the transport is NCCL
             on_gpu = any(each.uses_gpu for each in listings) and world.transport.sends_in_turn(torch.device("cuda"))
             device = gpu or local_device() if on_gpu else torch.device("cpu")
             out, into = ([batch_transfers(sends, chunk_bytes) for sends in each] for each in (outgoing, incoming))
-            _exchange(memory, out, into, world, device)
-    return ReshardStats(sum(map(_bytes_in, outgoing)), sum(map(_bytes_in, incoming)), _bytes_in(copies))
+            _send_and_receive(memory, out, into, world, device)
+    return ReshardStats(sum(map(_count_bytes, outgoing)), sum(map(_count_bytes, incoming)), _count_bytes(copies))
 
 
-def _bytes_in(sends: Iterable[ChunkTransfer]) -> int:
+def _count_bytes(sends: Iterable[ChunkTransfer]) -> int:
     return sum(send.num_bytes for send in sends)
 
 
 def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
-    """Yield the transfers and copies of all ranks, in the same order on all ranks.
+    """Yield the transfers and local copies that fill all requested chunks, in the same order on all ranks.
 
     Chunks with a single owner come first. The others follow by increasing number of owners and decreasing size, each
     sent by the owner with the least to send so far.
@@ -158,7 +158,7 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
     load = [0] * len(listings)
     shared: list[tuple[int, int, str, ChunkBounds, Ranks, Ranks]] = []
     for name, tensor in _collect_tensors(listings).items():
-        for chunk, owners, targets in tensor.demands(name):
+        for chunk, owners, targets in tensor.split_by_owners(name):
             if len(owners) == 1:
                 yield from _plan_sends(name, chunk, owners, targets, load)
             else:
@@ -170,7 +170,7 @@ def plan_transfers(listings: Sequence[RankListing]) -> Iterator[ChunkTransfer]:
 def _plan_sends(
     name: str, chunk: ChunkBounds, owners: Ranks, targets: Ranks, load: list[int]
 ) -> Iterator[ChunkTransfer]:
-    """Yield the transfer of ``chunk`` to each target; ``load`` counts the bytes that each rank sends."""
+    """Yield one transfer of ``chunk`` to each target rank, from the owner with the fewest bytes to send in ``load``."""
     for target, dtype in targets.items():
         source = target if target in owners else min(owners, key=load.__getitem__)
         send = ChunkTransfer(name, *chunk, min(owners[source], dtype, key=WIDTH), source, target)
@@ -180,16 +180,16 @@ def _plan_sends(
 
 
 @dataclass
-class _Tensor:
-    """Chunks of one tensor on all ranks. ``rank`` is the first rank that listed the tensor."""
+class _TensorChunks:
+    """Chunks of one tensor that the ranks store and request. ``rank`` is the first rank that listed the tensor."""
 
     shape: Offsets
     rank: int
     sources: dict[ChunkBounds, Ranks] = field(default_factory=dict)
     targets: dict[ChunkBounds, Ranks] = field(default_factory=dict)
 
-    def demands(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
-        """Yield (chunk, owners, targets) of the wanted chunks, split where the set of owners changes."""
+    def split_by_owners(self, name: str) -> Iterator[tuple[ChunkBounds, Ranks, Ranks]]:
+        """Yield (chunk, owners, targets) for the requested chunks, split so that each has one set of owners."""
         over: dict[ChunkBounds, list[tuple[ChunkBounds, Ranks]]] = {chunk: [] for chunk in self.targets}
         for chunk, source, common in _overlapping_pairs(self.targets, self.sources):
             over[chunk].append((common, self.sources[source]))
@@ -204,7 +204,7 @@ class _Tensor:
 def _overlapping_pairs(
     some: Iterable[ChunkBounds], others: Iterable[ChunkBounds]
 ) -> Iterator[tuple[ChunkBounds, ChunkBounds, ChunkBounds]]:
-    """Yield (chunk of ``some``, chunk of ``others``, intersection) of all overlapping pairs.
+    """Yield each pair of overlapping chunks from two lists, with their intersection.
 
     Vectorized, because R ranks with a chunk each lead to R * R comparisons per tensor.
     """
@@ -220,11 +220,11 @@ def _overlapping_pairs(
         yield some[i], others[j], (tuple(common), tuple(length))
 
 
-def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
-    tensors: dict[str, _Tensor] = {}
+def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _TensorChunks]:
+    tensors: dict[str, _TensorChunks] = {}
     for rank, listing in enumerate(listings):
         for name, shape, dtype, chunks in listing.have:
-            sources = _get_tensor(tensors, name, shape, rank).sources
+            sources = _get_or_add_tensor(tensors, name, shape, rank).sources
             for chunk in chunks:
                 ranks = sources.setdefault(chunk, {})
                 ranks[rank] = max(ranks.get(rank, dtype), dtype, key=WIDTH)
@@ -234,7 +234,7 @@ def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
         for name, shape, dtype, chunks in sorted(listing.want, key=lambda item: -item.dtype.itemsize):
             if name not in names:
                 raise _no_source_error(name, rank, f"{did_you_mean(name, names)} ")
-            targets, before = _get_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
+            targets, before = _get_or_add_tensor(tensors, name, shape, rank).targets, listed.setdefault(name, [])
             for chunk in chunks:
                 for box in subtract_chunks(chunk, before):
                     targets.setdefault(box, {})[rank] = dtype
@@ -242,8 +242,8 @@ def _collect_tensors(listings: Sequence[RankListing]) -> dict[str, _Tensor]:
     return tensors
 
 
-def _get_tensor(tensors: dict[str, _Tensor], name: str, shape: Offsets, rank: int) -> _Tensor:
-    tensor = tensors.setdefault(name, _Tensor(shape, rank))
+def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offsets, rank: int) -> _TensorChunks:
+    tensor = tensors.setdefault(name, _TensorChunks(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
             f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}",
@@ -258,7 +258,7 @@ def _split_by_owners(
     are_disjoint: bool = False,
     owners: Sequence[Ranks] = (),
 ) -> Iterator[tuple[ChunkBounds, Ranks]]:
-    """Split ``chunk`` into cells whose elements all have the same owners, and yield (cell, owners).
+    """Split ``chunk`` into cells whose elements are stored by the same ranks, and yield (cell, owners).
 
     The chunks in ``over`` lie in ``chunk``. If they overlap each other, the middle one divides the others recursively.
     """
@@ -266,24 +266,24 @@ def _split_by_owners(
     over = [(part, ranks) for part, ranks in over if part != chunk]
     parts = [part for part, _ in over]
     if are_disjoint or _are_disjoint(parts):
-        yield from ((part, _merged(ranks, *owners)) for part, ranks in over)
+        yield from ((part, _merge_owners(ranks, *owners)) for part, ranks in over)
         if sum(prod(size) for _, size in parts) < prod(chunk[1]):
-            yield from ((cell, _merged(*owners)) for cell in subtract_chunks(chunk, parts))
+            yield from ((cell, _merge_owners(*owners)) for cell in subtract_chunks(chunk, parts))
         return
     middle = parts[len(parts) // 2]
     for cell in (middle, *subtract_chunks(chunk, [middle])):
         yield from _split_by_owners(
-            cell, [(c, ranks) for part, ranks in over if (c := overlap(cell, part))], False, owners
+            cell, [(c, ranks) for part, ranks in over if (c := intersect_chunks(cell, part))], False, owners
         )
 
 
 def _are_disjoint(chunks: Sequence[ChunkBounds]) -> bool:
     if len(chunks) < 8:  # faster than arrays
-        return not any(overlap(a, b) for a, b in combinations(chunks, 2))
+        return not any(intersect_chunks(a, b) for a, b in combinations(chunks, 2))
     return sum(1 for _ in _overlapping_pairs(chunks, chunks)) == len(chunks)
 
 
-def _merged(*owners: Ranks) -> Ranks:
+def _merge_owners(*owners: Ranks) -> Ranks:
     if len(owners) == 1:
         return owners[0]
     found: Ranks = {}
@@ -292,38 +292,38 @@ def _merged(*owners: Ranks) -> Ranks:
     return dict(sorted(found.items()))
 
 
-class _LocalItems:
-    """Chunks that this rank has and wants, by tensor name, the widest dtype first."""
+class _LocalChunks:
+    """Chunks that this rank stores and requests, grouped by tensor name, with the widest dtype first."""
 
     def __init__(self, have: Sequence[TensorItem], want: Sequence[TensorItem]) -> None:
-        self._have, self._want = _by_name(have), _by_name(want)
+        self._have, self._want = _group_chunks_by_name(have), _group_chunks_by_name(want)
 
-    def read(self, send: ChunkTransfer) -> Tensor:
+    def read_chunk(self, send: ChunkTransfer) -> Tensor:
         bounds = send.start, send.size
-        return next(c for c in self._have[send.name] if overlap(c.bounds, bounds) == bounds).view(*bounds)
+        return next(c for c in self._have[send.name] if intersect_chunks(c.bounds, bounds) == bounds).view(*bounds)
 
-    def write(self, send: ChunkTransfer, values: Tensor) -> None:
+    def write_chunk(self, send: ChunkTransfer, values: Tensor) -> None:
         received = LocalChunk(send.start, values)
         for chunk in self._want[send.name]:
-            if (common := overlap(chunk.bounds, (send.start, send.size))) is not None:
+            if (common := intersect_chunks(chunk.bounds, (send.start, send.size))) is not None:
                 chunk.view(*common).copy_(received.view(*common))
 
 
-def _by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
+def _group_chunks_by_name(items: Sequence[TensorItem]) -> dict[str, list[LocalChunk]]:
     found: dict[str, list[LocalChunk]] = {}
     for item in sorted(items, key=lambda item: -item.dtype.itemsize):
         found.setdefault(item.name, []).extend(chunk for chunk in item.chunks if chunk.values.numel())
     return found
 
 
-def _exchange(
-    memory: _LocalItems,
+def _send_and_receive(
+    memory: _LocalChunks,
     out: Sequence[Iterator[TransferBatch]],
     into: Sequence[Iterator[TransferBatch]],
     world: Axis,
     device: torch.device,
 ) -> None:
-    """Send and receive in rounds, with at most one message per round between each ordered pair of ranks."""
+    """Send and receive all messages in rounds, with at most one message per round and ordered pair of ranks."""
     while True:
         outgoing, incoming = ([next(batches, []) for batches in each] for each in (out, into))
         if not any(outgoing) and not any(incoming):
@@ -333,22 +333,22 @@ def _exchange(
         for peer, sends in message_order(world.rank, world.size):
             batch = outgoing[peer] if sends else incoming[peer]
             if batch:
-                buffer = torch.empty(_bytes_in(batch), dtype=torch.uint8, device=device)
+                buffer = torch.empty(_count_bytes(batch), dtype=torch.uint8, device=device)
                 if sends:
-                    for send, values in _views(batch, buffer):
-                        values.copy_(memory.read(send))
-                    sent.append(_start("send", buffer, peer, world))
+                    for send, values in _split_message(batch, buffer):
+                        values.copy_(memory.read_chunk(send))
+                    sent.append(_start_message("send", buffer, peer, world))
                 else:
-                    received.append((batch, _start("receive", buffer, peer, world)))
+                    received.append((batch, _start_message("receive", buffer, peer, world)))
         for batch, pending in received:
-            for send, values in _views(batch, pending.wait()):
-                memory.write(send, values)
+            for send, values in _split_message(batch, pending.wait()):
+                memory.write_chunk(send, values)
         for pending in sent:
             pending.wait()
 
 
 def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
-    """Yield (peer, whether to send) for the messages of one round, in the order in which this rank starts them.
+    """Yield (peer, is_send) for the messages of one round, in an order that cannot deadlock under NCCL.
 
     NCCL runs the messages of a rank one after the other, and a message starts only when both ends have reached it. All
     ranks therefore use one global order: pairs of ranks by the sum of their ranks modulo the size, so that each rank is
@@ -365,7 +365,7 @@ def message_order(rank: int, size: int) -> Iterator[tuple[int, bool]]:
 
 
 def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterator[TransferBatch]:
-    """Split the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
+    """Group the transfers between two ranks into messages of at most ``chunk_bytes``, or of one element.
 
     Wide dtypes come first, which aligns all elements without padding.
     """
@@ -388,14 +388,14 @@ def batch_transfers(sends: Iterable[ChunkTransfer], chunk_bytes: int) -> Iterato
         yield batch
 
 
-def _views(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
+def _split_message(batch: TransferBatch, buffer: Tensor) -> Iterator[tuple[ChunkTransfer, Tensor]]:
     offset = 0
     for send in batch:
         yield send, buffer[offset : offset + send.num_bytes].view(send.dtype).view(send.size)
         offset += send.num_bytes
 
 
-def _start(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
+def _start_message(op: Literal["send", "receive"], x: Tensor, peer: int, world: Axis) -> PendingCollective:
     record_wait = record(op, world, bytes_of(x), "move", ranks=2)
     return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
@@ -404,19 +404,20 @@ def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
     values: list[Any] = [listing.chunk_bytes for listing in listings]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, not one positive integer on all ranks",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, but must be the same positive integer on "
+            "all ranks",
             remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} wants {what}, which no rank has", remedy=f"{hint}Pass it in have on a rank that stores it"
+        f"Rank {rank} requests {what}, but no rank stores it", remedy=f"{hint}Pass it in have on a rank that stores it"
     )
 
 
 class ReshardSource:
-    """The state of a training run, kept while the model and its optimizers are built under another layout.
+    """State of a training run that is kept while the model and its optimizers are rebuilt under another layout.
 
     Communicates names and sizes of the tensors, and plain values.
     """
@@ -436,15 +437,15 @@ class ReshardSource:
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """Names of the parameters in the unsharded model, per optimizer and parameter group."""
+        """Parameter names in the unsharded model, by optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """Release the previous state."""
+        """End the access to the tensors of the previous layout."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
-        """Fill a model of the same class under another layout, and its optimizer, over the same processes.
+        """Load the kept state into a model of the same class under another layout, and into its optimizer.
 
         All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
         sent to it once by a rank that stores it. See ``exchange_items`` for ``chunk_bytes``.
@@ -453,7 +454,7 @@ class ReshardSource:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
         tensors = ModelTensors(model)
-        plan = LoadPlan(self._index, "the previous run", tensors, optimizer_states(optimizer, tensors))
+        plan = LoadPlan(self._index, "the previous run", tensors, collect_optimizer_states(optimizer, tensors))
         stats = exchange_items(self._state.items, plan.items, self._world, chunk_bytes=chunk_bytes)
         self.close()
         plan.commit()

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
-from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assigned_chunks
+from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assign_local_writes
 from shardformer.checkpoint.directory import SAVE, CheckpointRetention
-from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_boxes
+from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_chunks
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
-from shardformer.comm.collective_call import come, run_on_all_ranks
+from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import path_of, remove, write_new
 from shardformer.filesystem.lock import release
@@ -42,7 +42,7 @@ LOOK_EVERY_S, PATIENCE_S = 0.005, 1800.0
 
 @dataclass(eq=False)
 class Snapshot:
-    """One rank's share of a checkpoint.
+    """Chunks and index entries that one rank writes into a checkpoint.
 
     Args:
         rank: this rank among the ``size`` ranks that save.
@@ -58,14 +58,14 @@ class Snapshot:
     chunks: list[tuple[str, Offsets, Tensor]] = field(default_factory=list)
 
     def add(self, item: TensorItem, assigned: dict[NamedChunk, list[ChunkBounds]]) -> None:
-        """Add the boxes of ``item`` that are assigned to this rank. An empty tensor is added by name."""
+        """Add the chunks of a tensor that are assigned to this rank. An empty tensor is added by name."""
         boxes = [(chunk, box) for chunk in item.chunks for box in assigned.get((item.name, *chunk.bounds), ())]
         if boxes or prod(item.shape) == 0:
             self.entries[item.name] = file_format.dtype_name(item.dtype), item.shape
         self.chunks += [(item.name, box[0], chunk.view(*box)) for chunk, box in boxes]
 
     def copy_into(self, memory: dict[tuple[str, Offsets], Tensor]) -> None:
-        """Replace the chunks by copies in host memory, and reuse the buffers in ``memory`` that fit."""
+        """Copy the chunks to host memory, reusing the buffers in ``memory`` that have the same shape and dtype."""
         for number, (name, start, values) in enumerate(self.chunks):
             copy = memory.get((name, start))
             if copy is None or copy.shape != values.shape or copy.dtype != values.dtype:
@@ -77,7 +77,7 @@ class Snapshot:
 
 
 def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: CheckpointRetention, *, to_disk: bool) -> Path:
-    """Write this rank's share into the hidden folder. The first rank then completes and renames the checkpoint.
+    """Write this rank's chunks into the hidden folder. The first rank then completes and renames the checkpoint.
 
     Args:
         to_disk: whether to sync to the disk. If not, call ``wait_for_disk`` later, which also deletes older
@@ -91,7 +91,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         InputError: another rank failed. Only the first rank waits for the others.
     """
     try:
-        _write_share(snapshot, hidden, to_disk)
+        _write_local_chunks(snapshot, hidden, to_disk)
     except BaseException:
         with suppress(OSError):
             write_new(_note_path(hidden, snapshot.rank, "failed"), b"")  # empty: succeeds on a full disk
@@ -103,15 +103,15 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         _merge_rank_notes(snapshot, hidden)
         if to_disk:
             sync(hidden)
-        path = checkpoint_directory.publish_directory(hidden, root, snapshot.index, to_disk=to_disk)
+        path = checkpoint_directory.publish_checkpoint(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            checkpoint_directory.delete_old(root, keep, path)
+            checkpoint_directory.delete_old_checkpoints(root, keep, path)
     return path
 
 
 def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRetention) -> None:
-    """Sync a checkpoint that ranks of this host wrote to the disk, then delete older checkpoints.
+    """Sync the files of a written checkpoint to the disk, then delete older checkpoints.
 
     Raises InputError if the disk fails, and keeps the older checkpoints.
     """
@@ -119,7 +119,7 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
             sync(name)
-        checkpoint_directory.delete_old(root, keep, path)
+        checkpoint_directory.delete_old_checkpoints(root, keep, path)
     except FileNotFoundError:
         return  # the checkpoint was removed
     except OSError as error:
@@ -129,8 +129,8 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         ) from error
 
 
-def _write_share(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
-    sums = write_boxes(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
+def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None:
+    sums = write_chunks(hidden / file_name(snapshot.rank), snapshot.chunks, to_disk=to_disk)
     boxes = [
         (name, file_format.SavedChunk(start, tuple(values.shape), snapshot.rank, total))
         for (name, start, values), total in zip(snapshot.chunks, sums, strict=True)
@@ -180,7 +180,7 @@ def _note_path(hidden: Path, rank: int, ending: str) -> Path:
 
 @dataclass(frozen=True, eq=False)
 class SaveJob:
-    """One rank's share of a checkpoint, its destination, and the number of hosts.
+    """Prepared save of one rank: the chunks that it writes, the destination, and the number of hosts.
 
     ``is_first`` is true if this is the model's first save into the directory, whose lock is released if the save fails.
     """
@@ -195,7 +195,7 @@ class SaveJob:
     is_first: bool = False
 
     def write(self, *, to_disk: bool = True) -> Path:
-        """Write this rank's share, and sync it if ``to_disk``. Communicates nothing."""
+        """Write this rank's chunks, and sync them to the disk if ``to_disk``. Communicates nothing."""
         return write_snapshot(self.snapshot, self.hidden, self.root, self.keep, to_disk=to_disk)
 
     def sync(self, path: Path) -> Path:
@@ -203,8 +203,8 @@ class SaveJob:
         wait_for_disk(self.snapshot, path, self.root, self.keep)
         return path
 
-    def agree(self, make: Callable[[], Path]) -> Path:
-        """Run ``make`` on all ranks and return its path. If it fails on one, remove the files and raise on all."""
+    def run_or_clean_up(self, make: Callable[[], Path]) -> Path:
+        """Run ``make`` on all ranks and return its path. If one rank fails, delete the files and raise on all ranks."""
         try:
             return run_on_all_ranks(make, self.world, f"Saving into {self.root}")
         except Exception:
@@ -220,13 +220,13 @@ class AsyncSave:
 
     Args:
         work: function that the thread runs.
-        is_there: whether the checkpoint is already complete, and the thread only syncs it to the disk.
+        is_complete: whether the checkpoint is already complete, and the thread only syncs it to the disk.
     """
 
-    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_there: bool = False) -> None:
+    def __init__(self, job: SaveJob, work: Callable[[], Path], *, is_complete: bool = False) -> None:
         self._job = job
         self.memory: dict[tuple[str, Offsets], Tensor] = {}
-        self.was_waited_for = is_there
+        self.was_waited_for = is_complete
         self._path = job.root
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, args=(work,), name="shardformer-save", daemon=False)
@@ -240,7 +240,7 @@ class AsyncSave:
 
     @property
     def is_done(self) -> bool:
-        """Whether this rank has written its share. The checkpoint is complete once ``wait`` has returned."""
+        """Whether this rank has written its chunks. The checkpoint is complete once ``wait`` has returned."""
         return not self._thread.is_alive()
 
     def wait(self) -> Path:
@@ -248,12 +248,12 @@ class AsyncSave:
 
         All ranks must call it. Raises the errors of ``save_checkpoint``.
         """
-        come("Saving.wait", self._job.world)
+        wait_for_all_ranks("Saving.wait", self._job.world)
         self.was_waited_for = True
-        return self._job.agree(self.result)
+        return self._job.run_or_clean_up(self.result)
 
     def result(self) -> Path:
-        """Wait for this rank's thread, and return its result or raise its error. Communicates nothing."""
+        """Wait for this rank's background thread, and return the path or raise the thread's error."""
         self.join()
         error, self._error = self._error, None
         if error is not None:
@@ -304,11 +304,11 @@ def save_checkpoint(
 
     All ranks raise, and earlier checkpoints are kept.
     """
-    come("save_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
-        path = job.agree(partial(job.write, to_disk=job.hosts > 1))
+        path = job.run_or_clean_up(partial(job.write, to_disk=job.hosts > 1))
     if job.hosts == 1 and job.world.rank == 0:
-        _start_in_background(AsyncSave(job, partial(job.sync, path), is_there=True), job.model)
+        _start_in_background(AsyncSave(job, partial(job.sync, path), is_complete=True), job.model)
     return path
 
 
@@ -323,12 +323,12 @@ def async_save_checkpoint(
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> AsyncSave:
-    """Start saving a checkpoint, and return once its data is copied to host memory.
+    """Save a checkpoint in the background, and return once its data is copied to host memory.
 
     Takes the arguments of ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the result
     before the next save and before the program ends. The host buffers are as large as this rank's share and are reused.
     """
-    come("start_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("start_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)
@@ -343,7 +343,7 @@ def check_savable(model: nn.Module, optimizer: Any = None, *, scheduler: Any = N
     All ranks must call it. Communicates names and sizes.
     """
     tensors = ModelTensors(model)
-    come("check_savable", tensors.world)
+    wait_for_all_ranks("check_savable", tensors.world)
     with tensors.readable():
         collect_state(tensors, lambda: None, optimizer, scheduler, extra)
 
@@ -365,7 +365,7 @@ def prepare_save(
     extra: Any = None,
     keep: Any = None,
 ) -> Iterator[SaveJob]:
-    """Collect the data of a save and lock the directory; valid while the body runs."""
+    """Lock the checkpoint directory, and yield a SaveJob with the collected training state."""
     root, tensors = Path(), ModelTensors(model)
     world, is_new = tensors.world, False
 
@@ -377,15 +377,15 @@ def prepare_save(
         _check_no_pending_save(tensors.model.__dict__.get(SAVE))
         return str(Path(folder)), step, platform.node(), checkpoint_directory.hidden_folder(root, step).name
 
-    def claim() -> None:
+    def lock_directory() -> None:
         nonlocal is_new
         if world.rank == 0:
-            is_new = checkpoint_directory.claim(root, step, tensors.model)
+            is_new = checkpoint_directory.lock_directory(root, step, tensors.model)
             hidden.mkdir()  # a unique name: a rank that sees it sees the same file system
 
-    def see() -> None:
+    def check_folder() -> None:
         if world.rank > 0:
-            checkpoint_directory.check_visible(hidden)
+            checkpoint_directory.check_folder_is_visible(hidden)
 
     with tensors.readable():
         requests, state = collect_state(tensors, check, optimizer, scheduler, extra)
@@ -399,11 +399,11 @@ def prepare_save(
                 )
         hidden = root / names[0]
         try:
-            run_on_all_ranks(claim, world, f"Saving into {root}")
-            run_on_all_ranks(see, world, f"Saving into {root}")
+            run_on_all_ranks(lock_directory, world, f"Saving into {root}")
+            run_on_all_ranks(check_folder, world, f"Saving into {root}")
             index = CheckpointIndex(step, time.time(), tensors.sizes, values=state.values)
             snapshot = Snapshot(world.rank, world.size, index)
-            assigned = assigned_chunks(state.chunks_by_rank, world)
+            assigned = assign_local_writes(state.chunks_by_rank, world)
             for item in state.items:
                 snapshot.add(item, assigned)
             retention, num_hosts = CheckpointRetention.of(keep), len(set(hosts))
@@ -417,7 +417,10 @@ def prepare_save(
 
 
 def _check_no_pending_save(before: AsyncSave | None) -> None:
-    """Wait for the sync of the previous save. Raises InputError if ``wait()`` was not called, or if it failed."""
+    """Raise InputError if the previous asynchronous save failed, or if its ``wait()`` was not called.
+
+    Waits until the previous checkpoint is on the disk.
+    """
     if before is None:
         return
     if not before.was_waited_for:

@@ -1,4 +1,4 @@
-"""State of a training run under the parameter names and full shapes of the unsharded model.
+"""Describe the training state of this rank by the parameter names and full shapes of the unsharded model.
 
 Parameters, buffers, optimizer states and random states of this rank, for checkpoints and for resharding in memory.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, list_local_chunks, without_tensors
+from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, drop_tensors, list_local_chunks
 from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
@@ -38,7 +38,7 @@ WEIGHTS, MASTER_WEIGHTS, KAHAN_RESIDUALS = "weights", "master", "rest"
 
 
 class ModelTensors:
-    """Tensors of a model that a checkpoint stores.
+    """Parameters and buffers of a model, under the names by which a checkpoint stores them.
 
     Attributes:
         model: the model without wrappers.
@@ -64,13 +64,13 @@ class ModelTensors:
                 self.extra_states[name] = value
             elif id(value) not in self._names:
                 first = plain[name][0] if name in plain else name
-                _check(name, value, is_registered=id(value) in registered)
+                _check_state_dict_entry(name, value, is_registered=id(value) in registered)
                 self._names[id(value)] = first
                 self.tensors[first] = value
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Sizes of the mesh axes."""
+        """Sizes of the mesh axes, by axis name."""
         return self._state.context.sizes if self._state.context.world is not None else {"data": self.world.size}
 
     @property
@@ -82,7 +82,7 @@ class ModelTensors:
         return next((x.device for x in self.tensors.values() if x.is_cuda), self._state.context.device)
 
     def readable(self) -> AbstractContextManager[object]:
-        """Return a context manager in which the values of all shards can be read."""
+        """Return a context manager that makes the values of all ZeRO shards readable."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
 
     def name_of(self, tensor: Tensor) -> str | None:
@@ -90,14 +90,14 @@ class ModelTensors:
         return self._names.get(id(tensor))
 
     def region_of(self, tensor: Tensor) -> FlatRegion:
-        """Return the region of a parameter or buffer that this rank stores."""
+        """Return the region of the full parameter or buffer that this rank stores."""
         entry = self._entries.get(id(tensor))
         if entry is None or not entry.spec.is_sharded:
             return FlatRegion(tuple(tensor.shape), None, {})
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
-        """Return the region of a parameter that this rank's optimizer updates."""
+        """Return the region of the full parameter that this slice of a ZeRO shard covers."""
         spec = piece.entry.spec
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
@@ -105,7 +105,7 @@ class ModelTensors:
     def name_of_slice(self, piece: ParamSlice) -> str:
         return self._names[id(piece.gradient.param)]
 
-    def shards(self) -> Iterator[FlatShard]:
+    def zero_shards(self) -> Iterator[FlatShard]:
         """Yield all ZeRO shards on this rank, including those of frozen parameters under stage 3."""
         if self.zero is not None:
             seen = {id(shard) for shard in self.zero.shards}
@@ -114,19 +114,19 @@ class ModelTensors:
 
     @property
     def gathered(self) -> set[int]:
-        """Ids of the parameters whose values stage 3 stores only in shards."""
+        """Ids of the parameters that ZeRO stage 3 stores only as shards."""
         return {id(p) for unit in (self.zero.param_groups_stage3 if self.zero is not None else ()) for p in unit.params}
 
-    def buffer_sums(self) -> dict[str, int]:
+    def buffer_checksums(self) -> dict[str, int]:
         """Return the checksum of each buffer of this rank."""
         buffers = {n: x.detach() for n, x in self.tensors.items() if not isinstance(x, nn.Parameter)}
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the tensors to save. Call it inside of ``readable()``.
+        """Yield the model tensors that this rank saves. Call it inside of ``readable()``.
 
         Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
-        buffers; the caller drops those in ``identical_buffers``.
+        buffers; the caller drops those in ``find_identical_buffers``.
         """
         gathered, data = self.gathered, self.coords.get("data", 0)
         is_front = all(self.coords.get(name, 0) == 0 for name in ("sequence", "tensor"))
@@ -137,7 +137,7 @@ class ModelTensors:
                 yield self.region_of(tensor).item(f"{WEIGHTS}/{name}", tensor.detach())
             elif is_front:
                 yield self.region_of(tensor).item(buffer_name(data, name), tensor.detach())
-        for shard in self.shards():
+        for shard in self.zero_shards():
             for piece in shard.slices:
                 name, region = self.name_of_slice(piece), self.region_of_slice(piece)
                 if shard.keeps:
@@ -164,13 +164,13 @@ def buffer_name(data: int, name: str) -> str:
     return f"buffers.{data}/{name}"
 
 
-def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
+def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
     """Return, for each rank, the names of the buffers that equal those of data rank 0.
 
     Args:
-        sums: (data rank, its ``buffer_sums``) of each rank.
+        sums: (data rank, its ``buffer_checksums``) of each rank.
 
-    >>> identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
+    >>> find_identical_buffers([(0, {"mean": 3, "mask": 7}), (1, {"mean": 4, "mask": 7})])
     [set(), {'buffers.1/mask'}]
     """
     first: dict[str, int] = {}
@@ -183,7 +183,7 @@ def identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set
     ]
 
 
-def _check(name: str, value: Any, *, is_registered: bool) -> None:
+def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> None:
     if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
             f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
@@ -203,7 +203,7 @@ def _check(name: str, value: Any, *, is_registered: bool) -> None:
 
 @dataclass(frozen=True, eq=False)
 class OptimizerTensor:
-    """A parameter or slice that an optimizer updates, with its region of the full model parameter."""
+    """Parameter, or slice of one, that an optimizer updates, and its region of the full parameter."""
 
     name: str
     param: Tensor
@@ -223,7 +223,7 @@ class OptimizerStates:
     def __init__(self, optimizer: Optimizer, number: int, tensors: ModelTensors) -> None:
         self.optimizer, self._number = optimizer, number
         self.kind = type(optimizer).__name__
-        pieces = {id(piece.value): piece for shard in tensors.shards() for piece in shard.slices}
+        pieces = {id(piece.value): piece for shard in tensors.zero_shards() for piece in shard.slices}
         self.groups: list[list[OptimizerTensor]] = []
         for group in optimizer.param_groups:
             slots = []
@@ -240,15 +240,15 @@ class OptimizerStates:
                     )
             self.groups.append(slots)
 
-    def _slots(self) -> Iterator[OptimizerTensor]:
+    def _optimizer_tensors(self) -> Iterator[OptimizerTensor]:
         yield from (slot for group in self.groups for slot in group)
 
-    def _states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
-        """Yield (slot, key, value, whether it is a tensor item) of each state.
+    def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
+        """Yield (optimizer tensor, key, value, is_item) for each entry of the optimizer state.
 
         Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
         """
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
                 yield slot, key, value, is_item
@@ -256,8 +256,8 @@ class OptimizerStates:
     # --- saving
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the state tensors that this rank stores."""
-        for slot, key, value, is_item in self._states():
+        """Yield the optimizer state tensors that this rank stores."""
+        for slot, key, value, is_item in self._iterate_states():
             if is_item:
                 has_param_shape = value.shape == slot.param.shape
                 region = slot.region if has_param_shape else self._full_region(key, tuple(value.shape), slot)
@@ -267,7 +267,7 @@ class OptimizerStates:
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of a state with another shape than its parameter, which must be full on this rank."""
+        """Return the region of a state tensor whose shape differs from its parameter, which must not be sharded."""
         if slot.region.is_full:
             return FlatRegion(shape, None, {})
         raise ConfigError(
@@ -278,23 +278,23 @@ class OptimizerStates:
             "optimizers, also with stage=0",
         )
 
-    def values(self) -> dict[str, Any]:
-        """Return the options, parameter names and scalar states of this rank, for the index."""
+    def collect_values(self) -> dict[str, Any]:
+        """Return this rank's optimizer options, parameter names and scalar states for the checkpoint index."""
         where = f"optimizer {self.kind}"
         groups = []
         for group, slots in zip(self.optimizer.param_groups, self.groups, strict=True):
             options = {k: to_json(v, f"{where}: {k!r}") for k, v in group.items() if k != "params"}
             groups.append({"options": options, "names": list(dict.fromkeys(slot.name for slot in slots))})
         scalars: dict[str, Any] = {}
-        for slot, key, value, is_item in self._states():
+        for slot, key, value, is_item in self._iterate_states():
             if not is_item:
                 scalars.setdefault(slot.name, {})[key] = to_json(value, f"{where}: {key!r} of {slot.name}")
         return {"kind": self.kind, "groups": groups, "scalars": scalars}
 
     # --- loading
 
-    def check(self, saved: Mapping[str, Any]) -> None:
-        """Raise ConfigError if the saved state is of another optimizer class or has other parameter groups."""
+    def check_saved_state(self, saved: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved["kind"] != self.kind:
             raise ConfigError(
                 f"The state of a {saved['kind']} cannot be loaded into a {self.kind}",
@@ -320,13 +320,13 @@ class OptimizerStates:
                     )
 
     def saved_states(self, index: CheckpointIndex) -> Iterator[tuple[OptimizerTensor, str, str, FlatRegion]]:
-        """Yield (slot, key, name of the saved tensor, region that this rank reads) of each saved state."""
+        """Yield (optimizer tensor, key, saved name, region that this rank reads) for each saved state tensor."""
         keys: dict[str, list[tuple[str, str]]] = {}
         for full_name in index.tensors:
             if full_name.startswith(f"optimizer.{self._number}/"):
                 _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
                 has_param_shape = shape == slot.region.shape
@@ -335,14 +335,14 @@ class OptimizerStates:
     def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
     ) -> None:
-        """Load states and options into the optimizer.
+        """Load saved states and options into the optimizer.
 
         Args:
             read: (slot, key, value) of the state tensors.
             exact: whether states keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
-        for slot in self._slots():
+        for slot in self._optimizer_tensors():
             if (scalars := saved["scalars"].get(slot.name)) is not None:
                 states[id(slot.param)] = {key: from_json(value) for key, value in scalars.items()}
         for slot, key, value in read:
@@ -353,9 +353,11 @@ class OptimizerStates:
         for group, slots in zip(saved["groups"], self.groups, strict=True):
             options = {k: from_json(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
-        numbered = {n: states[id(slot.param)] for n, slot in enumerate(self._slots()) if id(slot.param) in states}
+        numbered = {
+            n: states[id(slot.param)] for n, slot in enumerate(self._optimizer_tensors()) if id(slot.param) in states
+        }
         load_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
-        for slot in self._slots() if exact else ():
+        for slot in self._optimizer_tensors() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
                 loaded = state.get(key)
@@ -363,8 +365,8 @@ class OptimizerStates:
                     state[key] = value.view(loaded.shape).to(loaded.device)
 
 
-def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
-    """Return the states of an optimizer, of a list of optimizers, or of those inside a ZeRO optimizer."""
+def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerStates]:
+    """Return the state of each torch optimizer in ``optimizer``, which may be a list or a ZeRO optimizer."""
     plain: list[Optimizer] = []
     for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
@@ -382,7 +384,7 @@ def optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[OptimizerSta
 
 
 def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Merge the values of one optimizer from all ranks, each of which has some of the parameters."""
+    """Merge the options and scalar states of one optimizer, collected from ranks with different parameters."""
     groups = [
         {"options": same[0]["options"], "names": list(dict.fromkeys(name for each in same for name in each["names"]))}
         for same in zip(*(each["groups"] for each in values), strict=True)
@@ -394,12 +396,12 @@ def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def random_state_key(rank: int, name: str) -> str:
-    """Return the checkpoint name of a random state tensor of a rank."""
+    """Return the checkpoint name of one random generator state of a rank."""
     return f"random.{rank}/{name}"
 
 
-def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the random states of this rank: (tensors by name, plain values)."""
+def get_random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Return the random generator states of this rank, as tensors by name and as plain values."""
     of_torch, of_numpy, of_python = random_states(device)
     name, keys, *rest = of_numpy
     version, words, gauss = of_python
@@ -410,8 +412,8 @@ def random_state_tensors(device: torch.device) -> tuple[dict[str, Tensor], dict[
 
 
 def set_random_state_tensors(tensors: dict[str, Tensor], numbers: dict[str, Any], device: torch.device) -> None:
-    """Restore what ``random_state_tensors`` returned, for the generators that this device has."""
-    current, _ = random_state_tensors(device)
+    """Restore random generator states from ``get_random_state_tensors``, for the generators of this device."""
+    current, _ = get_random_state_tensors(device)
     of_torch = [tensors.get(name, current[name]) for name in current if name.startswith("torch.")]
     name, *rest = numbers["numpy"]
     of_numpy = (name, tensors["numpy"].numpy().astype(numpy.uint32), *rest)
@@ -424,7 +426,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, eq=False)
 class StateContents:
-    """State of a training run between two steps.
+    """Training state of one rank between two steps, ready to be saved or resharded.
 
     Args:
         items: tensors that this rank stores, in full or as shards.
@@ -440,15 +442,15 @@ class StateContents:
 def collect_state(
     tensors: ModelTensors, check: Callable[[], T], optimizer: Any, scheduler: Any, extra: Any
 ) -> tuple[list[T], StateContents]:
-    """Return (result of ``check`` on each rank, contents of this rank). The items are views of the live tensors.
+    """Collect the training state of this rank as views of its tensors, and the result of ``check`` on each rank.
 
     Communicates one gather with the names and sizes of all tensors, a checksum of each buffer, and plain values.
     """
     world, items = tensors.world, list[TensorItem]()
 
     def collect() -> tuple[T, dict[str, Any], LocalChunks, dict[str, int]]:
-        checked, optimizers = check(), optimizer_states(optimizer, tensors)
-        random, numbers = random_state_tensors(tensors.device)
+        checked, optimizers = check(), collect_optimizer_states(optimizer, tensors)
+        random, numbers = get_random_state_tensors(tensors.device)
         items.extend(tensors.items())
         items.extend(item for each in optimizers for item in each.items())
         items.extend(
@@ -456,11 +458,13 @@ def collect_state(
         )
         for item in items:
             check_dtype(item.name, item.dtype)
-        values = _values(tensors, optimizers, scheduler, extra) | {"random": numbers}
-        return checked, values, list_local_chunks(items), tensors.buffer_sums()
+        values = _collect_values(tensors, optimizers, scheduler, extra) | {"random": numbers}
+        return checked, values, list_local_chunks(items), tensors.buffer_checksums()
 
     checked, ranks, chunks, sums = zip(*gather_from_all_ranks(collect, world, "Saving a checkpoint"), strict=True)
-    identical = identical_buffers([(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)])
+    identical = find_identical_buffers(
+        [(rank["coords"].get("data", 0), x) for rank, x in zip(ranks, sums, strict=True)]
+    )
     optimizers = zip(*(rank["optimizers"] for rank in ranks), strict=True)
     values = ranks[0] | {
         "optimizers": list(map(merge_optimizer_values, optimizers)),
@@ -469,13 +473,15 @@ def collect_state(
         "extra_states": {name: value for rank in ranks for name, value in rank["extra_states"].items()},
     }
     kept = [item for item in items if item.name not in identical[world.rank]]
-    return list(checked), StateContents(kept, values, tuple(map(without_tensors, chunks, identical)))
+    return list(checked), StateContents(kept, values, tuple(map(drop_tensors, chunks, identical)))
 
 
-def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any) -> dict[str, Any]:
+def _collect_values(
+    tensors: ModelTensors, optimizers: Iterable[OptimizerStates], scheduler: Any, extra: Any
+) -> dict[str, Any]:
     values: dict[str, Any] = {
         "model": type(tensors.model).__name__,
-        "optimizers": [each.values() for each in optimizers],
+        "optimizers": [each.collect_values() for each in optimizers],
         "scheduler": [
             {"kind": type(s).__name__, "state": to_json(s.state_dict(), f"the state of {type(s).__name__}")}
             for s in as_object_list(scheduler)
@@ -491,5 +497,5 @@ def _values(tensors: ModelTensors, optimizers: Iterable[OptimizerStates], schedu
 
 
 def as_object_list(value: Any) -> list[Any]:
-    """Return a list of None, one object, or a sequence of objects."""
+    """Return ``value`` as a list: empty for None, one element for a single object."""
     return [] if value is None else list(value) if isinstance(value, (list, tuple)) else [value]

@@ -1,4 +1,4 @@
-"""Collectives over an axis, their autograd pairs, cross-rank agreement, and the collective recorder."""
+"""Collectives over a mesh axis, with autograd support, checks across ranks, and a recorder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in conjugate pairs: the backward of each is the forward of its partner.
+"""Collectives with autograd support, in pairs in which the backward of each is the forward of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -29,7 +29,7 @@ from shardformer.mesh.parallel_context import Axis
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Raise an error for a second-order backward, which would lack the gradient through the collective."""
+    """Decorate a backward to raise an error under create_graph=True, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -45,6 +45,8 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class CopyToTpRegion(Function):
+    """Autograd function of ``copy_to_tp_region``."""
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
@@ -102,14 +104,14 @@ class _ScatterToRegion(Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _join(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
+        return _gather_slices(grad, ctx.axis, ctx.dim, ctx.split, "block"), None, None, None
 
 
 class _GatherFromRegion(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
         ctx.axis, ctx.dim, ctx.split = axis, dim, split
-        return _join(x, axis, dim, split, purpose)
+        return _gather_slices(x, axis, dim, split, purpose)
 
     @staticmethod
     @once_differentiable
@@ -118,12 +120,12 @@ class _GatherFromRegion(Function):
 
 
 def local_slices(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return a copy of this rank's slices of a replicated tensor. Communicates nothing."""
+    """Copy this rank's slices of a replicated tensor along ``dim``. Communicates nothing."""
     slices = [x.narrow(dim, a, b - a) for a, b in split.parts[axis.rank] or [(0, 0)]]
     return torch.cat(slices, dim) if len(slices) > 1 else slices[0].clone(memory_format=torch.contiguous_format)
 
 
-def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
+def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor:
     gathered = all_gather(x, axis, dim, lengths=split.lengths(), purpose=purpose)
     bounds = [slice_ for part in split.parts for slice_ in part]
     if all(a[1] <= b[0] for a, b in pairwise(bounds)):  # rank order equals the order along the dimension
@@ -133,17 +135,17 @@ def _join(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) -> Tensor
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Pass a replicated x into a tensor parallel block. Backward: one all-reduce of the gradient of x."""
+    """Return ``x`` as input of a tensor parallel block, whose backward all-reduces the gradient of ``x``."""
     return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
-    """Sum every rank's partial x at the end of a tensor parallel block. Forward: one all-reduce of x."""
+    """All-reduce the partial results ``x`` of all ranks at the end of a tensor parallel block."""
     return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis, purpose)
 
 
 def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
-    """Gather sequence shards into a dimension of length ``full``, for computation that differs between ranks.
+    """All-gather sequence shards into a dimension of length ``full``, as input of a tensor parallel block.
 
     Forward: one all-gather, or none if ``joined`` is the gathered tensor. Backward: one reduce-scatter.
     """
@@ -151,7 +153,7 @@ def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Te
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's even shard of the sum of every rank's x.
+    """Sum ``x`` over all ranks, and return this rank's even shard of the sum along ``dim``.
 
     Forward: one reduce-scatter. Backward: one all-gather.
     """
@@ -159,12 +161,12 @@ def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return this rank's slices of a replicated x. Backward: one all-gather of x."""
+    """Return this rank's slices of a replicated tensor, whose backward all-gathers the gradient."""
     return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 
 def gather_from_region(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str = "block") -> Tensor:
-    """Gather all ranks' slices of a dimension, for computation that is identical on all ranks.
+    """All-gather the slices of a dimension, for computation that is identical on all ranks.
 
     Forward: one all-gather.
     """

@@ -1,4 +1,4 @@
-"""Run a function on every rank, and raise on every rank if it fails on one or if the results differ.
+"""Run a function on all ranks, and raise an error on every rank if one fails or if the results differ.
 
 If some ranks make a different collective call or none, all ranks raise before any tensor is sent.
 """
@@ -13,7 +13,7 @@ from typing import Any, NoReturn, TypeVar, cast
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast_object
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.mesh.transport import Word
+from shardformer.mesh.transport import AnnouncedCall
 
 T = TypeVar("T")
 
@@ -26,7 +26,7 @@ def collective_call(
     explain: Callable[[], None] = lambda: None,
     error: type[ShardFormerError] = ConfigError,
 ) -> T:
-    """Return the result of ``function`` if it succeeds on all ranks with equal fingerprints.
+    """Call ``function`` on every rank, and return its result if all ranks succeed with equal fingerprints.
 
     Every rank raises if one rank fails or if the fingerprints differ. Communicates one gather of a hash per axis.
 
@@ -36,10 +36,10 @@ def collective_call(
         explain: called on all ranks if they differ. It may communicate, and may raise a more specific error.
         error: type of the error on the other ranks if ``function`` fails on one.
     """
-    result, problem = _attempt(lambda: (value := function(), fingerprint(value)))
+    result, problem = _run_and_catch(lambda: (value := function(), fingerprint(value)))
     lines = result[1] if result else []
     digest = hashlib.sha256("\n".join(lines).encode()).hexdigest()
-    answers = all_gather_from_grid((digest, _error_text(problem)), context)
+    answers = all_gather_from_grid((digest, _format_error(problem)), context)
     if problem is not None:
         raise problem
     for rank, (_, message) in answers:
@@ -50,33 +50,33 @@ def collective_call(
             )
     if len({digest for _, (digest, _) in answers}) > 1:
         explain()
-        _raise_difference(all_gather_from_grid(lines, context))
+        _raise_plan_difference(all_gather_from_grid(lines, context))
     return cast(tuple[T, list[str]], result)[0]  # not None, as there was no error
 
 
-def _attempt(make: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result or the error of ``make``. The other ranks wait for this one and must learn of any error."""
+def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
+    """Return the result or the error of ``function``, to be sent to the ranks that wait for this one."""
     try:
-        return make(), None
+        return function(), None
     except Exception as error:
         return None, error
 
 
-def _error_text(problem: Exception | None) -> str | None:
+def _format_error(problem: Exception | None) -> str | None:
     if problem is None or isinstance(problem, ShardFormerError):
         return str(problem) if problem else None
     return f"{type(problem).__name__}: {problem}"
 
 
 def all_gather_from_grid(value: T, context: ParallelContext) -> list[tuple[int, T]]:
-    """Gather (global rank, value) from every rank of the mesh."""
+    """Gather ``value`` from every rank of the mesh, as a list of (global rank, value)."""
     found = [(context.rank, value)]
     for axis in reversed(list(context.base_axes)):
         found = [pair for row in all_gather_objects(found, axis) for pair in row]
     return found
 
 
-def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
+def _raise_plan_difference(all_lines: list[tuple[int, list[str]]]) -> None:
     first, reference = all_lines[0]
     for rank, lines in all_lines:
         if lines != reference:
@@ -89,138 +89,146 @@ def _raise_difference(all_lines: list[tuple[int, list[str]]]) -> None:
 
 
 NUM_FACTS = 5
-"""Maximum count of numbers in a call. All calls send messages of one size, so that different calls still match."""
+"""Maximum count of numbers that a call compares. All calls send this many, so that their collectives match."""
 
 
-def come(call: str, *axes: Axis) -> None:
-    """Wait until all ranks of the axes have reached ``call``. Communicates through the launcher's store.
+def wait_for_all_ranks(call: str, *axes: Axis) -> None:
+    """Wait until all ranks of the axes have reached the collective call named ``call``.
 
-    Raises InputError on every rank if one makes another call or does not arrive.
+    Raises InputError on every rank if one makes another call or does not arrive. Communicates through the launcher's
+    store.
     """
     for axis in axes:
         if axis.size == 1:
             continue
-        meeting = axis.transport.meet(call, waits=True)
-        words = [word for word in meeting.words if word is not None]
-        if len(words) < axis.size:
-            _raise_absent(call, axis, meeting.words, meeting.missing)
-        if any(word.call != call for word in words):
-            if any(word.is_step for word in words):  # those ranks wait for the numbers
-                _gather(call, axis, ())
-            _raise_different_calls([word.call for word in words], axis)
+        arrivals = axis.transport.announce_call(call, waits=True)
+        announced = [entry for entry in arrivals.calls if entry is not None]
+        if len(announced) < axis.size:
+            _raise_missing_ranks(call, axis, arrivals.calls, arrivals.missing)
+        if any(entry.call != call for entry in announced):
+            if any(entry.is_step for entry in announced):  # those ranks wait for the numbers
+                _gather_call_numbers(call, axis, ())
+            _raise_different_calls([entry.call for entry in announced], axis)
 
 
-def come_to_step(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
-    """Compare the call that the ranks of an axis make, and ``facts`` about it: name -> number, 0 if unknown.
+def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = None) -> None:
+    """Check that all ranks of an axis make the same call, with the same ``facts``.
 
-    Raises InputError on every rank if they differ. Communicates one all-gather of a few integers.
+    ``facts`` maps the names in ``DATA_FACTS`` to numbers, which are 0 if unknown. Raises InputError on every rank if
+    the calls or facts differ. Communicates one all-gather of a few integers.
     """
     facts = facts or {}
-    columns = zip(*tell_at_step(call, axis, list(facts.values())), strict=True)
+    columns = zip(*gather_at_step(call, axis, list(facts.values())), strict=True)
     for name, column in zip(facts, columns, strict=True):
         if len(set(column) - {0}) > 1:
             known = [(rank, value) for rank, value in zip(axis.ranks, column, strict=True) if value]
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
-            raise InputError(f"Ranks {known[0][0]} and {other} {what} at {call}", rule=rule, remedy=remedy)
+            raise InputError(
+                f"The training data differs between ranks at {call}: ranks {known[0][0]} and {other} {what}",
+                rule=rule,
+                remedy=remedy,
+            )
 
 
-def tell_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
-    """Return the numbers of every rank in rank order. Like ``come_to_step``, without comparing them."""
+def gather_at_step(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+    """Check that all ranks of an axis make the same call, and return the numbers of each rank in rank order."""
     if axis.size == 1:
         return [list(numbers)]
-    axis.transport.meet(call, waits=False)
-    return _gather(call, axis, numbers)
+    axis.transport.announce_call(call, waits=False)
+    return _gather_call_numbers(call, axis, numbers)
 
 
-def _gather(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
+def _gather_call_numbers(call: str, axis: Axis, numbers: Sequence[int]) -> list[list[int]]:
     assert len(numbers) <= NUM_FACTS
-    padded = [number_of(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
+    padded = [hash_to_number(call), *numbers, *[0] * (NUM_FACTS - len(numbers))]
     rows = all_gather_numbers(padded, axis)
     if any(row[0] != rows[0][0] for row in rows):
         _raise_different_calls(all_gather_objects(call, axis), axis)
     return [row[1 : 1 + len(numbers)] for row in rows]
 
 
-def number_of(thing: Any) -> int:
-    """Return a nonzero hash of the ``repr`` of a value, identical in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(thing).encode(), digest_size=7).digest(), "big") or 1
+def hash_to_number(value: Any) -> int:
+    """Hash the ``repr`` of a value to a nonzero integer that is identical in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(value).encode(), digest_size=7).digest(), "big") or 1
 
 
 DATA_FACTS = {
     "position": (
-        "are at different positions in the training data",
+        "are at different positions",
         "A rank that skips a batch is one batch ahead of the others",
         "Skip a batch on all ranks or on none: share a flag before the step with torch.distributed.all_reduce, or "
         "filter the data before training",
     ),
     "order": (
-        "read the training data in different orders",
+        "read it in different orders",
         "Each data rank takes its shard of every batch, so all ranks must use the same order of samples",
         "Seed the sampler identically on all ranks, or omit it and set the order with data_options={'seed': 7}",
     ),
     "samples": (
-        "read different samples from the training data",
+        "read different samples",
         "Every rank reads the same stream, and the engine keeps each rank's shard of every batch",
         "Pass the full stream in one order on each rank, without split_dataset_by_node, sharding by rank or "
         "rows[rank::world_size]",
     ),
 }
-"""Facts about the data -> (what ranks that differ in it do, rule, remedy)."""
+"""Error texts for ranks whose training data differs: fact -> (description of the ranks, rule, remedy)."""
 
 
 def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
     ranks: dict[str, list[int]] = {}
     for rank, call in zip(axis.ranks, calls, strict=True):
         ranks.setdefault(call, []).append(rank)
-    text = " and ".join(f"{_ranks(callers)} called {call}" for call, callers in ranks.items())
+    text = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        text[:1].upper() + text[1:],
+        f"The ranks made different collective calls: {text}",
         rule="All ranks must make the same collective calls in the same order",
-        remedy=_remedy(*ranks),
+        remedy=_call_remedy(*ranks),
     )
 
 
-def _raise_absent(call: str, axis: Axis, words: Sequence[Word | None], missing: Mapping[int, str]) -> NoReturn:
+def _raise_missing_ranks(
+    call: str, axis: Axis, announced: Sequence[AnnouncedCall | None], missing: Mapping[int, str]
+) -> NoReturn:
     others = []
-    for rank, word in zip(axis.ranks, words, strict=True):
-        if word is None:
+    for rank, entry in zip(axis.ranks, announced, strict=True):
+        if entry is None:
             others.append(f"rank {rank} {missing.get(rank, 'did not arrive')}")
-        elif word.call != call:
-            others.append(f"rank {rank} called {word.call}")
+        elif entry.call != call:
+            others.append(f"rank {rank} called {entry.call}")
     raise InputError(
         f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
         rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",
-        remedy=_remedy(call),
+        remedy=_call_remedy(call),
     )
 
 
-def _remedy(*calls: str) -> str:
+def _call_remedy(*calls: str) -> str:
     return (
         f"Call {' and '.join(calls)} on every rank, not under `if rank == 0:` or `if engine.is_first:`. A call that "
         "writes files ensures that only the first rank writes"
     )
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     shown = ", ".join(map(str, ranks[:6])) + (", ..." if len(ranks) > 6 else "")
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}"
 
 
-def run_on_all_ranks(make: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``make`` on all ranks and return this rank's result. Communicates one gather of the errors.
+def run_on_all_ranks(function: Callable[[], T], world: Axis, what: str) -> T:
+    """Call ``function`` on all ranks, and return this rank's result, or raise the same error on all ranks.
 
-    If it fails, all ranks raise the error of the first failed rank. An OSError becomes an InputError that starts with
-    ``what``.
+    Communicates one gather of the errors. All ranks raise the error of the first failed rank. An OSError becomes an
+    InputError that starts with ``what``.
     """
     result: list[T] = []
-    gather_from_all_ranks(lambda: result.append(make()), world, what)
+    gather_from_all_ranks(lambda: result.append(function()), world, what)
     return result[0]
 
 
-def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list[T]:
-    """Run ``make`` on all ranks and return the picklable results of all; raises as ``run_on_all_ranks``."""
-    value, problem = _attempt(make)
+def gather_from_all_ranks(function: Callable[[], T], world: Axis, what: str) -> list[T]:
+    """Call ``function`` on all ranks and return the results of all ranks, with errors as in ``run_on_all_ranks``."""
+    value, problem = _run_and_catch(function)
     answers = all_gather_objects((_failed_ranks_error(problem, what, world.rank), value), world)
     if problem is not None and not isinstance(problem, (ShardFormerError, OSError)):
         raise problem
@@ -230,9 +238,9 @@ def gather_from_all_ranks(make: Callable[[], T], world: Axis, what: str) -> list
     return [cast(T, result) for _, result in answers]
 
 
-def run_on_first_rank(make: Callable[[], T], world: Axis, what: str) -> T:
-    """Run ``make`` on the first rank and return its result on every rank; raises as ``run_on_all_ranks``."""
-    value = run_on_all_ranks(make if world.rank == 0 else lambda: None, world, what)
+def run_on_first_rank(function: Callable[[], T], world: Axis, what: str) -> T:
+    """Call ``function`` on the first rank, and return its result or raise its error on all ranks."""
+    value = run_on_all_ranks(function if world.rank == 0 else lambda: None, world, what)
     return cast(T, broadcast_object(value, world))
 
 

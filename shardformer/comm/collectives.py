@@ -1,4 +1,4 @@
-"""Collectives on plain tensors over one axis. On an axis of size 1 each is the identity.
+"""Collectives on plain tensors over one mesh axis, each of which is the identity if the axis has size 1.
 
 This module selects the algorithm. If the transport exchanges directly (gloo), chunks are sent between ranks and added
 in rank order, which makes the results bitwise identical on all ranks. Large all-reduces are left to gloo.
@@ -27,52 +27,52 @@ CHECKSUM_BYTES = 4096
 
 
 class PendingCollective:
-    """A collective in progress. ``wait()`` returns its result."""
+    """Collective in progress, whose ``wait()`` returns the result."""
 
     def __init__(
-        self, works: Sequence[Work], finish: Callable[[], Tensor], noted: Callable[[], None] = no_wait_event
+        self, works: Sequence[Work], finish: Callable[[], Tensor], record_wait: Callable[[], None] = no_wait_event
     ) -> None:
-        self._works, self._finish, self._noted = works, finish, noted
+        self._works, self._finish, self._record_wait = works, finish, record_wait
 
     def wait(self) -> Tensor:
         for work in self._works:
             work.wait()
-        self._noted()
+        self._record_wait()
         return self._finish()
 
     def then(self, use: Callable[[Tensor], Tensor]) -> PendingCollective:
-        """Return the same collective with ``use`` applied to its result."""
-        return PendingCollective(self._works, lambda: use(self._finish()), self._noted)
+        """Return this collective with the function ``use`` applied to its result."""
+        return PendingCollective(self._works, lambda: use(self._finish()), self._record_wait)
 
     def is_completed(self) -> bool:
         return all(work.is_completed() for work in self._works)
 
 
 def start_all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> PendingCollective:
-    """Start the all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
+    """Start an all-reduce of ``x`` over the axis by "sum" or "max". ``x`` may be overwritten.
 
     Communicates one all-reduce of x.
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("all_reduce", axis, bytes_of(x), purpose)
+    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
     x = x.contiguous()
     is_small = axis.size == 2 and op == "sum" and bytes_of(x) < EXCHANGE_BELOW_BYTES
     if is_small and axis.transport.exchanges_directly(x):
         other = torch.empty_like(x)
         works = axis.transport.exchange({1 - axis.rank: x}, {1 - axis.rank: other})
-        return PendingCollective(works, lambda: other.add_(x), noted)
-    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, noted)
+        return PendingCollective(works, lambda: other.add_(x), record_wait)
+    return PendingCollective([axis.transport.all_reduce(x, op)], lambda: x, record_wait)
 
 
 def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start the sum of a contiguous ``x`` over the axis, in place. Communicates one all-reduce of x."""
-    noted = record("all_reduce", axis, bytes_of(x), purpose)
-    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, noted)
+    """Start an in-place all-reduce that sums a contiguous ``x`` over the axis."""
+    record_wait = record("all_reduce", axis, bytes_of(x), purpose)
+    return PendingCollective([axis.transport.all_reduce(x, "sum")], lambda: x, record_wait)
 
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
-    """Return the sum (or "max") of ``x`` over the axis. ``x`` may be overwritten. Communicates one all-reduce of x."""
+    """All-reduce ``x`` over the axis by "sum" or "max", and return the result. ``x`` may be overwritten."""
     return start_all_reduce(x, axis, op=op, purpose=purpose).wait()
 
 
@@ -85,7 +85,7 @@ def start_all_gather(
     purpose: str = "block",
     lengths: Sequence[int] | None = None,
 ) -> PendingCollective:
-    """Start an all-gather of every rank's ``x`` along ``dim``.
+    """Start an all-gather that concatenates the ``x`` of each rank along ``dim``.
 
     Communicates one all-gather of the concatenated tensor.
 
@@ -101,25 +101,25 @@ def start_all_gather(
         bounds = even_bounds(x.shape[dim] * axis.size if full is None else full, axis.size)
         lengths = [b - a for a, b in pairwise(bounds)]
     full_bytes = bytes_of(x) // max(x.shape[dim], 1) * sum(lengths)
-    noted = record("all_gather", axis, full_bytes, purpose)
+    record_wait = record("all_gather", axis, full_bytes, purpose)
     if axis.transport.exchanges_directly(x):
-        parts = [x if r == axis.rank else x.new_empty(_with_length(x, dim, n)) for r, n in enumerate(lengths)]
+        parts = [x if r == axis.rank else x.new_empty(_shape_with_length(x, dim, n)) for r, n in enumerate(lengths)]
         return PendingCollective(
-            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), noted
+            _exchange_with_peers([x] * axis.size, parts, axis), lambda: torch.cat(parts, dim), record_wait
         )
     widest = max(lengths)
-    padded = _padded(x, dim, widest)
+    padded = _pad_dim(x, dim, widest)
     gathered = x.new_empty((axis.size * padded.shape[0], *padded.shape[1:]))
     work = axis.transport.all_gather(gathered, padded)
 
     def finish() -> Tensor:
         return torch.cat([p.narrow(dim, 0, n) for p, n in zip(gathered.chunk(axis.size), lengths, strict=True)], dim)
 
-    return PendingCollective([work], finish, noted)
+    return PendingCollective([work], finish, record_wait)
 
 
 def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
-    """Start an all-gather of every rank's ``x``, of one length, into the one-dimensional ``out``.
+    """Start an all-gather of one-dimensional tensors of equal length into the tensor ``out``.
 
     ``x`` may be this rank's view of ``out``, which avoids a copy. Communicates one all-gather of ``out``.
     """
@@ -128,11 +128,11 @@ def start_all_gather_into(out: Tensor, x: Tensor, axis: Axis, purpose: str) -> P
         own.copy_(x)
     if axis.size == 1:
         return PendingCollective((), lambda: out)
-    noted = record("all_gather", axis, bytes_of(out), purpose)
+    record_wait = record("all_gather", axis, bytes_of(out), purpose)
     if not axis.transport.exchanges_directly(x):
-        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, noted)
+        return PendingCollective([axis.transport.all_gather(out, own)], lambda: out, record_wait)
     works = _exchange_with_peers([x] * axis.size, out.view(axis.size, -1), axis)
-    return PendingCollective(works, lambda: out, noted)
+    return PendingCollective(works, lambda: out, record_wait)
 
 
 def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] | Tensor, axis: Axis) -> Sequence[Work]:
@@ -141,18 +141,18 @@ def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] 
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
-    """Concatenate every rank's ``x`` along ``dim``. Takes the arguments of ``start_all_gather``."""
+    """All-gather the ``x`` of each rank along ``dim``. Takes the arguments of ``start_all_gather``."""
     return start_all_gather(x, axis, dim, full, **options).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
-    """Start a reduce-scatter of ``x`` along ``dim``, in shards that are as even as possible.
+    """Start a reduce-scatter that sums ``x`` and splits it along ``dim`` into shards as even as possible.
 
     Communicates one reduce-scatter of x.
     """
     if axis.size == 1:
         return PendingCollective((), lambda: x)
-    noted = record("reduce_scatter", axis, bytes_of(x), purpose)
+    record_wait = record("reduce_scatter", axis, bytes_of(x), purpose)
     dim = dim % x.dim()
     bounds = even_bounds(x.shape[dim], axis.size)
     parts = [x.narrow(dim, bounds[r], bounds[r + 1] - bounds[r]) for r in range(axis.size)]
@@ -160,16 +160,16 @@ def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "blo
     if axis.transport.exchanges_directly(x):
         summands = [own if r == axis.rank else torch.empty_like(own) for r in range(axis.size)]
         works = _exchange_with_peers([part.contiguous() for part in parts], summands, axis)
-        return PendingCollective(works, lambda: _sum_in_rank_order(summands), noted)
+        return PendingCollective(works, lambda: _sum_in_rank_order(summands), record_wait)
     widest = max(p.shape[dim] for p in parts)
-    stacked = torch.cat([_padded(p, dim, widest) for p in parts])
+    stacked = torch.cat([_pad_dim(p, dim, widest) for p in parts])
     out = x.new_empty((stacked.shape[0] // axis.size, *stacked.shape[1:]))
     work = axis.transport.reduce_scatter(out, stacked)
-    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), noted)
+    return PendingCollective([work], lambda: out.narrow(dim, 0, own.shape[dim]).contiguous(), record_wait)
 
 
 def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purpose: str) -> PendingCollective:
-    """Start sending the one-dimensional ``x[r]`` to rank r; ``wait`` concatenates the received tensors in rank order.
+    """Start an all-to-all that sends the one-dimensional ``x[r]`` to rank r and concatenates the received tensors.
 
     Communicates one all-to-all. If ranks send different amounts, it is recorded as if all sent this rank's amount.
 
@@ -180,19 +180,19 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
     if axis.size == 1:
         return PendingCollective((), lambda: own)
     sent = sum(bytes_of(part) for r, part in enumerate(x) if r != axis.rank)
-    noted = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
+    record_wait = record("all_to_all", axis, sent * axis.size // (axis.size - 1), purpose)
     received = [own if r == axis.rank else own.new_empty(sizes[r]) for r in range(axis.size)]
     works = _exchange_with_peers([part.contiguous() for part in x], received, axis)
-    return PendingCollective(works, lambda: torch.cat(received), noted)
+    return PendingCollective(works, lambda: torch.cat(received), record_wait)
 
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
-    """Return this rank's shard of the sum of ``x``: see ``start_reduce_scatter``."""
+    """Sum ``x`` over the axis, and return this rank's shard of the sum along ``dim``."""
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
 
 
 def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    """Return this rank's even chunk of a replicated tensor. Communicates nothing."""
+    """Return this rank's chunk of a replicated tensor, split evenly along ``dim``. Communicates nothing."""
     if axis.size == 1:
         return x
     bounds = even_bounds(x.shape[dim], axis.size)
@@ -200,18 +200,18 @@ def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def broadcast_object(value: Any, axis: Axis, source: int = 0) -> Any:
-    """Return the picklable object of rank ``source`` on every rank of the axis."""
+    """Send a picklable object from rank ``source`` to all ranks of the axis, and return it."""
     return value if axis.size == 1 else axis.transport.broadcast_object(value, source)
 
 
 def all_gather_objects(value: Any, axis: Axis) -> list[Any]:
-    """Return every rank's picklable object in rank order."""
+    """Gather a picklable object from each rank of the axis, in rank order."""
     return [value] if axis.size == 1 else axis.transport.gather_objects(value)
 
 
 @without_fake_tensors()
 def all_gather_numbers(numbers: Sequence[int], axis: Axis) -> list[list[int]]:
-    """Return every rank's 64-bit integers in rank order. Each rank passes the same count."""
+    """Gather 64-bit integers from each rank of the axis, in rank order. Each rank passes the same count."""
     return [list(numbers)] if axis.size == 1 else axis.transport.gather_numbers(numbers)
 
 
@@ -223,7 +223,7 @@ def broadcast(x: Tensor, axis: Axis, source: int = 0) -> Tensor:
 
 
 def checksum(t: Tensor) -> tuple[int, int]:
-    """Return the number of elements and a hash of the bits, which is 0 for a tensor without values."""
+    """Return the number of elements of ``t`` and a hash of its bits, which is 0 for a tensor without values."""
     return t.numel(), int(digest(t)) if has_data(t) else 0
 
 
@@ -240,7 +240,7 @@ def digest(t: Tensor) -> Tensor:
 
 
 def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
-    """Return the sum of the tensors. More than two 16-bit tensors are accumulated in fp32."""
+    """Sum one tensor per rank in rank order. More than two 16-bit tensors are accumulated in fp32."""
     if parts[0].element_size() >= 4 or len(parts) == 2:
         total = parts[0] + parts[1]
         for part in parts[2:]:
@@ -249,18 +249,18 @@ def _sum_in_rank_order(parts: Sequence[Tensor]) -> Tensor:
     return torch.stack(list(parts)).sum(0, dtype=torch.float32).to(parts[0].dtype)
 
 
-def _with_length(x: Tensor, dim: int, length: int) -> list[int]:
+def _shape_with_length(x: Tensor, dim: int, length: int) -> list[int]:
     return [length if d == dim else n for d, n in enumerate(x.shape)]
 
 
-def _padded(x: Tensor, dim: int, length: int) -> Tensor:
+def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
     if x.shape[dim] == length:
         return x.contiguous()
-    return torch.cat([x, x.new_zeros(_with_length(x, dim, length - x.shape[dim]))], dim)
+    return torch.cat([x, x.new_zeros(_shape_with_length(x, dim, length - x.shape[dim]))], dim)
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
-    """Return the full tensor on every rank; a copy if it is not sharded.
+    """All-gather the shards of a tensor, and return the full tensor on every rank; a copy if it is not sharded.
 
     Communicates one all-gather per sharded axis, innermost first.
 
@@ -273,7 +273,7 @@ def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> 
 def gather_full_tensors(
     tensors: Sequence[Tensor], specs: Sequence[ShardSpec], axis: Callable[[str], Axis]
 ) -> list[Tensor]:
-    """Return the full tensors of several shards on every rank.
+    """All-gather the shards of several tensors, and return the full tensors on every rank.
 
     Communicates one all-gather per sharded axis for all tensors with the same axes and dtype.
     """

@@ -1,4 +1,4 @@
-"""A tensor whose collective is deferred until its values are needed, and possibly avoided.
+"""Tensor whose collective runs only when its values are read, so that it can be avoided.
 
 Two consecutive collectives between layers can often be fused. The all-reduce after the embedding is followed by a
 split for the first layer, and both together are a reduce-scatter. The same holds for the gather before the head. A
@@ -31,7 +31,7 @@ Map = Callable[[Tensor], Tensor]
 
 
 class DeferredTensor(Tensor):
-    """The full tensor that a collective computes from ``local``, with its shape and gradient history.
+    """Full tensor that a deferred collective computes from the tensor ``local`` when its values are read.
 
     Args (of ``make``):
         local: this rank's shard or summand.
@@ -54,44 +54,44 @@ class DeferredTensor(Tensor):
 
     @classmethod
     def make(
-        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, edges: Any, resolve: Map, to_local: Map
+        cls, local: Tensor, shape: tuple[int, ...], axis: Axis | None, region: Any, resolve: Map, to_local: Map
     ) -> Self:
         if local.requires_grad and torch.is_grad_enabled():
-            made: Self = _LocalToFull.apply(local, lambda: cls._wrapper(local, shape), to_local)
+            made: Self = _LocalToFull.apply(local, lambda: cls._make_wrapper(local, shape), to_local)
         else:
-            made = cls._wrapper(local, shape)
-        made.local, made.axis, made.region = local, axis, edges
+            made = cls._make_wrapper(local, shape)
+        made.local, made.axis, made.region = local, axis, region
         made._resolve, made._to_local, made._is_watched = resolve, to_local, False
         made._full, made._written, made._own = None, 0, None
         return made
 
     @classmethod
-    def _wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
+    def _make_wrapper(cls, local: Tensor, shape: tuple[int, ...]) -> Self:
         wrapper: Self = make_wrapper_subclass(cls, shape, dtype=local.dtype, device=local.device)
         return wrapper
 
     @property
     def is_pending(self) -> bool:
-        """Whether ``local`` still represents the tensor: the full values are unmodified and have no gradient hooks."""
+        """Whether ``local`` still represents the full tensor, which has no in-place changes or gradient hooks."""
         is_written = self._own is not None or (self._full is not None and self._full._version != self._written)
         return not self._is_watched and not is_written
 
     @property
     def computed_value(self) -> Tensor | None:
-        """The full values without history if they were computed before, else None."""
+        """The full values without gradient history, or None if they have not been computed."""
         return self._full
 
     def set_computed(self, full: Tensor) -> None:
-        """Store full values that a consumer has gathered, except those of inference mode."""
+        """Store the full tensor that a consumer has gathered, unless it was computed in inference mode."""
         if not full.is_inference():
             self._full, self._written = full, full._version
 
     def is_made_by(self, node: Any) -> bool:
-        """Return whether ``node`` is the autograd node that computed the full values."""
+        """Return whether the autograd node ``node`` computed the full tensor."""
         return getattr(node, "to_local", None) is self._to_local
 
     def full_tensor(self) -> Tensor:
-        """Return the full values as a plain tensor with its history. Communicates at the first call."""
+        """Return the full tensor as a plain tensor with gradient history. Communicates at the first call."""
         if self._own is not None:
             return self._own
         full = self._full
@@ -148,7 +148,7 @@ class _LocalToFull(Function):
 
 
 def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
-    """Return whether a call returns x itself, such as a full slice."""
+    """Return whether a view function with these arguments returns all of ``x``, such as ``x[:]``."""
     if func not in (Tensor.__getitem__, Tensor.view, Tensor.reshape):
         return False
     if any(isinstance(x, Tensor) for x in tree_leaves(args)):
@@ -160,7 +160,7 @@ def _returns_input(func: Any, x: DeferredTensor, args: tuple[Any, ...]) -> bool:
 
 
 def resolve_deferred(output: Any) -> Any:
-    """Replace deferred tensors by plain tensors in nested outputs."""
+    """Replace all deferred tensors in a nested output by full plain tensors."""
     return tree_map_only(DeferredTensor, methodcaller("full_tensor"), output)
 
 

@@ -59,19 +59,19 @@ class CollectiveRecorder:
             traffic.events.clear()
 
     def count(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the number of calls of a kind, axis and purpose."""
-        return len(self._chosen(op, axis, purpose))
+        """Return the number of recorded collectives of this kind, axis and purpose."""
+        return len(self._select_records(op, axis, purpose))
 
     def payload_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the bytes of the full tensors."""
-        return sum(c.payload_bytes for c in self._chosen(op, axis, purpose))
+        """Return the total size of the full tensors of recorded collectives, in bytes."""
+        return sum(c.payload_bytes for c in self._select_records(op, axis, purpose))
 
     def wire_bytes(self, op: str | None = None, *, axis: str | None = None, purpose: str | None = None) -> int:
-        """Return the minimum number of bytes that all ranks of the groups send together."""
-        return sum(c.wire_bytes for c in self._chosen(op, axis, purpose))
+        """Return the total number of bytes that the ranks send for the recorded collectives."""
+        return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Return (kind, axis, purpose) -> (number of calls, wire bytes)."""
+        """Summarize the collectives: (kind, axis, purpose) -> (number of calls, wire bytes)."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -79,7 +79,7 @@ class CollectiveRecorder:
             sent[c.op, c.axis, c.purpose] += c.wire_bytes
         return {key: (count[key], sent[key]) for key in sorted(count)}
 
-    def _chosen(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
+    def _select_records(self, op: str | None, axis: str | None, purpose: str | None) -> list[CollectiveRecord]:
         return [c for c in self.calls if op in (None, c.op) and axis in (None, c.axis) and purpose in (None, c.purpose)]
 
 
@@ -87,7 +87,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
     outer = traffic.where.module
     running = [outer]
 
-    def enter(name: str) -> Callable[..., None]:
+    def make_enter_hook(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
             if not name:  # a pipeline stage may abort its previous forward without running its hooks
                 running[:] = [outer]
@@ -96,23 +96,23 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
         return hook
 
-    def leave(*_: Any) -> None:
+    def leave_hook(*_: Any) -> None:
         running.pop()
         traffic.where = traffic.where._replace(module=running[-1])
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(enter(name), prepend=True))
-        hooks.append(module.register_forward_hook(leave, always_call=True))
+        hooks.append(module.register_forward_pre_hook(make_enter_hook(name), prepend=True))
+        hooks.append(module.register_forward_hook(leave_hook, always_call=True))
     return hooks
 
 
 def no_wait_event() -> None:
-    """Record nothing."""
+    """Record no wait event, because no recorder is active."""
 
 
 def record(op: str, axis: Axis, full_bytes: int, purpose: str, *, ranks: int | None = None) -> Callable[[], None]:
-    """Record the start of a collective if a recorder is active, and return a function that records its wait."""
+    """Record the start of a collective if a recorder is active, and return a function that records the wait."""
     traffic = axis.traffic
     if not traffic.enabled:
         return no_wait_event

@@ -1,4 +1,4 @@
-"""Base class of tensors that store a rank's shard and behave like the full tensor, and rules that they share.
+"""Base class of tensors that store one rank's shard but behave like the full tensor.
 
 A rule defines the result of a torch function for such a tensor. A view rule receives the arguments of a view function
 of the full tensor, and returns
@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """A tensor with the full shape, dtype and device, of which this rank stores a shard along one dimension.
+    """Tensor with the shape of the full tensor, of which this rank stores a shard along one dimension.
 
     Attributes:
         local: the shard.
@@ -65,18 +65,18 @@ class ShardedTensor(Tensor):
         return self
 
     def __init__(self, *args: Any) -> None:
-        """All attributes are set in ``__new__``."""
+        """Do nothing, because ``__new__`` sets all attributes."""
 
     def to_local(self) -> Tensor:
         """Return this rank's shard, with its gradient history. Communicates nothing."""
         return self.local
 
     def full_tensor(self) -> Tensor:
-        """Return the full tensor, identical on all ranks, with its gradient history. Communicates one all-gather, once.
+        """All-gather the full tensor, with its gradient history. Communicates only at the first call.
 
         The subclass's ``_gather`` defines what the backward communicates.
         """
-        local, full = self.held(), self._full
+        local, full = self.stored_shard(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
         if full is not None and needs_grad <= full.requires_grad:
             if torch.is_inference_mode_enabled() or not full.is_inference():
@@ -88,31 +88,31 @@ class ShardedTensor(Tensor):
         raise AssertionError
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> Self:
-        """Wrap the shard ``local`` as a full tensor, with the dimension and dtype of this one by default."""
+        """Wrap the shard ``local`` in a new sharded tensor, by default with this tensor's dimension and dtype."""
         raise AssertionError
 
     def view_of(self, local: Tensor, dim: int, replay: Callable[[Tensor], Tensor]) -> Self:
-        """Wrap the shard ``local`` of a view; ``replay`` computes the view from the full tensor."""
+        """Wrap the shard ``local`` of a view, which ``replay`` can compute from the full tensor."""
         return self.placed(local, dim)
 
-    def local_part(self, full: Tensor, dim: int) -> Tensor:
-        """Return this rank's slice of a plain tensor whose ``dim`` has the full length."""
+    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
+        """Return this rank's slice along ``dim`` of a plain tensor with the full length."""
         raise AssertionError
 
     def is_aligned(self, other: Any) -> bool:
-        """Return whether another tensor of this class is sharded identically, so that shards can be combined."""
+        """Return whether ``other`` is sharded identically, so that local shards can be combined."""
         raise AssertionError
 
-    def held(self) -> Tensor:
-        """Return the shard as it is stored; ``to_local`` may cast it."""
+    def stored_shard(self) -> Tensor:
+        """Return this rank's shard in the dtype in which it is stored."""
         return self.local
 
-    def takes_gradients(self) -> bool:
-        """Return whether the gradients that ranks compute for an operand are summed later."""
+    def sums_operand_gradients(self) -> bool:
+        """Return whether the gradients of a replicated operand are summed over ranks after the backward."""
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Handle a function that writes into this tensor, its first argument."""
+        """Handle a torch function that writes into this tensor, which is its first argument."""
         self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
@@ -121,23 +121,23 @@ class ShardedTensor(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None) -> Any:
-        rule = cls.RULES.get(func, gathered) if args else gathered
+        rule = cls.RULES.get(func, call_on_full_tensors) if args else call_on_full_tensors
         return rule(func, args, kwargs or {})
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch's stub takes func for self
         cls, func: Any, types: Any, args: Args = (), kwargs: Kwargs | None = None
     ) -> Any:
-        """Refuse calls of autograd and of C++ code, which bypass ``__torch_function__``."""
+        """Raise an error for calls from autograd and C++ code, which bypass ``__torch_function__``."""
         cls.refuse(f"{func} does not support {cls.TEXT[0]}")
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # mypy drops the keyword's name
         return (
-            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, {self._held()}, "
+            f"{type(self).__name__}(shape={tuple(self.full_shape)}, dtype={self.full_dtype}, {self._describe_shard()}, "
             "values by .full_tensor() on all ranks)"
         )
 
-    def _held(self) -> str:
+    def _describe_shard(self) -> str:
         raise AssertionError
 
     def __format__(self, spec: str) -> str:
@@ -151,12 +151,12 @@ class ShardedTensor(Tensor):
 
 
 def to_full_tensors(value: Any) -> Any:
-    """Replace sharded tensors by full tensors in nested values."""
+    """Replace all sharded tensors in a nested value by full tensors."""
     return tree_map_only(ShardedTensor, lambda x: x.full_tensor(), value)
 
 
-def gathered(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Call a function that has no rule on the full tensors."""
+def call_on_full_tensors(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+    """Gather the full tensors, and call a torch function that has no rule for shards."""
     first, name = args[0] if args else None, getattr(func, "__name__", "")
     if isinstance(first, ShardedTensor) and (name in _RECEIVES or is_inplace(func, kwargs)):
         return first.write(func, args, kwargs)
@@ -172,7 +172,7 @@ _RECEIVES = {"all_reduce", "broadcast", "reduce", "recv", "irecv"}
 
 
 def is_inplace(func: Any, kwargs: Kwargs) -> bool:
-    """Return whether a function writes into its first argument, such as ``add_``, ``+=`` and ``x[i] = y``."""
+    """Return whether a torch function writes into its first argument, such as ``add_`` or ``x[i] = y``."""
     name = getattr(func, "__name__", "")
     if name.startswith("__"):
         return name == "__setitem__" or (name.startswith("__i") and hasattr(Tensor, name.replace("__i", "__", 1)))
@@ -180,30 +180,32 @@ def is_inplace(func: Any, kwargs: Kwargs) -> bool:
 
 
 def metadata_of_wrapper(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Return shape, dtype, device and similar attributes, which the wrapper tensor has."""
+    """Return the shape, dtype, device or similar attribute of the wrapper tensor, which needs no values."""
     with DisableTorchFunctionSubclass():
         return func(*args, **kwargs)
 
 
-def blank(x: ShardedTensor) -> Tensor:
-    """Return a tensor with the full shape, dtype and device that takes no memory."""
+def empty_full_view(x: ShardedTensor) -> Tensor:
+    """Return an expanded scalar with the full shape, dtype and device of ``x``, which needs no memory."""
     return x.local.new_empty((), dtype=x.full_dtype).expand(x.full_shape)
 
 
-def _factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def _call_factory(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
-    return func(blank(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs))
+    return func(
+        empty_full_view(x) if isinstance(x, ShardedTensor) else x, *to_full_tensors(args[1:]), **to_full_tensors(kwargs)
+    )
 
 
 def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply an element-wise function to the shards, if no operand needs a sum of gradients."""
+    """Apply an element-wise torch function to the local shards, or to the full tensors if shards do not suffice."""
     sharded = [a for a in (*args, *kwargs.values()) if isinstance(a, ShardedTensor)]
     if not sharded or is_inplace(func, kwargs) or "out" in kwargs:
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     x = max(sharded, key=lambda a: len(a.full_shape))
     operands = [_local_operand(a, x) for a in (*args, *kwargs.values())]
     if any(a is NotImplemented for a in operands):
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     local = func(*operands[: len(args)], **dict(zip(kwargs, operands[len(args) :], strict=True)))
     if not isinstance(local, Tensor):
         return local
@@ -211,36 +213,36 @@ def elementwise(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _local_operand(value: Any, x: ShardedTensor) -> Any:
-    """Return this rank's slice of an operand, or NotImplemented if the full tensors are needed."""
+    """Return this rank's slice of an operand, or NotImplemented if the function needs full tensors."""
     if not isinstance(value, Tensor):
         known = value is None or isinstance(value, Number | str | torch.dtype | torch.device | torch.memory_format)
         return value if known else NotImplemented
     if isinstance(value, ShardedTensor):
         return value.to_local() if type(value) is type(x) and x.is_aligned(value) else NotImplemented
-    if value.requires_grad and torch.is_grad_enabled() and not x.takes_gradients():
+    if value.requires_grad and torch.is_grad_enabled() and not x.sums_operand_gradients():
         return NotImplemented  # each rank would only add its own share of the gradient
     back = x.shard_dim - len(x.full_shape)
     if value.dim() < -back or value.shape[back] == 1:
         return value
-    return x.local_part(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
+    return x.slice_operand(value, back) if value.shape[back] == x.full_shape[back] else NotImplemented
 
 
 def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a view function of ``VIEW_RULES``."""
+    """Apply a torch view function to the local shard, by its rule in ``VIEW_RULES``."""
     x, *rest = args
     if not isinstance(x, ShardedTensor):
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     if func.__name__ in _DIMS_ONLY:
         rest, kwargs = [*rest, *kwargs.values()], {}
-    local = x.held()
+    local = x.stored_shard()
     place = VIEW_RULES[func.__name__](x.full_shape, x.shard_dim, tuple(rest), kwargs, local=local.shape[x.shard_dim])
     if place is None:
-        return gathered(func, args, kwargs)
+        return call_on_full_tensors(func, args, kwargs)
     dim, local_args = place
     try:
         result = func(local, *local_args, **kwargs)
     except (RuntimeError, IndexError):
-        return gathered(func, args, kwargs)  # raises the same error with the full sizes
+        return call_on_full_tensors(func, args, kwargs)  # raises the same error with the full sizes
     if isinstance(result, Tensor):
         return x.view_of(result, dim % result.dim(), lambda full: func(full, *rest, **kwargs))
 
@@ -252,53 +254,53 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply clone or contiguous to the shard."""
-    before = args[0].held()
+    """Apply ``clone`` or ``contiguous`` to the local shard."""
+    before = args[0].stored_shard()
     local = func(before, *args[1:], **kwargs)
     return args[0] if local is before else args[0].placed(local)
 
 
 def query_local(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply requires_grad_, retain_grad, is_contiguous and similar functions to the shard."""
-    result = func(args[0].held(), *args[1:], **kwargs)
+    """Call ``requires_grad_``, ``is_contiguous`` or a similar function on the local shard."""
+    result = func(args[0].stored_shard(), *args[1:], **kwargs)
     return args[0] if isinstance(result, Tensor) else result
 
 
 def reshape_last(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """View and reshape: the sharded dimension is last and stays last."""
-    sizes = _sizes(args)
+    """Return the arguments of view or reshape for a shard whose sharded dimension is last and stays last."""
+    sizes = _get_sizes(args)
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes):
         return None
     if sharded != len(shape) - 1:
-        return (sharded, (_with(shape, sharded, local),)) if sizes == tuple(shape) else None
+        return (sharded, (_replace_size(shape, sharded, local),)) if sizes == tuple(shape) else None
     is_last = sizes[-1] == shape[sharded] or (sizes[-1] == -1 and prod(sizes[:-1]) == prod(shape[:-1]))
     return (len(sizes) - 1, ((*sizes[:-1], local),)) if is_last else None
 
 
 def expand(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    sizes = _sizes(args)
+    sizes = _get_sizes(args)
     after = sharded + len(sizes) - len(shape)
     if kwargs or after < 0 or sizes[after] not in (-1, shape[sharded]):
         return None
-    return after, (_with(sizes, after, -1),)
+    return after, (_replace_size(sizes, after, -1),)
 
 
 def flatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    start = _dim(args, kwargs, 0, "start_dim", 0) % len(shape)
-    end = _dim(args, kwargs, 1, "end_dim", -1) % len(shape)
+    start = _get_dim_argument(args, kwargs, 0, "start_dim", 0) % len(shape)
+    end = _get_dim_argument(args, kwargs, 1, "end_dim", -1) % len(shape)
     if start <= sharded <= end and start != end:
         return None
     return sharded - (end - start if sharded > end else 0), args
 
 
 def unflatten(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    dim = _dim(args, kwargs, 0, "dim", 0) % len(shape)
+    dim = _get_dim_argument(args, kwargs, 0, "dim", 0) % len(shape)
     sizes = args[1] if len(args) > 1 else kwargs["sizes"]
     return None if dim == sharded else (sharded + (len(sizes) - 1 if dim < sharded else 0), args)
 
 
 def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Squeeze explicit dimensions, because a shard of length 1 must not be squeezed."""
+    """Return explicit dimensions to squeeze, because a sharded dimension of local length 1 must remain."""
     named = args[0] if args else kwargs.get("dim", range(len(shape)))
     dims = {dim % len(shape) for dim in ([named] if isinstance(named, int) else named)}
     gone = tuple(sorted(dim for dim in dims if shape[dim] == 1))
@@ -308,7 +310,7 @@ def squeeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def unsqueeze(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return sharded + (_dim(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
+    return sharded + (_get_dim_argument(args, kwargs, 0, "dim", 0) % (len(shape) + 1) <= sharded), args
 
 
 def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
@@ -317,14 +319,14 @@ def transpose(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *,
 
 
 def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    return ([dim % len(shape) for dim in _sizes(args)].index(sharded), args)
+    return ([dim % len(shape) for dim in _get_sizes(args)].index(sharded), args)
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Return the rule of a function along one dimension, which must not be the sharded one."""
+    """Build the rule of a torch function along one dimension, which must not be the sharded one."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-        dim = _dim(args, kwargs, position, "dim", default)
+        dim = _get_dim_argument(args, kwargs, position, "dim", default)
         if not isinstance(dim, int) or dim % len(shape) == sharded:
             return None
         return sharded - (drops_dim and dim % len(shape) < sharded), args
@@ -339,16 +341,16 @@ split = _rule_along_dim(1, 0)
 
 
 def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
-    """Index with integers, slices, None, ``...`` and tensors, on dimensions other than the sharded one."""
+    """Return the index for a shard, if the sharded dimension is not indexed."""
     keys: Args = args[0] if isinstance(args[0], tuple) else args
-    used = [_dims_used(key) for key in keys]
+    used = [_count_indexed_dims(key) for key in keys]
     if any(count is None for count in used):
         return None
     rest = len(shape) - sum(count or 0 for count in used)
     before = after = 0  # dims of the full tensor passed so far, and dims that they became
     where = -1
     for key in keys if any(key is Ellipsis for key in keys) else (*keys, Ellipsis):
-        taken = rest if key is Ellipsis else _dims_used(key) or 0
+        taken = rest if key is Ellipsis else _count_indexed_dims(key) or 0
         if before <= sharded < before + taken:
             if key is not Ellipsis and not (
                 isinstance(key, slice) and key.indices(shape[sharded]) == (0, shape[sharded], 1)
@@ -363,7 +365,7 @@ def getitem(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
     return where, args
 
 
-def _dims_used(key: Any) -> int | None:
+def _count_indexed_dims(key: Any) -> int | None:
     if key is None or isinstance(key, EllipsisType):
         return 0
     if isinstance(key, slice) or (isinstance(key, int) and not isinstance(key, bool)):
@@ -373,15 +375,15 @@ def _dims_used(key: Any) -> int | None:
     return None
 
 
-def _sizes(args: Args) -> tuple[Any, ...]:
+def _get_sizes(args: Args) -> tuple[Any, ...]:
     return tuple(args[0]) if len(args) == 1 and isinstance(args[0], tuple | list) else args
 
 
-def _dim(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
+def _get_dim_argument(args: Args, kwargs: Kwargs, position: int, name: str, default: int) -> Any:
     return args[position] if len(args) > position else kwargs.get(name, default)
 
 
-def _with(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
+def _replace_size(sizes: Sequence[int], dim: int, size: int) -> tuple[int, ...]:
     return tuple(size if d == dim else n for d, n in enumerate(sizes))
 
 
@@ -404,14 +406,14 @@ ELEMENTWISE = """
     """
 _SHARED: Mapping[Rule, str] = {
     metadata_of_wrapper: _METADATA,
-    _factory: """
+    _call_factory: """
         new_empty new_zeros new_ones new_full new_tensor empty_like zeros_like ones_like full_like rand_like randn_like
         """,
 }
 
 
 def functions_named(names: str) -> Iterator[Any]:
-    """Yield the tensor methods and attributes, and the functions of torch and torch.nn.functional, with these names."""
+    """Yield the functions with these names in torch.Tensor, torch and torch.nn.functional."""
     for name in names.split():
         for home in (Tensor, torch, F):
             function: Any = getattr(home, name, None)
@@ -422,7 +424,7 @@ def functions_named(names: str) -> Iterator[Any]:
 
 
 def rules_by_function(names: Mapping[Rule, str]) -> dict[Any, Rule]:
-    """Return torch function -> rule, from function names, including the rules of every sharded tensor."""
+    """Map torch functions to rules, from names per rule and the rules that all sharded tensors share."""
     return {function: rule for rule, text in {**_SHARED, **names}.items() for function in functions_named(text)}
 
 

@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collective_call import come
+from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, checksum
 from shardformer.consistency.rank_divergence import models_trained_by
 from shardformer.errors import ConfigError
@@ -130,7 +130,9 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
                 over.setdefault(gradient.axis.ranks, []).append(gradient)
     for gradients in over.values():
         sums = [_sum_of(gradient.param.grad) for gradient in gradients]
-        come(f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis)
+        wait_for_all_ranks(
+            f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis
+        )
         every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *values in zip(gradients, *every, strict=True):
             if len(set(values)) > 1:

@@ -79,17 +79,17 @@ class SequenceShardedTensor(ShardedTensor):
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:
         return SequenceShardedTensor(local, self.rows, self.shard_dim if dim is None else dim)
 
-    def local_part(self, full: Tensor, dim: int) -> Tensor:
+    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
         return slice_local_rows(full, self.rows, dim)
 
     def is_aligned(self, other: Any) -> bool:
         dims = [x.shard_dim - len(x.full_shape) for x in (self, other)]
         return dims[0] == dims[1] and self.rows.is_same_sharding(other.rows)
 
-    def takes_gradients(self) -> bool:
+    def sums_operand_gradients(self) -> bool:
         return is_inside_model()
 
-    def _held(self) -> str:
+    def _describe_shard(self) -> str:
         return f"{len(self.rows.local)} of {self.rows.full} rows on {self.rows.axis}"
 
 
@@ -156,7 +156,7 @@ def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or (trains and not is_inside_model())
         or x.shard_dim >= x.dim() - len(args[1] if func in _NORMS and len(args) > 1 else (1,))
     ):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)
 
 
@@ -166,20 +166,20 @@ def _reduce_features(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     if not isinstance(x, SequenceShardedTensor) or tree_any(
         lambda a: isinstance(a, SequenceShardedTensor), (args[1:], dict(kwargs))
     ):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     dims = args[1] if len(args) > 1 else kwargs.get("dim")
     name = getattr(func, "__name__", "")
     if dims is None:
         if name not in ("sum", "mean") or set(kwargs) - {"dtype"} or len(args) > 1:
-            return rules.gathered(func, args, kwargs)
+            return rules.call_on_full_tensors(func, args, kwargs)
         total: Tensor = all_reduce_sum(x.local.sum(**kwargs), x.rows.axis)
         return total / x.numel() if name == "mean" else total
     dims = [dims] if isinstance(dims, int) else dims
     if not isinstance(dims, tuple | list) or not all(isinstance(dim, int) for dim in dims):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     reduced = {dim % x.dim() for dim in dims}
     if x.shard_dim in reduced:
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     out = func(x.local, *args[1:], **kwargs)
     first = out if isinstance(out, Tensor) else out[0]
     shard_dim = x.shard_dim if first.dim() == x.dim() else x.shard_dim - sum(dim < x.shard_dim for dim in reduced)
@@ -190,7 +190,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply dropout with different random numbers on each rank; the shared random state stays equal on all ranks."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     random = LocalRandomState(x.rows.axis)
     random.enter(x.local)
     try:
@@ -203,11 +203,11 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply view, reshape or flatten if it keeps the sharded dim, or merges it with the dims before it."""
     x = args[0]
     if not isinstance(x, SequenceShardedTensor):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     try:
         shape = func(torch.empty(x.shape, device="meta"), *rules.to_full_tensors(args[1:]), **kwargs).shape
     except RuntimeError:
-        return rules.gathered(func, args, kwargs)  # raises torch's error with the full sizes
+        return rules.call_on_full_tensors(func, args, kwargs)  # raises torch's error with the full sizes
     old = [1, *accumulate(x.shape, lambda a, b: a * b)]
     new = [1, *accumulate(shape, lambda a, b: a * b)]
     end = x.shard_dim + 1
@@ -217,7 +217,7 @@ def _reshape(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
             rows = x.rows.repeat_samples(prod(x.shape[first : x.shard_dim]))
             sizes = [len(rows.local) if d == at else size for d, size in enumerate(shape)]
             return SequenceShardedTensor(x.local.reshape(sizes), rows, at)
-    return rules.gathered(func, args, kwargs)
+    return rules.call_on_full_tensors(func, args, kwargs)
 
 
 def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -225,7 +225,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x, key = args
     keys = key if isinstance(key, tuple) else (key,)
     if not isinstance(x, SequenceShardedTensor) or any(not _is_simple(k) for k in keys):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     used = sum(isinstance(k, slice | int) for k in keys)
     if not any(k is Ellipsis for k in keys):
         keys = (*keys, Ellipsis)
@@ -235,7 +235,7 @@ def _getitem(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         count = x.dim() - used if k is Ellipsis else int(k is not None)
         if at <= x.shard_dim < at + count:
             if isinstance(k, int):
-                return rules.gathered(func, args, kwargs)
+                return rules.call_on_full_tensors(func, args, kwargs)
             where = after + x.shard_dim - at
             if isinstance(k, slice) and k.indices(x.rows.full) != (0, x.rows.full, 1):
                 rows, kept = x.rows.slice_rows(k)
@@ -287,7 +287,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (x.shape[0], *x.shape[2:])
         or any(kwargs.get(name) is not None for name in ("size_average", "reduce"))
     ):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     dim = x.shard_dim - (x.shard_dim > 1)
     target = rules.to_full_tensors(target)
     reduction = kwargs.get("reduction", "mean")

@@ -1,4 +1,4 @@
-"""One rank of any layout, traced in one process on fake tensors.
+"""Trace the training step of one rank of any layout in a single process, on fake tensors.
 
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.
@@ -28,7 +28,7 @@ from torch import Tensor
 from shardformer.local_ranks.threads import DeferredWork
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
+from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups, Transport, Work
 from shardformer.torch_compat import (
     FakeCopyMode,
     FakeTensorMode,
@@ -50,7 +50,7 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """Return the context of the rank at ``coords`` (0 by default), whose collectives communicate nothing.
+    """Build the context of the rank at ``coords``, 0 by default, whose collectives communicate nothing.
 
     Args:
         backend: "nccl" selects the collectives that are used with NCCL, on any device.
@@ -62,20 +62,20 @@ def fake_context(
 
 
 class FakeWorld:
-    """World of a single rank that answers all its collectives itself."""
+    """World of one rank whose collectives return that rank's own values."""
 
     store = thread = None
 
     def __init__(self, rank: int, backend: str) -> None:
         self.rank, self.backend = rank, backend
 
-    def connect(self, lines: RankGroups) -> Transport:
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+    def connect(self, rank_groups: RankGroups) -> Transport:
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         return FakeTransport(self, len(line))
 
 
 class FakeTransport:
-    """Transport that communicates nothing, and returns this rank's own tensors and objects."""
+    """Transport that returns this rank's own tensors and objects without communication."""
 
     group = None
 
@@ -108,12 +108,12 @@ class FakeTransport:
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
         return [[1] * len(numbers)] * self._size  # constant, so that the traces of all ranks are equal
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
-        return Meeting([Word(call, not waits)] * self._size)
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+        return AnnouncedCalls([AnnouncedCall(call, not waits)] * self._size)
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Tracks the memory of tensors that are created on this thread, real or fake.
+    """Context manager that tracks the memory of tensors, real or fake, created on this thread.
 
     ``live`` is the number of bytes of all live storages, ``peak`` its maximum.
 
@@ -149,7 +149,7 @@ class MemoryTracker(TorchDispatchMode):
 
 @contextmanager
 def fake_tensors(*, padded: bool = False) -> Iterator[Callable[[Any], Any]]:
-    """Enter fake tensor mode, and return a function that copies a batch or model without its values.
+    """Enter fake tensor mode, and yield a function that converts a batch or model to fake tensors.
 
     Build models that read values in ``__init__`` (vit and swinv2) before, and copy them.
 
@@ -193,7 +193,7 @@ def _without_masks() -> Iterator[None]:
 
 
 def _patch_masks() -> Undo:
-    """Patch transformers to create no mask for a batch without values, in threads that trace."""
+    """Patch transformers to create no attention mask for fake tensors, in threads that trace a model."""
     from transformers import masking_utils
 
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices

@@ -1,4 +1,4 @@
-"""Ranks as threads of one process: run a sharded step on any mesh without starting processes.
+"""Run the ranks of a mesh as threads of one process, for tests without several processes.
 
 ``run_as_threads`` starts the threads.
 """
@@ -18,7 +18,7 @@ from torch import Tensor
 from shardformer.errors import WorkerError
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import RankGrid
-from shardformer.mesh.transport import Meeting, RankGroups, Transport, Word, Work
+from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups, Transport, Work
 from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
@@ -26,11 +26,11 @@ EXCHANGE = 0
 
 
 class PeerFailed(Exception):
-    """Raised on a rank that waits for a rank whose function has failed."""
+    """Error on a rank that waits for another rank whose function has raised."""
 
 
 class MessageKey(NamedTuple):
-    """Address of a message: its operation, its channel and number, and the rank that sends it."""
+    """Key of a message in the mailbox: the operation, the channel and number, and the sending rank."""
 
     what: str
     place: Hashable
@@ -45,7 +45,7 @@ class Lock(Protocol):
 
 
 class Mailbox:
-    """Shared storage through which ``size`` threads pass values to each other.
+    """Shared storage through which the threads of ``size`` ranks send values to each other.
 
     A wait ends with an error on all ranks if a rank has raised, if no rank can make progress, or after the timeout.
 
@@ -63,47 +63,49 @@ class Mailbox:
         self._failed_at: float | None = None
 
     def put(self, key: MessageKey, value: Any, readers: int) -> None:
-        """Store a value for ``readers`` ranks."""
+        """Store a value until ``readers`` ranks have read it."""
         with self._changed:
             self._values[key] = value, readers
             self._changed.notify_all()
 
-    def withdraw(self, key: MessageKey) -> None:
-        """Remove a value if it is still present."""
+    def remove(self, key: MessageKey) -> None:
+        """Remove the value of a key if it is present."""
         with self._changed:
             self._values.pop(key, None)
 
-    def seen(self, key: MessageKey) -> Any:
-        """Return a value without removing it, or None."""
+    def peek(self, key: MessageKey) -> Any:
+        """Return the value of a key without removing it, or None if it is missing."""
         with self._changed:
             return self._values.get(key, (None, 0))[0]
 
-    def end(self, rank: int, *, failed: bool) -> None:
-        """Note that the rank has returned or raised."""
+    def mark_ended(self, rank: int, *, failed: bool) -> None:
+        """Record that the function of a rank has returned or raised, and wake the waiting ranks."""
         with self._changed:
             self._ended.add(rank)
             if failed and self._failed_at is None:
                 self._failed_at = time.monotonic()
             self._changed.notify_all()
 
-    def is_given_up(self) -> bool:
-        """Return whether a rank raised so long ago that ranks still running are not in a collective."""
+    def has_failure_timed_out(self) -> bool:
+        """Return whether a rank raised longer than ``timeout_s`` ago, so that running ranks are not in a collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
-    def missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
-        """Wait for the values of ``keys``, and return the keys of those that do not arrive in time."""
-        with self._turn_released(), self._changed:
+    def wait_for_missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:
+        """Wait for the values of ``keys``, and return the keys whose values do not arrive in time."""
+        with self._release_turn(), self._changed:
             self._waiting[rank] = keys
             if len(self._waiting) + len(self._ended) == self._size:
                 self._changed.notify_all()
-            self._changed.wait_for(lambda: self._failed_at or not self._absent(keys) or self._is_stuck(), timeout_s)
+            self._changed.wait_for(
+                lambda: self._failed_at or not self._find_absent(keys) or self._is_stuck(), timeout_s
+            )
             if self._failed_at is not None:
                 raise PeerFailed("another rank has raised")
             del self._waiting[rank]
-            return self._absent(keys)
+            return self._find_absent(keys)
 
     @contextmanager
-    def _turn_released(self) -> Iterator[None]:
+    def _release_turn(self) -> Iterator[None]:
         if self.turn is not None:
             self.turn.release()
         try:
@@ -113,9 +115,9 @@ class Mailbox:
                 self.turn.acquire()
 
     def get(self, rank: int, keys: Sequence[MessageKey]) -> list[Any]:
-        """Wait for the values of ``keys`` and return them."""
-        if absent := self.missing(rank, keys, self.timeout_s):
-            raise self._error(rank, absent)
+        """Wait for the values of ``keys`` and return them, or raise a WorkerError if they do not arrive."""
+        if absent := self.wait_for_missing(rank, keys, self.timeout_s):
+            raise self._waiting_error(rank, absent)
         with self._changed:
             values = []
             for key in keys:
@@ -125,26 +127,26 @@ class Mailbox:
                 values.append(value)
             return values
 
-    def _absent(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
+    def _find_absent(self, keys: Sequence[MessageKey]) -> list[MessageKey]:
         return [key for key in keys if key not in self._values]
 
     def _is_stuck(self) -> bool:
         """Return whether every rank has ended or waits for a missing value."""
         has_all_ranks = len(self._waiting) + len(self._ended) == self._size
-        return has_all_ranks and all(map(self._absent, self._waiting.values()))
+        return has_all_ranks and all(map(self._find_absent, self._waiting.values()))
 
-    def _error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
+    def _waiting_error(self, rank: int, absent: Sequence[MessageKey]) -> WorkerError:
         with self._changed:
             states = [_describe_wait(rank, absent)]
             for other in range(self._size):
                 if other in self._ended:
                     states.append(f"rank {other} has ended")
                 elif other in self._waiting:
-                    states.append(_describe_wait(other, self._absent(self._waiting[other])))
+                    states.append(_describe_wait(other, self._find_absent(self._waiting[other])))
                 elif other != rank:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
-            "; ".join(states),
+            f"The ranks cannot complete a collective: {'; '.join(states)}",
             rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
             "receive",
             remedy="Compare the calls of these ranks",
@@ -157,7 +159,7 @@ def _describe_wait(rank: int, absent: Sequence[MessageKey]) -> str:
 
 
 class ThreadWorld:
-    """World whose ranks are threads of this process, created in the thread of each rank."""
+    """World whose ranks are threads of one process. Each rank's thread creates its own instance."""
 
     store = None
 
@@ -166,15 +168,15 @@ class ThreadWorld:
         self.thread = threading.current_thread()
         self._connected: Counter[tuple[int, ...]] = Counter()
 
-    def connect(self, lines: RankGroups) -> Transport:
-        """Return a transport for the group of this rank, or for this rank alone if it is in no group."""
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+    def connect(self, rank_groups: RankGroups) -> Transport:
+        """Create a transport for the group that contains this rank, or for this rank alone if there is none."""
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         self._connected[line] += 1
         return ThreadTransport(self, line, self._connected[line])
 
 
 class ThreadTransport:
-    """Transport between threads. Objects are passed by reference, unlike between processes."""
+    """Transport between ranks that are threads, which passes objects by reference."""
 
     group = None
 
@@ -191,15 +193,15 @@ class ThreadTransport:
         return False
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
-        parts = self._meet("all_reduce", _copy(x))
+        parts = self._gather_values("all_reduce", _copy(x))
         return DeferredWork(lambda: x.copy_(_sum(parts()) if op == "sum" else torch.stack(parts()).amax(0)))
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._meet("all_gather", _copy(x))
+        parts = self._gather_values("all_gather", _copy(x))
         return DeferredWork(lambda: out.copy_(torch.cat(parts())))
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        parts = self._meet("reduce_scatter", _copy(x))
+        parts = self._gather_values("reduce_scatter", _copy(x))
         rank, size = self._line.index(self._me), len(self._line)
         return DeferredWork(lambda: out.copy_(_sum(parts()).chunk(size)[rank]))
 
@@ -210,11 +212,11 @@ class ThreadTransport:
         return [self.receive(x, source, EXCHANGE) for source, x in arriving.items() if x.numel()]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        self.world.mailbox.put(self._message(self._me, self._line[to], tag), _copy(x), 1)
+        self.world.mailbox.put(self._next_message_key(self._me, self._line[to], tag), _copy(x), 1)
         return DeferredWork(None)
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work:
-        key = self._message(self._line[source], self._me, tag)
+        key = self._next_message_key(self._line[source], self._me, tag)
 
         def finish() -> None:
             (value,) = self.world.mailbox.get(self._me, [key])
@@ -225,44 +227,46 @@ class ThreadTransport:
 
     def broadcast(self, x: Tensor, source: int) -> None:
         is_source = self._line[source] == self._me
-        values = self._meet("broadcast", _copy(x) if is_source else None)()
+        values = self._gather_values("broadcast", _copy(x) if is_source else None)()
         with torch.no_grad():
             x.copy_(values[source])
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        return self._meet("broadcast_object", value)()[source]
+        return self._gather_values("broadcast_object", value)()[source]
 
     def gather_objects(self, value: Any) -> list[Any]:
-        return self._meet("gather_objects", value)()
+        return self._gather_values("gather_objects", value)()
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        return self._meet("gather_numbers", list(numbers))()
+        return self._gather_values("gather_numbers", list(numbers))()
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
         self._counts["calls"] += 1
-        keys = self._keys("calls", ("calls", self._counts["calls"]))
-        before = self._keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
+        keys = self._make_keys("calls", ("calls", self._counts["calls"]))
+        before = self._make_keys("calls", ("calls", self._counts["calls"] - 2))  # read by all ranks
         index = self._line.index(self._me)
         mailbox = self.world.mailbox
-        mailbox.withdraw(before[index])
-        mailbox.put(keys[index], Word(call, not waits), len(keys))
+        mailbox.remove(before[index])
+        mailbox.put(keys[index], AnnouncedCall(call, not waits), len(keys))
         if not waits:
-            return Meeting()
-        mailbox.missing(self._me, keys, mailbox.timeout_s)
-        words = [mailbox.seen(key) for key in keys]
-        return Meeting(words, {rank: "does not arrive" for rank, word in zip(self._line, words) if word is None})
+            return AnnouncedCalls()
+        mailbox.wait_for_missing(self._me, keys, mailbox.timeout_s)
+        announced = [mailbox.peek(key) for key in keys]
+        return AnnouncedCalls(
+            announced, {rank: "does not arrive" for rank, entry in zip(self._line, announced) if entry is None}
+        )
 
-    def _meet(self, what: str, value: Any) -> Callable[[], list[Any]]:
-        """Store ``value`` for all ranks, and return a function that waits for every rank's value."""
+    def _gather_values(self, what: str, value: Any) -> Callable[[], list[Any]]:
+        """Send ``value`` to all ranks, and return a function that waits for the values of all ranks."""
         self._counts["meeting"] += 1
-        keys = self._keys(what, self._counts["meeting"])
+        keys = self._make_keys(what, self._counts["meeting"])
         self.world.mailbox.put(keys[self._line.index(self._me)], value, len(keys))
         return lambda: self.world.mailbox.get(self._me, keys)
 
-    def _keys(self, what: str, place: Hashable) -> list[MessageKey]:
+    def _make_keys(self, what: str, place: Hashable) -> list[MessageKey]:
         return [MessageKey(what, (self._channel, place), rank) for rank in self._line]
 
-    def _message(self, author: int, reader: int, tag: int) -> MessageKey:
+    def _next_message_key(self, author: int, reader: int, tag: int) -> MessageKey:
         way = (author, reader, tag)
         self._counts[way] += 1
         what = "an exchange" if tag == EXCHANGE else "a message"
@@ -270,7 +274,7 @@ class ThreadTransport:
 
 
 class DeferredWork:
-    """Work that runs in ``wait``; complete from the start if ``finish`` is None."""
+    """Work handle that calls ``finish`` in ``wait``, or is already complete if ``finish`` is None."""
 
     def __init__(self, finish: Callable[[], object] | None) -> None:
         self._finish = finish
@@ -294,7 +298,7 @@ def _sum(parts: Sequence[Tensor]) -> Tensor:
 
 
 class Turn:
-    """Lock for threads that run one at a time, each with its own random states.
+    """Lock that lets one thread run at a time and gives each thread its own random states.
 
     All threads start from the random states at the creation of the lock.
     """
@@ -334,7 +338,7 @@ def run_as_threads(
     timeout_s: float = TIMEOUT_S,
     in_turn: bool = False,
 ) -> list[ThreadResult]:
-    """Call ``fn`` with the context of each rank of the mesh in its own thread, and return the results in rank order.
+    """Call ``fn`` for each rank of a mesh in its own thread, and return the results in rank order.
 
     The ranks compute the same results as processes would, on the CPU. They share torch's default generator, so the
     random numbers of a rank depend on the scheduling of threads.
@@ -362,13 +366,13 @@ def run_as_threads(
                 results[rank] = fn(ParallelContext.of(sizes, grid.coords(rank), world=ThreadWorld(mailbox, rank)))
         except BaseException as error:
             errors[rank] = error
-        mailbox.end(rank, failed=rank in errors)
+        mailbox.mark_ended(rank, failed=rank in errors)
 
     threads = [threading.Thread(target=run, args=(r,), name=f"rank-{r}", daemon=True) for r in grid.ranks]
     for thread in threads:
         thread.start()
     for thread in threads:
-        while thread.is_alive() and not mailbox.is_given_up():
+        while thread.is_alive() and not mailbox.has_failure_timed_out():
             thread.join(1.0)
     if errors:  # the original error takes precedence over its consequences on other ranks
         raise min(sorted(errors.items()), key=lambda numbered: _is_caused_by_peer(numbered[1]))[1]

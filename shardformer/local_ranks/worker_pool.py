@@ -1,4 +1,4 @@
-"""Pool of worker processes that form a gloo group and run functions, because ``import torch`` takes seconds."""
+"""Pool of worker processes with torch.distributed that is reused for many function calls."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ STACK_S = 2.0  # time for a process to write its stack
 
 
 class WorkerPool:
-    """Pool of ``num_workers`` processes with ``torch.distributed`` over gloo, in which you can call functions.
+    """Pool of ``num_workers`` processes that run functions with ``torch.distributed`` over gloo.
 
     Each call has the environment of torchrun (``RANK``, ``WORLD_SIZE``, ``LOCAL_RANK``, ``MASTER_ADDR``,
     ``MASTER_PORT``), seeds of 0, dtype float32 and gradients enabled. Process groups that a function creates are
@@ -70,7 +70,7 @@ class WorkerPool:
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
         self._workers: list[_Worker] = []
-        self._meeting: _GroupAddress | None = None
+        self._group_address: _GroupAddress | None = None
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -85,7 +85,7 @@ class WorkerPool:
 
     @contextmanager
     def with_timeout(self, timeout_s: float) -> Iterator[Self]:
-        """Use another ``timeout_s`` in the body."""
+        """Change the timeout of calls within the body of a ``with`` statement."""
         before, self.timeout_s = self.timeout_s, timeout_s
         try:
             yield self
@@ -98,7 +98,7 @@ class WorkerPool:
         return [worker.pid for worker in self._workers]
 
     def close(self) -> None:
-        """Stop the workers. The pool cannot be used again."""
+        """Stop the worker processes, after which the pool cannot be used again."""
         self._closed = True
         for worker in self._workers:
             worker.calls.close()  # an idle worker exits when its pipe is closed
@@ -118,51 +118,51 @@ class WorkerPool:
             raise LaunchError("run() was called on a closed WorkerPool", remedy="Create a new WorkerPool")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
-            if not all(worker.is_at_rest() for worker in self._workers):
+            if not all(worker.is_idle() for worker in self._workers):
                 self._kill()
             if not self._workers:
                 for rank in range(self.num_workers):
                     self._workers.append(_Worker(rank, self._threads, self._imports))
                 self._create_group()
-            replies = self._exchange(name, calls, self.timeout_s)
+            replies = self._call_workers(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
                 self._create_group()
         except BaseException:  # including Ctrl-C: the state of the workers is unknown
             self._kill()
             raise
-        _raise_shared(name, replies)
+        _raise_common_error(name, replies)
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_group(self) -> None:
-        before, self._meeting = self._meeting, _GroupAddress()
+        before, self._group_address = self._group_address, _GroupAddress()
         name = "the start of the group"
-        call = RemoteCall.of(worker_process.join_group, (self._meeting.store, self._imports), {})
+        call = RemoteCall.of(worker_process.join_group, (self._group_address.store, self._imports), {})
         try:
-            _raise_shared(name, self._exchange(name, [call] * self.num_workers, START_S))
+            _raise_common_error(name, self._call_workers(name, [call] * self.num_workers, START_S))
         finally:
             if before:
                 before.release()
 
-    def _exchange(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
-        """Send one call to each worker, and return the replies. Raises WorkerError unless all calls agree."""
-        assert self._meeting is not None
+    def _call_workers(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
+        """Send one call to each worker and return the replies. Raises WorkerError if some ranks fail."""
+        assert self._group_address is not None
         env = {
             "WORLD_SIZE": str(self.num_workers),
             "LOCAL_WORLD_SIZE": str(self.num_workers),
             "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(self._meeting.port),
+            "MASTER_PORT": str(self._group_address.port),
         }
         for worker, call in zip(self._workers, calls):
             own = {"RANK": str(worker.rank), "LOCAL_RANK": str(worker.rank)}
             worker.send(RemoteRequest(call, tuple(sys.path), {**env, **own}))
-        replies, dead = self._collect(timeout_s)
+        replies, dead = self._receive_replies(timeout_s)
         failures = {rank: reply.failure for rank, reply in replies.items() if reply.failure}
         kinds = {type(failure.error) for failure in failures.values()}
         is_same_error = len(failures) == self.num_workers and len(kinds) == 1 and kinds != {type(None)}
         if len(replies) == self.num_workers and (not failures or is_same_error):
             return [replies[rank] for rank in range(self.num_workers)]
-        outcomes = [worker.exit_report() for worker in self._workers if worker.rank in dead]
-        outcomes += [_raised_outcome(rank, failure) for rank, failure in failures.items()]
+        outcomes = [worker.describe_exit() for worker in self._workers if worker.rank in dead]
+        outcomes += [_outcome_of_failure(rank, failure) for rank, failure in failures.items()]
         what = "was still running or waiting, and was killed" if outcomes else f"had not answered after {timeout_s:g} s"
         silent = [worker for worker in self._workers if worker.rank not in replies and worker.rank not in dead]
         for worker in silent:
@@ -170,7 +170,7 @@ class WorkerPool:
         outcomes += [_RankOutcome(_OutcomeKind.SILENT, worker.rank, what, worker.stack(STACK_S)) for worker in silent]
         raise _worker_error(name, outcomes)
 
-    def _collect(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
+    def _receive_replies(self, timeout_s: float) -> tuple[dict[int, RemoteReply], set[int]]:
         replies: dict[int, RemoteReply] = {}
         dead: set[int] = set()
         deadline = time.monotonic() + timeout_s
@@ -196,13 +196,13 @@ class WorkerPool:
             worker.process.kill()
         for worker in self._workers:
             worker.release()
-        if self._meeting:
-            self._meeting.release()
-        self._workers, self._meeting = [], None
+        if self._group_address:
+            self._group_address.release()
+        self._workers, self._group_address = [], None
 
 
 class _Worker:
-    """The parent's side of one process: a pipe for calls, and a pipe for stack traces."""
+    """Handle of one worker process in the parent: a pipe for calls, and a pipe for stack traces."""
 
     def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
         context = _fork_server_context(imports)
@@ -211,7 +211,7 @@ class _Worker:
         self._stack, stack = context.Pipe(duplex=False)
         args = (rank, threads, dict(os.environ), calls, stack)
         self.process: BaseProcess = context.Process(
-            target=worker_process.serve, args=args, name=f"worker-{rank}", daemon=True
+            target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=True
         )
         self.process.start()
         calls.close()  # only the process keeps these ends, so the pipes end with it
@@ -222,8 +222,8 @@ class _Worker:
         assert self.process.pid is not None
         return self.process.pid
 
-    def is_at_rest(self) -> bool:
-        """Return whether the worker waits for a call.
+    def is_idle(self) -> bool:
+        """Return whether the worker process is alive and waits for a call.
 
         The pipe of a dead worker is readable before its exit code is known.
         """
@@ -242,18 +242,18 @@ class _Worker:
             return None
 
     def stack(self, wait_s: float) -> str:
-        """Return the main thread's stack below the call, innermost frame first, or "" if none arrives."""
+        """Read the stack trace of the worker's current call, innermost frame first, or "" if none arrives."""
         text = b""
         while connection.wait([self._stack], wait_s) and (part := os.read(self._stack.fileno(), 1 << 16)):
             text, wait_s = text + part, 0.1
         for thread in text.decode(errors="replace").split("\n\n"):
             frames = [line for line in thread.splitlines() if line.startswith("  File ")]
             ours = [i for i, frame in enumerate(frames) if f'"{worker_process.__file__}"' in frame]
-            if ours and frames[ours[-1]].endswith(" in serve"):
+            if ours and frames[ours[-1]].endswith(" in serve_calls"):
                 return "".join(f"{frame}\n" for frame in frames[: ours[0]])
         return ""
 
-    def exit_report(self) -> _RankOutcome:
+    def describe_exit(self) -> _RankOutcome:
         self.process.join(1.0)
         code = self.process.exitcode
         what = "closed its pipe" if code is None else f"ended with exit code {code}"
@@ -269,7 +269,7 @@ class _Worker:
 
 
 def _fork_server_context(imports: Sequence[str]) -> Any:
-    """Return a fork server context with torch and ``imports``, from which a worker starts in milliseconds.
+    """Create a fork server that has imported torch and ``imports``, so that workers start in milliseconds.
 
     The server also imports the transformers models that the parent has imported, if they are few.
     """
@@ -283,14 +283,14 @@ def _fork_server_context(imports: Sequence[str]) -> Any:
 
 
 def start_fork_server(imports: Sequence[str]) -> None:
-    """Start the fork server in the background, before the first pool needs it."""
+    """Start the fork server for worker processes in the background, before the first pool needs it."""
     if "forkserver" in get_all_start_methods():
         _fork_server_context(imports)
         forkserver.ensure_running()
 
 
 class _GroupAddress:
-    """File store of the pool's own group, and a free port for groups that a function initializes."""
+    """File store of a pool's process group, and a reserved port for groups that functions create."""
 
     def __init__(self) -> None:
         self._folder = TemporaryDirectory(prefix="shardformer-", ignore_cleanup_errors=True)  # a worker may still write
@@ -307,7 +307,7 @@ class _GroupAddress:
 
 
 class _OutcomeKind(IntEnum):
-    """How a call failed on a rank. Lower values explain higher ones: peers of a dead rank raise errors or hang."""
+    """Kind of failure of a call on one rank, ordered by cause: peers of a dead rank raise errors or hang."""
 
     DIED = 0
     RAISED = 1
@@ -316,21 +316,23 @@ class _OutcomeKind(IntEnum):
 
 @dataclass(frozen=True)
 class _RankOutcome:
+    """Failure of a call on one rank: its kind, a short description, and details such as a traceback."""
+
     kind: _OutcomeKind
     rank: int
     what: str
     details: str
 
 
-def _raise_shared(name: str, replies: Sequence[RemoteReply]) -> None:
+def _raise_common_error(name: str, replies: Sequence[RemoteReply]) -> None:
     failures = [reply.failure for reply in replies if reply.failure]
     if failures and failures[0].error:
         raise failures[0].error from _worker_error(
-            name, [_raised_outcome(*numbered) for numbered in enumerate(failures)]
+            name, [_outcome_of_failure(*numbered) for numbered in enumerate(failures)]
         )
 
 
-def _raised_outcome(rank: int, failure: RemoteFailure) -> _RankOutcome:
+def _outcome_of_failure(rank: int, failure: RemoteFailure) -> _RankOutcome:
     return _RankOutcome(_OutcomeKind.RAISED, rank, f"raised {failure.what}", failure.traceback)
 
 
@@ -352,7 +354,7 @@ _RULES = {
 
 
 def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
-    """Build an error that starts with the ranks that explain the failure and reports all failed ranks."""
+    """Build an error that reports all failed ranks and starts with those that caused the failure."""
     reports: dict[tuple[_OutcomeKind, str, str], list[int]] = {}
     headline: dict[str, list[int]] = {}
     first = min(outcome.kind for outcome in outcomes)
@@ -360,12 +362,12 @@ def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
         reports.setdefault((outcome.kind, outcome.what, outcome.details), []).append(outcome.rank)
         if outcome.kind == first:
             headline.setdefault(outcome.what, []).append(outcome.rank)
-    what = "; ".join(f"{_ranks(ranks)} {what}" for what, ranks in headline.items())
+    what = "; ".join(f"{_format_ranks(ranks)} {what}" for what, ranks in headline.items())
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
-        remedy += f"\n\n{_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
-    return WorkerError(f"{what} in {name}", rule=rule, remedy=f"{remedy}\n")
+        remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
+    return WorkerError(f"The call of {name} failed: {what}", rule=rule, remedy=f"{remedy}\n")
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def _format_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks[:-1]))} and {ranks[-1]}"

@@ -1,4 +1,4 @@
-"""Worker process of :mod:`shardformer.local_ranks.worker_pool`, and its messages.
+"""Worker process of a WorkerPool, and the messages that it exchanges with the parent.
 
 All messages are pickled by value, so that no memory is shared.
 """
@@ -32,7 +32,7 @@ from shardformer.random_state import seed_random
 
 @dataclass(frozen=True)
 class RemoteCall:
-    """A pickled function with its arguments, and the files of the modules that the pickle refers to."""
+    """Pickled function call, with the source files of the modules to which the pickle refers."""
 
     payload: bytes
     sources: Mapping[str, str]
@@ -59,7 +59,7 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """A call, with the parent's import path and the environment of the rank."""
+    """Request to a worker: a call, the parent's import path, and the environment variables of the rank."""
 
     call: RemoteCall
     path: tuple[str, ...]
@@ -68,7 +68,7 @@ class RemoteRequest:
 
 @dataclass(frozen=True)
 class RemoteFailure:
-    """Error of a call, with the exception itself if it can be pickled."""
+    """Error that a call raised in a worker, with the exception itself if it can be pickled."""
 
     what: str
     traceback: str
@@ -77,7 +77,7 @@ class RemoteFailure:
 
 @dataclass(frozen=True)
 class RemoteReply:
-    """Pickled result or failure. ``regroup`` states that the process groups must be created anew."""
+    """Reply of a worker: a pickled result or a failure. ``regroup``: whether process groups must be recreated."""
 
     result: bytes
     failure: RemoteFailure | None
@@ -85,7 +85,7 @@ class RemoteReply:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickler that collects the source files of functions and classes, and shrinks views to their own storage."""
+    """Pickler that collects the source files of pickled functions and classes, and copies tensor views."""
 
     def __init__(self, buffer: io.BytesIO) -> None:
         super().__init__(buffer, protocol=pickle.HIGHEST_PROTOCOL)
@@ -103,14 +103,14 @@ class _Pickler(pickle.Pickler):
         return NotImplemented
 
 
-def serve(
+def serve_calls(
     rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
 ) -> None:
-    """Answer calls from the pipe until the parent closes it or exits. ``env`` is the parent's environment."""
+    """Run the calls that arrive on the pipe until the parent closes it. ``env`` is the parent's environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
-    threading.Thread(target=_end_with_parent, name="end-with-parent", daemon=True).start()
+    threading.Thread(target=_exit_with_parent, name="end-with-parent", daemon=True).start()
     os.environ.clear()
     os.environ.update(env)  # the fork server has the environment at its own start
     if sys.platform == "linux":
@@ -122,32 +122,32 @@ def serve(
         except EOFError:
             destroy_process_group()
             return
-        _reset({**home, **request.env}, request.path, threads)
-        calls.send_bytes(pickle.dumps(_answer(request.call)))
+        _reset_process({**home, **request.env}, request.path, threads)
+        calls.send_bytes(pickle.dumps(_run_call(request.call)))
         del request
 
 
 def join_group(store: str, imports: Sequence[str]) -> None:
-    """Leave all process groups, import modules, and join a new default group through the file ``store``."""
+    """Recreate torch's default process group through the file ``store``, after importing modules."""
     gc.collect()  # frees references to groups of the last call
     destroy_process_group()
     for name in imports:
         importlib.import_module(name)
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     # A TCPStore resolves the name of each peer, which takes seconds without a network.
-    meeting = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
-    dist.init_process_group("gloo", store=meeting, rank=rank, world_size=world_size)
+    file_store = dist.FileStore(store, world_size)  # type: ignore[attr-defined]  # there, but not re-exported
+    dist.init_process_group("gloo", store=file_store, rank=rank, world_size=world_size)
     gc.freeze()  # excludes imported modules from later garbage collections
 
 
-def _end_with_parent() -> None:
+def _exit_with_parent() -> None:
     parent = parent_process()
     assert parent is not None
     connection.wait([parent.sentinel])
     os._exit(1)
 
 
-def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
+def _reset_process(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     if dict(os.environ) != env:
         os.environ.clear()
         os.environ.update(env)
@@ -158,12 +158,12 @@ def _reset(env: Mapping[str, str], path: Sequence[str], threads: int) -> None:
     seed_random(0)
 
 
-def _answer(call: RemoteCall) -> RemoteReply:
+def _run_call(call: RemoteCall) -> RemoteReply:
     world = dist.group.WORLD
     try:
         for name, file in call.sources.items():
             if name not in sys.modules:
-                _import(name, file)
+                _import_module(name, file)
         fn, args, kwargs = pickle.loads(call.payload)
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
@@ -172,7 +172,7 @@ def _answer(call: RemoteCall) -> RemoteReply:
     except BaseException as error:  # includes SystemExit and pytest's skip
         below = error.__traceback__.tb_next if error.__traceback__ else None
         text = "".join(traceback.format_exception(type(error), error, below))
-        own = error if isinstance(error, ShardFormerError) and _survives(error) else None
+        own = error if isinstance(error, ShardFormerError) and _is_picklable(error) else None
         message = str(error).strip().split("\n", 1)[0]
         return RemoteReply(
             b"",
@@ -181,8 +181,8 @@ def _answer(call: RemoteCall) -> RemoteReply:
         )
 
 
-def _import(name: str, file: str) -> None:
-    """Import a module by name if that finds the parent's file, otherwise from the file.
+def _import_module(name: str, file: str) -> None:
+    """Import a module by its name if that finds the same file as in the parent, otherwise from the file.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """
@@ -214,7 +214,7 @@ def _create_namespace_packages(name: str, file: str) -> None:
         folder = os.path.dirname(folder)
 
 
-def _survives(error: ShardFormerError) -> bool:
+def _is_picklable(error: ShardFormerError) -> bool:
     try:
         return type(pickle.loads(pickle.dumps(error))) is type(error)
     except Exception:

@@ -1,3 +1,3 @@
-"""Process mesh: rank grid, axes, parallel contexts, transports and initialization."""
+"""Process mesh: arrangement of ranks along axes, process groups, and initialization."""
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 
     Raises LaunchError if neither environment is present.
     """
-    _environment_from_slurm()
+    _set_environment_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
         raise LaunchError(
@@ -81,7 +81,7 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
     """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     advice = STARTED if _launchers_share_store() else SAME_ADDRESS
-    rendezvous = Rendezvous(host, port, rank, size, "rank", _restart_count(), advice)
+    rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
     try:
         with rendezvous.report_missing():
             yield
@@ -99,12 +99,12 @@ def _launchers_share_store() -> bool:
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
-def _restart_count() -> str:
+def _get_restart_count() -> str:
     return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
 
 
 def _select_network_interface() -> None:
-    """Select the interface that reaches the first host, on several hosts and unless the user has set it.
+    """Select the network interface for gloo that reaches the first host, if the job runs on several hosts.
 
     gloo uses the interface that the host's own name resolves to and announces its address to the peers. If /etc/hosts
     maps the name to 127.0.0.1, no peer can connect.
@@ -120,7 +120,7 @@ def _select_network_interface() -> None:
 
 
 def interface_for_host(host: str) -> str | None:
-    """Return the network interface through which ``host`` is reached, or None if unknown."""
+    """Return the name of the network interface that reaches ``host``, or None if it is unknown."""
     try:
         import fcntl  # not on every system
 
@@ -139,12 +139,12 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Return a store for restarted processes that is separate from earlier attempts.
+    """Connect restarted processes to a key-value store that is separate from those of earlier attempts.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
     """
-    attempt = _restart_count()
+    attempt = _get_restart_count()
     if attempt == "0" or not _launchers_share_store():
         return None
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -153,7 +153,7 @@ def _store_of_attempt(timeout: timedelta) -> Any:
 
 
 def destroy_process_group() -> None:
-    """Destroy all groups, and wait for gloo's threads.
+    """Destroy all process groups, and wait until gloo's threads have ended their work.
 
     After a collective, these threads free its tensors and need the interpreter lock. A thread that requests the lock
     while the interpreter ends is unwound out of C++, and the process aborts with "terminate called without an active
@@ -170,7 +170,7 @@ def destroy_process_group() -> None:
 
 
 def _record_exit_error() -> None:
-    """Store the error that ends this process for the ranks that wait for it.
+    """Write the error that ends this process to the launcher's store, for the ranks that wait for it.
 
     An error about a lost peer is skipped, because that peer may be the one with the store.
     """
@@ -191,7 +191,7 @@ def _another_thread_runs() -> bool:
     return False
 
 
-def _environment_from_slurm() -> None:
+def _set_environment_from_slurm() -> None:
     env = os.environ
     if "RANK" in env or "SLURM_PROCID" not in env:
         return
@@ -205,7 +205,7 @@ def _environment_from_slurm() -> None:
 
 
 def first_slurm_host(nodelist: str) -> str:
-    """``node[03-05,9],gpu1`` -> ``node03``."""
+    """Return the first host of a SLURM node list, such as ``node03`` for ``node[03-05,9],gpu1``."""
     head, bracket, rest = nodelist.partition("[")
     if not bracket or "," in head:
         return nodelist.split(",")[0]
@@ -227,9 +227,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Join the processes that a launcher started. Without sizes, all of them are tensor parallel ranks.
+    """Connect the processes that a launcher started, and arrange them as a mesh of parallel axes.
 
-    Works under ``shardformer run``, torchrun and SLURM (srun).
+    Without sizes, all processes are tensor parallel ranks. Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
@@ -251,10 +251,10 @@ def launch_from_torch(
 
     def read_sizes() -> dict[str, Any]:
         settings = _read_config(config)
-        for name, size in _parallel_sizes(settings).items():
+        for name, size in _read_parallel_sizes(settings).items():
             if sizes.get(name) is None:
                 sizes[name] = size
-        _seed(settings.get("seed") if seed is None else seed)
+        _set_seed(settings.get("seed") if seed is None else seed)
         return {name: num_ranks(n, name) if isinstance(n, tuple | list) else n for name, n in sizes.items()}
 
     context = ParallelContext.from_world(read_sizes)
@@ -292,7 +292,7 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
             )
 
 
-def _seed(seed: Any) -> None:
+def _set_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
@@ -310,14 +310,14 @@ def launch(
     local_rank: int | None = None,
     **kwargs: Any,
 ) -> ParallelContext:
-    """Run ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
+    """Call ``launch_from_torch`` with an explicit rank, number of processes and address of rank 0."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(world_size), MASTER_ADDR=host, MASTER_PORT=str(port))
     os.environ["LOCAL_RANK"] = str(rank if local_rank is None else local_rank)
     return launch_from_torch(config, **kwargs)
 
 
 def launch_from_slurm(config: Mapping[str, Any] | str | None = None, **kwargs: Any) -> ParallelContext:
-    """Run ``launch_from_torch``, which also reads SLURM's environment."""
+    """Call ``launch_from_torch``, which also reads the environment variables of SLURM."""
     return launch_from_torch(config, **kwargs)
 
 
@@ -339,7 +339,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
 
-def _parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
+def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
     sizes: dict[str, Any] = {}
     for name, value in settings.items():  # a config file may have names of the user, but not misspelled ones
         if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":

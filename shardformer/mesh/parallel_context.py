@@ -1,4 +1,4 @@
-"""ParallelContext: the process mesh, with an axis for each kind of parallelism, as one process sees it."""
+"""Process mesh with an axis for each kind of parallelism, as one process sees it."""
 
 from __future__ import annotations
 
@@ -20,8 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh
 from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
-from shardformer.mesh.rank_presence import DeadlockMonitor, message_key, presence, uncounted_key
-from shardformer.mesh.transport import NO_TRANSPORT, CollectiveLog, Meeting, RankGroups, Transport, Word, Work, World
+from shardformer.mesh.rank_presence import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
+from shardformer.mesh.transport import (
+    NO_TRANSPORT,
+    AnnouncedCall,
+    AnnouncedCalls,
+    CollectiveLog,
+    RankGroups,
+    Transport,
+    Work,
+    World,
+)
 from shardformer.public_names import renamed_arguments
 from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
 
@@ -35,36 +44,36 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """The launched processes of a mesh, by global rank."""
+    """World of launched processes, identified by their global ranks."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
 
     @property
     def store(self) -> Any:
-        """The launcher's store, or None if there is one process."""
+        """The launcher's key-value store, or None if there is one process."""
         return launcher_store()
 
-    def connect(self, lines: RankGroups) -> Transport:
-        """Create one process group per rank group, or none if all rank groups have size 1."""
-        if max(len(line) for line in lines) == 1:
+    def connect(self, rank_groups: RankGroups) -> Transport:
+        """Create a process group for each tuple of ranks, or none if each tuple has one rank."""
+        if max(len(line) for line in rank_groups) == 1:
             return NO_TRANSPORT
-        ranks = next((list(line) for line in lines if dist.get_rank() in line), [])
+        ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
-            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in lines])
+            group, _ = dist.new_subgroups_by_enumeration([list(line) for line in rank_groups])
         else:  # processes outside of the grid do not make this call
             group = dist.new_group(ranks, use_local_synchronization=True) if ranks else None
         return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
 
 def launcher_store() -> Any:
-    """Return the store of torch's default group, or None if there is no other process."""
+    """Return the key-value store of torch's default process group, or None if there is no other process."""
     launched = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
     return get_default_store() if launched else None
 
 
 class ProcessGroupTransport:
-    """Transport over one process group.
+    """Transport that communicates over one process group of torch.distributed.
 
     Attributes:
         peers: ranks of the group, for errors about a lost peer.
@@ -82,10 +91,10 @@ class ProcessGroupTransport:
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # lets the other processes ask what this process waits for
-        presence(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
+        get_deadlock_monitor(get_default_store(), dist.get_rank()).carriers.append(weakref.ref(self))
 
-    def begun(self) -> dict[str, int]:
-        """Return the numbers of messages that this process sent and received over the group: see ``Report``."""
+    def count_messages(self) -> dict[str, int]:
+        """Count the messages that this process sent and received over the group, by the keys of ``Report.begun``."""
         name = name_of_group(self.group)
         sent = {message_key(name, rank): count for rank, count in zip(self._ranks, self._sent, strict=True) if count}
         if self._sends_uncounted:
@@ -98,7 +107,7 @@ class ProcessGroupTransport:
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
-        """Return whether a tensor is copied through host memory: a GPU tensor over gloo.
+        """Return whether a tensor is copied to host memory to be sent, which gloo requires for GPU tensors.
 
         gloo accepts CUDA tensors in some collectives only, and not in sends and receives. Staging all of them allows
         two ranks to train on one GPU, which NCCL refuses.
@@ -106,14 +115,14 @@ class ProcessGroupTransport:
         return x.device.type != "cpu" and self._backends.get(x.device.type) == "gloo"
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Return True for gloo.
+        """Return whether gloo sends ``x``, so that a direct exchange is faster than a gather or scatter.
 
         gloo's reduce-scatter sends as many bytes as an all-reduce, and its small messages take two rounds.
         """
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return True for NCCL, which runs the messages between two ranks on one stream; gloo uses tags."""
+        """Return whether NCCL, which runs the messages between two ranks on one stream, sends from ``device``."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -121,24 +130,24 @@ class ProcessGroupTransport:
             host = _copy_to_host(x)
             return StagedWork([self.all_reduce(host, op)], [(x, host)])
         reduce_op = {"sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX}[op]
-        return self._started(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
+        return self._monitor_work(dist.all_reduce(x, op=reduce_op, group=self.group, async_op=True), "an all-reduce")
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
         gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-        return self._start_into(out, x, gather, "an all-gather")
+        return self._start_collective(out, x, gather, "an all-gather")
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
         scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-        return self._start_into(out, x, scatter, "a reduce-scatter")
+        return self._start_collective(out, x, scatter, "a reduce-scatter")
 
-    def _start_into(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
+    def _start_collective(self, out: Tensor, x: Tensor, collective: Callable[..., Any], what: str) -> Work:
         if self._is_staged(x):
             host = _host_buffer(out)
-            return StagedWork([self._start_into(host, _copy_to_host(x), collective, what)], [(out, host)])
-        return self._started(collective(out, x, group=self.group, async_op=True), what)
+            return StagedWork([self._start_collective(host, _copy_to_host(x), collective, what)], [(out, host)])
+        return self._monitor_work(collective(out, x, group=self.group, async_op=True), what)
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Exchange tensors with other ranks. Two ranks use one all-to-all.
+        """Send tensors to other ranks and receive tensors from them. Two ranks use one all-to-all.
 
         gloo does an all-to-all with less work than a send and a receive (measured: half the time during computation).
         """
@@ -148,11 +157,11 @@ class ProcessGroupTransport:
             works = self.exchange({rank: sent[id(x)] for rank, x in outgoing.items()}, into)
             return [StagedWork(works, [(arriving[rank], host) for rank, host in into.items()])]
         if len(self._ranks) == 2:
-            return self._swap(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
+            return self._exchange_with_peer(outgoing.get(1 - self._rank), arriving.get(1 - self._rank))
         works = [self.receive(x, r, 0) for r, x in arriving.items() if x.numel()]
         return works + [self.send(x, r, 0) for r, x in outgoing.items() if x.numel()]
 
-    def _swap(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
+    def _exchange_with_peer(self, out: Tensor | None, into: Tensor | None) -> Sequence[Work]:
         like = out if out is not None else into
         if like is None:
             return []
@@ -164,7 +173,7 @@ class ProcessGroupTransport:
         if self._rank == 0:
             in_sizes, out_sizes = in_sizes[::-1], out_sizes[::-1]
         work = dist.all_to_all_single(received, sent, in_sizes, out_sizes, group=self.group, async_op=True)
-        return [self._started(work, "an exchange", 1 - self._rank)]
+        return [self._monitor_work(work, "an exchange", 1 - self._rank)]
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
         if self._is_staged(x):
@@ -211,49 +220,49 @@ class ProcessGroupTransport:
             others = [rank for rank in range(len(rows)) if rank != self._rank]
             works = self.exchange(dict.fromkeys(others, local), {rank: rows[rank] for rank in others})
         else:
-            works = [self._started(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
+            works = [self._monitor_work(dist.all_gather(rows, local, group=self.group, async_op=True), "an all-gather")]
         for work in works:
             work.wait()
         gathered: list[list[int]] = torch.cat(rows).tolist()
         return gathered
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
-        """Store the number and name of this rank's latest call in the launcher's store."""
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+        """Write the number and name of this rank's next collective call to the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
-        reporter = presence(store, rank)
+        reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"
         number = store.add(f"{name}/{rank}/count", 1)
         store.set(f"{name}/{rank}", json.dumps([number, call, not waits]))
-        return self._wait_for_peers(store, name, number, reporter) if waits else Meeting()
+        return self._wait_for_peers(store, name, number, reporter) if waits else AnnouncedCalls()
 
-    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> Meeting:
-        """Wait until all ranks have arrived or cannot arrive any more, and note a failure for late ranks."""
+    def _wait_for_peers(self, store: Any, name: str, number: int, reporter: DeadlockMonitor) -> AnnouncedCalls:
+        """Wait until all ranks have announced the call or cannot reach it, and record a failure for late ranks."""
         begin, pause_s = time.monotonic(), FIRST_PAUSE_S
         first_request, ask_at = 0, begin + ASK_AFTER_S
         differs_since: float | None = None
         while True:
-            words = self._peer_calls(store, name, number)
-            if None not in words:
-                return Meeting(words)
+            announced = self._peer_calls(store, name, number)
+            if None not in announced:
+                return AnnouncedCalls(announced)
             now = time.monotonic()
-            absent = [rank for rank, word in zip(self._ranks, words, strict=True) if word is None]
+            absent = [rank for rank, entry in zip(self._ranks, announced, strict=True) if entry is None]
             if store.check([f"{name}/failed/{number}"]):
-                return Meeting(words, dict.fromkeys(absent, "gave up"))
-            if differs_since is None and len({word.call for word in words if word is not None}) > 1:
+                return AnnouncedCalls(announced, dict.fromkeys(absent, "gave up"))
+            if differs_since is None and len({entry.call for entry in announced if entry is not None}) > 1:
                 differs_since = now
             if now > ask_at:
-                request, ask_at = reporter.ask(), now + ASK_EVERY_S
+                request, ask_at = reporter.request_reports(), now + ASK_EVERY_S
                 first_request = first_request or request
-            missing = reporter.waiting(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
+            missing = reporter.find_blocked_ranks(absent, first_request) if ask_at > begin + ASK_AFTER_S else {}
             is_late = now - begin > store.timeout.total_seconds()
             if is_late or len(missing) == len(absent) or (differs_since is not None and now - differs_since > REST_S):
                 store.set(f"{name}/failed/{number}", "")
-                return Meeting(words, missing)
+                return AnnouncedCalls(announced, missing)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
-    def _peer_calls(self, store: Any, name: str, number: int) -> list[Word | None]:
-        """Return the call that each rank made as its call number ``number``.
+    def _peer_calls(self, store: Any, name: str, number: int) -> list[AnnouncedCall | None]:
+        """Return the collective call that each rank announced as its call number ``number``.
 
         A rank with a higher number has made this call too, unless the call failed.
         """
@@ -262,15 +271,15 @@ class ProcessGroupTransport:
             found = store.multi_get(keys)
         else:
             found = [store.get(key) if store.check([key]) else b"[0, null, null]" for key in keys]
-        own = Word(*json.loads(found[self._rank])[1:])
-        words: list[Word | None] = []
+        own = AnnouncedCall(*json.loads(found[self._rank])[1:])
+        announced: list[AnnouncedCall | None] = []
         for value in found:
             count, call, is_step = json.loads(value)
             is_past = count > number and not store.check([f"{name}/failed/{number}"])
-            words.append(own if is_past else Word(call, is_step) if count == number else None)
-        return words
+            announced.append(own if is_past else AnnouncedCall(call, is_step) if count == number else None)
+        return announced
 
-    def _started(self, work: Any, what: str, peer: int | None = None) -> Work:
+    def _monitor_work(self, work: Any, what: str, peer: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
             joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")
@@ -278,7 +287,7 @@ class ProcessGroupTransport:
 
 
 class StagedWork:
-    """Transfers of host copies of device tensors; ``wait`` copies the received values to the device.
+    """Transfer through host memory, whose ``wait`` copies received values to the device.
 
     Args:
         works: transfers of the host copies.
@@ -326,12 +335,12 @@ class Axis:
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """torch's process group, or None if the axis has size 1 or its ranks are threads."""
+        """The axis's process group of torch, or None if the axis has size 1 or its ranks are threads."""
         return self.transport.group
 
     @classmethod
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
-        """Return an axis over a process group. None means all launched processes, or this process alone.
+        """Build an axis from a process group, or from all launched processes if ``group`` is None.
 
         Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a process group.
         """
@@ -397,7 +406,7 @@ class ParallelContext:
     _by_rank_group: dict[RankGroups, Axis] = field(default_factory=dict)
 
     def axis(self, name: str) -> Axis:
-        """Return the axis data, pipe, sequence, tensor, or one of a view. Raises ConfigError for another name."""
+        """Return the mesh axis with this name. Raises ConfigError if there is none."""
         self.grid.check(name)
         return self.axes[name]
 
@@ -419,7 +428,7 @@ class ParallelContext:
 
     @property
     def same_batch_axis(self) -> Axis:
-        """Axis of the ranks that receive the same batch on one stage: sequence times tensor.
+        """Axis of the ranks of one stage that train on the same batch: sequence times tensor.
 
         All processes must access it for the first time together, because it may create a process group.
         """
@@ -427,28 +436,28 @@ class ParallelContext:
 
     @property
     def base_axes(self) -> list[Axis]:
-        """Axes of the mesh without those of views. Their product is the number of ranks."""
+        """The data, pipe, sequence and tensor axes of the mesh, whose sizes multiply to the number of ranks."""
         return [self.axes[name] for name in self.grid.sizes]
 
     @property
     def is_here(self) -> bool:
-        """Whether the calling thread runs this rank. True for any thread if the rank is a process."""
+        """Whether the calling thread runs this rank. Always true if the rank is a process."""
         thread = None if self.world is None else self.world.thread
         return thread is None or thread is threading.current_thread()
 
     def expand_views(self, names: Iterable[str]) -> set[str]:
-        """Replace each axis that a view reshapes by the axes of the view."""
+        """Replace each axis name that a view reshapes with the names of the view's axes."""
         views = {view.of[0]: tuple(view.sizes) for view in self.grid.views if len(view.of) == 1}
         return {finer for name in names for finer in views.get(name, (name,))}
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Axis name -> size."""
+        """Size of each mesh axis, by axis name."""
         return {name: axis.size for name, axis in self.axes.items()}
 
     @property
     def coords(self) -> dict[str, int]:
-        """Axis name -> rank of this process."""
+        """Rank of this process on each mesh axis, by axis name."""
         return {name: axis.rank for name, axis in self.axes.items()}
 
     @classmethod
@@ -460,7 +469,7 @@ class ParallelContext:
         world: World | None = None,
         device: torch.device | None = None,
     ) -> ParallelContext:
-        """Return a context for sizes and coordinates (0 by default), without processes.
+        """Build the context of one rank from axis sizes and coordinates, 0 by default, without processes.
 
         Without a ``world``, collectives raise LaunchError. The default device is the CPU.
 
@@ -472,7 +481,7 @@ class ParallelContext:
 
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
-        """Return a context whose tensor axis is ``group`` (None: all processes) and whose other axes have size 1."""
+        """Build a context whose tensor axis is ``group``, or all processes if None. All other axes have size 1."""
         tensor = Axis.of(group)
         grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
@@ -485,7 +494,7 @@ class ParallelContext:
     def from_world(
         cls, sizes: AxisSizes | Callable[[], AxisSizes], device: torch.device | None = None
     ) -> ParallelContext:
-        """Build the mesh over all processes of the initialized default group.
+        """Build the mesh over all processes of torch's default process group.
 
         ``sizes`` has the sizes of some axes, or is a function that returns them. Without any size, all processes form
         the tensor axis. Otherwise, the missing size of data or tensor is inferred, data first.
@@ -510,9 +519,9 @@ class ParallelContext:
         return context._with_axes(AXES)
 
     def flatten(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> Axis:
-        """Return one axis over the product of the named axes, in mesh order. Axes of size 1 are dropped.
+        """Merge the named mesh axes, except those of size 1, into one axis over the product of their ranks.
 
-        All processes must call it, in the same order, because it may create process groups.
+        The ranks are in mesh order. All processes must call it in the same order, because it may create process groups.
 
         Args:
             only: axis -> coordinates that take part. On other processes, the axis has size 1.
@@ -523,38 +532,38 @@ class ParallelContext:
         wide = [name for name in names if self.axis(name).size > 1]
         if only is None and len(wide) <= 1:
             return self.axes[wide[0] if wide else names[0]]
-        lines = self.grid.rank_groups(*wide, only=only)
-        return self._by_rank_group.get(lines) or self._new_axis("_".join(wide), lines)
+        rank_groups = self.grid.rank_groups(*wide, only=only)
+        return self._by_rank_group.get(rank_groups) or self._new_axis("_".join(wide), rank_groups)
 
     def reshape_axis(self, of: str | Sequence[str], **sizes: int) -> ParallelContext:
-        """Return the same mesh with additional named axes that reshape the axis ``of``, or a product of axes.
+        """Add named axes to the mesh that reshape the axis ``of``, or a product of axes.
 
         ``context.reshape_axis("tensor", row=2, column=2).axis("row")`` contains this process and the one two tensor
         ranks away. All processes must call it, in the same order, because it creates process groups. Raises ConfigError
         if the product of the sizes is wrong.
         """
-        grid = self.grid.view([of] if isinstance(of, str) else of, sizes)
+        grid = self.grid.add_view([of] if isinstance(of, str) else of, sizes)
         return replace(self, grid=grid)._with_axes(sizes)
 
     def _with_axes(self, names: Sequence[str] | Mapping[str, int]) -> ParallelContext:
         axes = dict(self.axes)
         for name in names:
-            lines = self.grid.rank_groups(name)
-            axis = self._by_rank_group.get(lines) or self._new_axis(name, lines)
+            rank_groups = self.grid.rank_groups(name)
+            axis = self._by_rank_group.get(rank_groups) or self._new_axis(name, rank_groups)
             axes[name] = axis if axis.name == name else replace(axis, name=name)
         return replace(self, axes=axes)
 
-    def _new_axis(self, name: str, lines: RankGroups, transport: Transport | None = None) -> Axis:
-        line = next((line for line in lines if self.rank in line), (self.rank,))
+    def _new_axis(self, name: str, rank_groups: RankGroups, transport: Transport | None = None) -> Axis:
+        line = next((line for line in rank_groups if self.rank in line), (self.rank,))
         if transport is None:
-            transport = NO_TRANSPORT if self.world is None else self.world.connect(lines)
+            transport = NO_TRANSPORT if self.world is None else self.world.connect(rank_groups)
         place = line.index(self.rank)
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
             transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
         crosses = self.grid.crosses_hosts(line)
         axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
-        return self._by_rank_group.setdefault(lines, axis)
+        return self._by_rank_group.setdefault(rank_groups, axis)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelContext:
         return self
@@ -565,7 +574,7 @@ class ParallelContext:
 
 
 def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -> ParallelContext:
-    """Add the axes ring and ulysses to the context if ``sequence`` has two sizes."""
+    """Reshape the sequence axis into a ring axis and a Ulysses axis if ``sequence`` has two sizes."""
     if sequence is None or isinstance(sequence, int):
         return context
     ring, group = sequence
@@ -573,7 +582,7 @@ def with_ring_axes(context: ParallelContext, sequence: RingUlyssesSize | None) -
 
 
 def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> ParallelContext:
-    """Add the axes row, column and depth to the context if ``tensor`` has two or three sizes."""
+    """Reshape the tensor axis into row, column and depth axes if ``tensor`` has two or three sizes."""
     if not isinstance(tensor, tuple | list) or len(tensor) == 1:
         return context
     row, column, *depth = tensor
@@ -581,7 +590,7 @@ def with_grid_axes(context: ParallelContext, tensor: TensorGridSize | None) -> P
 
 
 def local_device() -> torch.device:
-    """Return this process's accelerator by LOCAL_RANK, or the CPU."""
+    """Return the accelerator with the index LOCAL_RANK, or the CPU if there is none."""
     if torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)) % torch.cuda.device_count())
     return torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Errors that name a rank that exited or is unreachable, its host, and the collective in progress."""
+"""Report ranks that exited or are unreachable, with their hosts and the collective in progress."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LostPeerError(LaunchError):
 
 @dataclass(frozen=True)
 class PeerRanks:
-    """The ranks that one transport reaches.
+    """Global ranks and hosts of the peers on one axis, for error messages.
 
     Args:
         ranks: global ranks in the order of the axis; ``rank`` is the index of this process among them.
@@ -49,7 +49,7 @@ class PeerRanks:
 
     @contextmanager
     def report_lost_peer(self, what: str, peer: int | None = None) -> Iterator[None]:
-        """Convert an error of torch about a lost peer into a LostPeerError that names the peer.
+        """Convert torch's errors about lost connections into a LostPeerError that names the rank.
 
         Args:
             peer: index of the peer on the axis; None if any other rank may be the cause.
@@ -58,28 +58,29 @@ class PeerRanks:
             yield
         except RuntimeError as error:
             if any(pattern in str(error) for pattern in LOST_PEER_PATTERNS):
-                raise self._error(what, peer, error) from error
+                raise self._lost_peer_error(what, peer, error) from error
             raise
 
-    def _error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
+    def _lost_peer_error(self, what: str, peer: int | None, error: Exception) -> LostPeerError:
         others = [index for index in range(len(self.ranks)) if index != self.rank] if peer is None else [peer]
-        who = " or ".join(map(self._name, others[:4])) + (" or another" if len(others) > 4 else "")
+        who = " or ".join(map(self._describe_rank, others[:4])) + (" or another" if len(others) > 4 else "")
         axis = f" on the {self.axis} axis" if self.axis else ""
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._name(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} ({cause[:120]})",
+            f"{self._describe_rank(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} "
+            f"({cause[:120]})",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
             remedy="Check the last output of that rank. If it has none, check its host and the network",
         )
 
-    def _name(self, index: int) -> str:
+    def _describe_rank(self, index: int) -> str:
         host = f" on host {self.hosts[index]}" if len(set(self.hosts)) > 1 else ""
         return f"rank {self.ranks[index]}{host}"
 
 
 class MonitoredWork:
-    """A work handle of torch whose ``wait`` names the missing rank if it fails.
+    """Wrapper of a torch work handle whose ``wait`` raises an error that names the lost rank.
 
     Attributes:
         joined: (process group, number of collectives that this process has started on it including this one, kind of
@@ -108,7 +109,7 @@ class MonitoredWork:
 
 
 class ReceivedWork(MonitoredWork):
-    """Work handle for receiving a point-to-point message.
+    """Work handle of a receive that counts the received messages.
 
     Args:
         arrived: number of received messages per peer, which this class updates.
@@ -131,7 +132,7 @@ class ReceivedWork(MonitoredWork):
 
     @property
     def awaited(self) -> tuple[Any, int, int] | None:
-        """(process group, sending rank, number of messages received from it), or None if they are not counted."""
+        """The awaited message: (process group, sending rank, number of messages received), or None if not counted."""
         if self.joined is None or self._from < 0:
             return None
         return self.joined[0], self._peers.ranks[self._from], self._arrived[self._from]
@@ -150,7 +151,7 @@ SAME_ADDRESS = (
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Address at which processes connect to each other. The first process has the store.
+    """Address at which processes connect to each other, with reports of missing processes.
 
     Args:
         place: index of this process among the ``size`` processes.
@@ -169,7 +170,7 @@ class Rendezvous:
 
     @contextmanager
     def report_missing(self) -> Iterator[None]:
-        """Print the missing processes from a thread while the body waits for all of them."""
+        """Print the processes that have not connected, from a thread, while the body waits for all of them."""
         is_complete = threading.Event()
         report = self._report_missing if self.place == 0 else self._report_unreachable
         thread = threading.Thread(target=report, args=[is_complete], name="shardformer-rendezvous", daemon=True)
@@ -187,7 +188,7 @@ class Rendezvous:
         """
         with suppress(RuntimeError):
             store = self._store()
-            absent = [place for place in range(self.size) if not store.check([self._key(place)])]
+            absent = [place for place in range(self.size) if not store.check([self._connected_key(place)])]
             if absent and self.place not in absent:
                 shown = ", ".join(map(str, absent[:8])) + (", ..." if len(absent) > 8 else "")
                 return f"{self.what}{'s' if len(absent) > 1 else ''} {shown} of {self.size}"
@@ -197,13 +198,13 @@ class Rendezvous:
         if is_complete.wait(MARK_AFTER_S):
             return
         if self._connection_error() is None:  # the store exists already if the launchers have connected
-            self._mark()
+            self._mark_connected()
         if is_complete.wait(SAY_AFTER_S - MARK_AFTER_S):
             return
         if (error := self._connection_error()) is not None:
             self._print_connection_error(error)
             return
-        self._mark()
+        self._mark_connected()
         if (missing := self.missing()) and not is_complete.is_set():
             self._print(f"has waited for {SAY_AFTER_S:g} s at {self.host}:{self.port} for {missing}. {self.advice}")
 
@@ -217,11 +218,11 @@ class Rendezvous:
                 return
             if is_complete.wait(AGAIN_S):
                 return
-        self._mark()
+        self._mark_connected()
 
-    def _mark(self) -> None:
+    def _mark_connected(self) -> None:
         with suppress(RuntimeError):
-            self._store().set(self._key(self.place), platform.node())
+            self._store().set(self._connected_key(self.place), platform.node())
 
     def _print_connection_error(self, error: OSError) -> None:
         self._print(
@@ -246,5 +247,5 @@ class Rendezvous:
             self.host, self.port, None, False, timedelta(seconds=CONNECT_S), wait_for_workers=False, use_libuv=True
         )
 
-    def _key(self, place: int) -> str:
+    def _connected_key(self, place: int) -> str:
         return f"shardformer/here/{self.what}/{self.attempt}/{place}"

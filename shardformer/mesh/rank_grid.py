@@ -23,7 +23,7 @@ AXES = ("data", "pipe", "sequence", "tensor")
 
 @dataclass(frozen=True)
 class AxisView:
-    """Additional axes that reshape the product of the axes in ``of``."""
+    """View of a rank grid: named axes that reshape the product of the axes in ``of``."""
 
     of: tuple[str, ...]
     sizes: Mapping[str, int]
@@ -31,7 +31,7 @@ class AxisView:
 
 @dataclass(frozen=True)
 class RankGrid:
-    """Ranks arranged along named axes; the last axis varies fastest.
+    """Grid of ranks along named axes, in which the last axis varies fastest.
 
     Args:
         sizes: sizes of the axes, outermost first.
@@ -55,7 +55,10 @@ class RankGrid:
 
     @classmethod
     def of(cls, sizes: Mapping[str, int], ranks: Sequence[int] | None = None, hosts: Sequence[str] = ()) -> RankGrid:
-        """Build a grid with all four axes, of size 1 by default, and with ranks from 0 unless ``ranks`` is passed."""
+        """Build a grid with all four axes, each of size 1 unless it is in ``sizes``.
+
+        The ranks count from 0 unless ``ranks`` is passed.
+        """
         for name, size in sizes.items():
             check_axis_size(name, size)
         places = range(prod(sizes.values())) if ranks is None else ranks
@@ -65,7 +68,7 @@ class RankGrid:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Names of the axes, followed by those of the views."""
+        """Names of the grid axes, followed by the axis names of the views."""
         return (*self.sizes, *(name for view in self.views for name in view.sizes))
 
     def check(self, *names: str) -> None:
@@ -78,11 +81,11 @@ class RankGrid:
                 )
 
     def coords(self, rank: int) -> dict[str, int]:
-        """Return the coordinates of a global rank on all axes, including those of views."""
-        return self._coords_at(self.ranks.index(rank))
+        """Return the coordinates of a global rank by axis name, including the axes of views."""
+        return self._coords_of_index(self.ranks.index(rank))
 
     def rank_at(self, coords: Mapping[str, int]) -> int:
-        """Return the global rank at these coordinates; axes that are not named count as 0."""
+        """Return the global rank at these coordinates, which are 0 for missing axes."""
         place = 0
         for name, size in self.sizes.items():
             place = place * size + coords.get(name, 0)
@@ -94,7 +97,7 @@ class RankGrid:
         return self.ranks[place]
 
     def rank_groups(self, *names: str, only: Mapping[str, Sequence[int]] | None = None) -> RankGroups:
-        """Return all groups along the product of the named axes, each in grid order.
+        """Return all groups of ranks along the product of the named axes, each in grid order.
 
         Args:
             only: axis -> coordinates that take part; ranks at other coordinates are in no group.
@@ -105,13 +108,13 @@ class RankGrid:
         fixed = self._fixed_axes(names)
         found: dict[tuple[int, ...], list[int]] = {}
         for place, rank in enumerate(self.ranks):
-            at = self._coords_at(place)
+            at = self._coords_of_index(place)
             if all(at[name] in allowed for name, allowed in (only or {}).items()):
                 found.setdefault(tuple(at[name] for name in fixed), []).append(rank)
         return tuple(tuple(line) for line in found.values())
 
-    def view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
-        """Return the grid with additional axes that reshape the product of the axes ``of``.
+    def add_view(self, of: Sequence[str], sizes: Mapping[str, int]) -> RankGrid:
+        """Add named axes to the grid that reshape the product of the axes ``of``.
 
         Raises ConfigError if names or sizes do not fit.
         """
@@ -119,7 +122,7 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in of)
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
-                f"The view of {list(of)} does not consist of mesh axes in their order",
+                f"A view cannot reshape {list(of)}, because these are not mesh axes in their order",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view",
             )
         if used := [name for name in sizes if name in self.names]:
@@ -130,17 +133,18 @@ class RankGrid:
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
+            reshaped = _format_product({name: self.sizes[name] for name in of})
             raise ConfigError(
-                f"{_product(sizes) or 'nothing'} does not equal {_product({name: self.sizes[name] for name in of})}",
+                f"The sizes {_format_product(sizes) or dict(sizes)} of a view do not multiply to {reshaped}",
                 remedy=f"Use sizes whose product is {size}",
             )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
     def crosses_hosts(self, line: Sequence[int]) -> bool | None:
-        """Return whether these ranks are on more than one host, or None if unknown."""
+        """Return whether the ranks in ``line`` are on more than one host, or None if unknown."""
         return len({self.hosts[self.ranks.index(rank)] for rank in line}) > 1 if self.hosts else None
 
-    def _coords_at(self, place: int) -> dict[str, int]:
+    def _coords_of_index(self, place: int) -> dict[str, int]:
         coords = _unravel_index(place, self.sizes)
         for view in self.views:
             index = 0
@@ -150,7 +154,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the axes on which all ranks of a group along ``names`` have the same coordinate."""
+        """Return the names of the axes on which all ranks of a group along ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
@@ -190,7 +194,10 @@ COMPOSITE_AXES = {
 
 
 def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
-    """Return the number of ranks of an axis size, which may be a tuple. Raises ConfigError for an invalid size."""
+    """Return the number of ranks for an axis size, which is a number or a tuple of factors.
+
+    Raises ConfigError if the size is invalid.
+    """
     if sizes is None:
         return 1
     every: list[Any] = list(sizes) if isinstance(sizes, tuple | list) else [sizes]
@@ -227,7 +234,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
 
 
 def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
-    """Build the grid over all processes, with their host names.
+    """Build the rank grid over all launched processes, with their host names.
 
     Communicates one gather of the sizes and host names.
 
@@ -241,7 +248,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     shape: dict[str, int] = {}
     problem: Exception | None = None
     try:
-        shape = _resolve_sizes(dict(sizes() if callable(sizes) else sizes), world)
+        shape = _infer_missing_sizes(dict(sizes() if callable(sizes) else sizes), world)
     except Exception as error:  # the other processes wait for this one, so they must learn of any failure
         problem = error
     message = "" if problem is None else str(problem)
@@ -262,7 +269,7 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
     return RankGrid.of(shape, hosts=[host for *_, host in answers])
 
 
-def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
+def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     for name, size in sizes.items():
         if size is not None:
             check_axis_size(name, size)
@@ -273,7 +280,7 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     if world % known and (tensor is None or data is None):
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
-            f"{_product(passed)} does not divide the number of processes, {world}",
+            f"{_format_product(passed)} does not divide the number of processes, {world}",
             remedy=(
                 f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
                 if len(passed) > 1
@@ -289,11 +296,11 @@ def _resolve_sizes(sizes: dict[str, int | None], world: int) -> dict[str, int]:
     if prod(resolved.values()) != world:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{_product(shown)} is not the number of processes, {world}",
+            f"{_format_product(shown)} is not the number of processes, {world}",
             remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes",
         )
     return resolved
 
 
-def _product(sizes: Mapping[str, int | None]) -> str:
+def _format_product(sizes: Mapping[str, int | None]) -> str:
     return " times ".join(f"{name}={size}" for name, size in sizes.items())

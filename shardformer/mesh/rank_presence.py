@@ -1,4 +1,4 @@
-"""Detection of deadlocks: ranks that wait for each other in collectives, from reports of all ranks.
+"""Detect deadlocks, in which ranks wait for each other in different collectives, from reports of all ranks.
 
 Rank a is blocked by rank b in three cases:
 
@@ -35,7 +35,7 @@ from shardformer.torch_compat import collectives_begun, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Collective or transfer that a rank waits for, as the rank reports it.
+    """Report of a rank about the collective or message for which it waits.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -55,22 +55,22 @@ class Report:
     what: str = ""
     begun: Mapping[str, int] = field(default_factory=dict)
 
-    def as_text(self) -> str:
+    def to_text(self) -> str:
         return json.dumps(asdict(self))
 
     @classmethod
-    def of_text(cls, text: str) -> Report:
+    def from_text(cls, text: str) -> Report:
         return cls(**json.loads(text))
 
 
 def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Find ranks that block each other and have waited for ``after_s`` seconds: rank -> a rank that blocks it.
+    """Map each rank in a deadlock of at least ``after_s`` seconds to a rank for which it waits.
 
-    Empty if all of them wait at the same line of the script, which is the case in a slow collective.
+    The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
     waiting = {rank: each for rank, each in reports.items() if each.seconds >= after_s and each.group}
     found = {
-        rank: [other for other in each.ranks if other in waiting and _blocks(waiting[other], each)]
+        rank: [other for other in each.ranks if other in waiting and _is_blocked_by(each, waiting[other])]
         for rank, each in waiting.items()
     }
     while lost := [rank for rank, others in found.items() if not any(other in found for other in others)]:
@@ -82,22 +82,22 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
 
 
 def message_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` of the messages to a rank over a group."""
+    """Return the key in ``Report.begun`` that counts messages to a rank over a process group."""
     return f"{group}>{rank}"
 
 
 def uncounted_key(group: str) -> str:
-    """Return the key in ``Report.begun`` which states that messages over the group were not counted."""
+    """Return the key in ``Report.begun`` that marks a process group whose messages were not counted."""
     return f"{group}>?"
 
 
-def _blocks(other: Report, rank: Report) -> bool:
-    if (other.group, other.number) == (rank.group, rank.number):
-        return other.what != rank.what
-    name, is_sent, _ = rank.group.partition(">")
+def _is_blocked_by(waiting: Report, other: Report) -> bool:
+    if (other.group, other.number) == (waiting.group, waiting.number):
+        return other.what != waiting.what
+    name, is_sent, _ = waiting.group.partition(">")
     if name not in other.begun or (is_sent and uncounted_key(name) in other.begun):
         return False
-    return other.begun.get(rank.group, 0 if is_sent else rank.number) < rank.number
+    return other.begun.get(waiting.group, 0 if is_sent else waiting.number) < waiting.number
 
 
 def format_deadlock(found: Mapping[int, int], reports: Mapping[int, Report]) -> str:
@@ -138,9 +138,9 @@ WAITS_IN = (
 
 
 class DeadlockMonitor:
-    """Thread that reports through the store where this process waits, and reads the reports of others.
+    """Thread that reports where this process waits, and exits the process if the ranks are in a deadlock.
 
-    Created once per process by ``presence``.
+    Created once per process by ``get_deadlock_monitor``.
 
     Attributes:
         carriers: weak references to the transports of this process, which count messages.
@@ -159,30 +159,30 @@ class DeadlockMonitor:
         self._asked = 0
         self._thread = threading.Thread(target=self._run, name="shardformer-presence", daemon=True)
         self._thread.start()
-        atexit.register(self.end)
+        atexit.register(self.stop_at_exit)
 
-    def end(self) -> None:
-        """Stop reporting, because the script has ended."""
+    def stop_at_exit(self) -> None:
+        """Stop the thread and report that the script of this process has ended."""
         self._ends.set()
         self._thread.join(END_S)
 
-    def leave(self) -> None:
-        """Stop reporting to this store, which may be gone, because the process reports to another one."""
-        atexit.unregister(self.end)
+    def stop_reporting(self) -> None:
+        """Stop reporting to this store, because the process reports to another store."""
+        atexit.unregister(self.stop_at_exit)
         self._has_left = True
         self._ends.set()
 
     def is_reporting_to(self, store: Any) -> bool:
         return self._store is store and not self._ends.is_set()
 
-    def ask(self) -> int:
-        """Request new reports from all processes, and return the number of the request."""
+    def request_reports(self) -> int:
+        """Request new reports from all processes, and return the request number."""
         with suppress(RuntimeError):
             return int(self._store.add(QUESTION, 1))
         return 0
 
-    def waiting(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return rank -> status for those of ``ranks`` that have ended or wait for others, as far as known.
+    def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
+        """Return the status of each rank in ``ranks`` that has ended or waits for other ranks, as far as known.
 
         Args:
             since: ignore reports for requests before this number.
@@ -198,12 +198,12 @@ class DeadlockMonitor:
         return dict.fromkeys(ranks, "is unreachable, because the process with the store has exited")
 
     def _stored_reports(self, ranks: Iterable[int]) -> dict[int, tuple[int, Report | None]]:
-        """Return (number of the request, report) of the ranks that have reported; report None if the rank ended."""
+        """Read (request number, report) for each rank that has reported. The report is None if the rank has ended."""
         found: dict[int, tuple[int, Report | None]] = {}
         for rank in ranks:
-            if self._store.check([_key(rank)]):
-                question, _, answer = self._store.get(_key(rank)).decode().partition(" ")
-                found[rank] = (0, None) if question == ENDED else (int(question), Report.of_text(answer))
+            if self._store.check([_report_key(rank)]):
+                question, _, answer = self._store.get(_report_key(rank)).decode().partition(" ")
+                found[rank] = (0, None) if question == ENDED else (int(question), Report.from_text(answer))
         return found
 
     def _run(self) -> None:
@@ -218,7 +218,7 @@ class DeadlockMonitor:
                 continue
         if not self._has_left:
             with suppress(RuntimeError):
-                self._store.set(_key(self._rank), ENDED)
+                self._store.set(_report_key(self._rank), ENDED)
 
     def _report_if_requested(self, now: float) -> None:
         request = self._store.add(QUESTION, 0)
@@ -230,12 +230,15 @@ class DeadlockMonitor:
         call, joined = _blocking_call()
         if call is not self._call:
             self._call, self._call_since = call, now
-        report = Report() if call is None else _report(call, joined, now - self._call_since, self._begun())
-        self._store.set(_key(self._rank), f"{request} {report.as_text()}")
+        report = (
+            Report() if call is None else _build_report(call, joined, now - self._call_since, self._count_started())
+        )
+        self._store.set(_report_key(self._rank), f"{request} {report.to_text()}")
 
     def _exit_if_deadlocked(self, now: float) -> None:
         frame, _ = _blocking_call()
-        seen = None if frame is None else (id(frame), self._begun())  # a kept frame would keep its tensors alive
+        # the id, because a kept frame would keep its tensors alive
+        seen = None if frame is None else (id(frame), self._count_started())
         del frame
         if seen is None or seen != self._watched:
             self._watched, self._watched_since, self._asked = seen, now, 0
@@ -251,13 +254,13 @@ class DeadlockMonitor:
         if self._rank in found:
             self._end_process(list(found), format_deadlock(found, reports))
         if now > self._ask_at:
-            self._asked, self._ask_at = self.ask(), now + WATCH_EVERY_S
+            self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
-    def _begun(self) -> dict[str, int]:
+    def _count_started(self) -> dict[str, int]:
         found = collectives_begun()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
-                found |= transport.begun()
+                found |= transport.count_messages()
         return found
 
     def _end_process(self, ranks: Collection[int], message: str = "") -> None:
@@ -282,7 +285,7 @@ class DeadlockMonitor:
 
 
 def _blocking_call() -> tuple[FrameType | None, Any]:
-    """Return the call in which the main thread waits for other processes, and the awaited collective.
+    """Return the frame in which the main thread waits for other processes, and the awaited collective.
 
     The collective is (group, number, kind), or None if unknown. The call is None if the main thread does not wait.
     """
@@ -296,7 +299,7 @@ def _blocking_call() -> tuple[FrameType | None, Any]:
 
 
 def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
-    """Return the collective or message that a frame waits for.
+    """Return the collective or message for which a stack frame waits.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
     number of messages received from it) of a message; or None.
@@ -310,13 +313,13 @@ def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[A
     return None
 
 
-def _report(
+def _build_report(
     call: FrameType,
     joined: tuple[Any, int | None, str] | tuple[Any, int, int] | None,
     seconds: float,
     begun: dict[str, int],
 ) -> Report:
-    place = _user_line(call)
+    place = _format_user_line(call)
     name = "" if joined is None else name_of_group(joined[0])
     if joined is None or name not in begun:
         return Report(seconds, place, begun=begun)
@@ -328,7 +331,7 @@ def _report(
     return Report(seconds, place, name, ranks, begun[name] if number is None else number, what, begun)
 
 
-def _user_line(frame: FrameType) -> str:
+def _format_user_line(frame: FrameType) -> str:
     at: FrameType | None = frame
     own = (os.path.join("torch", ""), os.path.join("shardformer", ""))
     while at is not None and any(f"{os.sep}{part}" in at.f_code.co_filename for part in own) and at.f_back is not None:
@@ -338,7 +341,7 @@ def _user_line(frame: FrameType) -> str:
     return f"{os.path.basename(path)}:{number}" + f" ({line})" * bool(line)
 
 
-def _key(rank: int) -> str:
+def _report_key(rank: int) -> str:
     return f"shardformer/presence/{rank}"
 
 
@@ -346,11 +349,11 @@ _OF_PROCESS: dict[int, DeadlockMonitor] = {}
 """By process id, because a forked process does not have its parent's threads."""
 
 
-def presence(store: Any, rank: int) -> DeadlockMonitor:
-    """Return the ``DeadlockMonitor`` of this process."""
+def get_deadlock_monitor(store: Any, rank: int) -> DeadlockMonitor:
+    """Return the ``DeadlockMonitor`` of this process, and create it on the first call."""
     current = _OF_PROCESS.get(os.getpid())
     if current is None or not current.is_reporting_to(store):
         if current is not None:
-            current.leave()
+            current.stop_reporting()
         current = _OF_PROCESS[os.getpid()] = DeadlockMonitor(store, rank)
     return current

@@ -1,4 +1,4 @@
-"""The tensor axis as a grid of rows, columns and depth, for 2D, 2.5D and 3D tensor parallelism.
+"""Arrange the tensor axis as rows, columns and depth for 2D, 2.5D and 3D tensor parallelism.
 
 Axes that shard each dimension:
 
@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Axes of a tensor grid as one process sees them.
+    """Row, column and depth axes of a tensor parallel grid, as one process sees them.
 
     Args:
         whole: all ranks of the grid.
@@ -48,7 +48,7 @@ class TensorGrid:
 
     @classmethod
     def of(cls, context: ParallelContext, mode: str) -> TensorGrid:
-        """Return the grid of a context that has grid axes. All processes must call it together."""
+        """Build the grid from a context with row, column and depth axes. All processes must call it together."""
         row, column, depth = (context.axis(name) for name in GRID_AXIS_NAMES)
         batch = context.flatten("row", "column" if mode == "3d" else "depth")
         core = context.flatten("row", "depth")
@@ -61,14 +61,14 @@ class TensorGrid:
 
     @property
     def turned(self) -> TensorGrid:
-        """The 3D grid with column and depth exchanged, which the next 3D linear uses for its input."""
+        """Grid for the next 3D linear layer, with the column and depth axes exchanged."""
         column = self.column
         turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
         return replace(turned, batch=self.core, core=self.batch)
 
     @property
     def samples(self) -> int:
-        """The batch is padded to a multiple of this number."""
+        """Number of which the padded batch size must be a multiple."""
         return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
@@ -80,9 +80,10 @@ class TensorGrid:
 
 
 def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None) -> tuple[int, int, int]:
-    """Return (rows, columns, depth) of a mode. Raises ConfigError if the size does not fit the mode.
+    """Compute the grid shape (rows, columns, depth) for a tensor parallel mode and a number of ranks.
 
-    A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D).
+    A single number becomes a square (2D), a stack of squares (2.5D) or a cube (3D). Raises ConfigError if the size does
+    not fit the mode.
 
     >>> sizes_of_mode("2.5d", 8)
     (2, 2, 2)
@@ -107,7 +108,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
     if mode == "2d":
         side = isqrt(size)
         if side * side != size:
-            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_nearest_factors(size)}")
+            raise _size_error(str(size), mode, f"Pass rows and columns, such as tensor={_factor_nearly_square(size)}")
         return side, side, 1
     if mode == "3d":
         side = round(size ** (1 / 3))
@@ -121,7 +122,7 @@ def sizes_of_mode(mode: str, size: int | Sequence[int], depth: int | None = None
 
 
 def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
-    """Add the grid axes of ``mode`` to the context. All processes must call it.
+    """Reshape the tensor axis of the mesh into the grid axes of ``mode``. All processes must call it.
 
     Raises ConfigError if the size of the tensor axis does not fit the mode.
     """
@@ -132,7 +133,7 @@ def with_tensor_grid(context: ParallelContext, mode: str) -> ParallelContext:
     return context.reshape_axis("tensor", **dict(zip(GRID_AXIS_NAMES, sizes, strict=True)))
 
 
-def _nearest_factors(size: int) -> tuple[int, int]:
+def _factor_nearly_square(size: int) -> tuple[int, int]:
     small = next(n for n in range(isqrt(size), 0, -1) if size % n == 0)
     return size // small, small
 
@@ -149,7 +150,7 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class GridShards:
-    """Shards of one rank, each as "index/count".
+    """Shards that one rank of a tensor grid stores, each written as "index/count".
 
     Args:
         place: row, column and, except in 2D, depth of the rank.
@@ -166,7 +167,7 @@ class GridShards:
 
 
 def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridShards]:
-    """Return the shards of each rank. Raises ConfigError if the sizes do not fit the mode."""
+    """Describe the shards of each rank under a grid mode. Raises ConfigError if the sizes do not fit the mode."""
     row, column, depth = sizes_of_mode(mode, sizes)
     shards = []
     for rank in range(row * column * depth):
@@ -174,16 +175,16 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
         grid = TensorGrid.of(context.reshape_axis("tensor", row=row, column=column, depth=depth), mode)
         axes = [grid.row, grid.column, grid.depth][: 2 if mode == "2d" else 3]
         batch, hidden, core, width = (
-            _index_of_count(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
+            _format_shard(axis.rank, axis.size) for axis in (grid.batch, grid.hidden, grid.core, grid.column)
         )
-        contracted = _index_of_count(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
+        contracted = _format_shard(grid.contraction.rank * row + grid.row.rank, grid.contraction.size * row)
         place = ", ".join(str(axis.rank) for axis in axes)
         shards.append(GridShards(rank, place, f"{batch}, {hidden}", f"{core}, {width}", f"{width}, {contracted}"))
     return shards
 
 
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
-    """Return (layout, number of elements that a rank sends per layer) for 1D and for the grid.
+    """Compare 1D and grid tensor parallelism by the number of elements that a rank sends per layer.
 
     Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside of its
     blocks, E of them at block exits.
@@ -192,21 +193,21 @@ def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[st
     ranks = row * column * depth
     copies, contraction = (1, depth) if mode == "3d" else (depth, 1)
 
-    def share(n: int) -> float:
+    def fraction_sent(n: int) -> float:
         return (n - 1) / n
 
     terms = [
-        (10 * share(column) / (row * copies * contraction), "N H"),
-        (share(contraction) / (row * column), "N (2 V + E)"),
-        (3 * share(row) / (column * contraction), "W"),
-        (2 * share(copies) / (row * column), "W (copies)"),
+        (10 * fraction_sent(column) / (row * copies * contraction), "N H"),
+        (fraction_sent(contraction) / (row * column), "N (2 V + E)"),
+        (3 * fraction_sent(row) / (column * contraction), "W"),
+        (2 * fraction_sent(copies) / (row * column), "W (copies)"),
     ]
     total = " + ".join(f"{factor:.3g} {what}" for factor, what in terms if factor) or "nothing"
-    return [(f"1D over {ranks}", f"{8 * share(ranks):.3g} N H"), (f"{mode} over this grid", total)]
+    return [(f"1D over {ranks}", f"{8 * fraction_sent(ranks):.3g} N H"), (f"{mode} over this grid", total)]
 
 
 def grid_summary(grid: TensorGrid) -> str:
-    """Describe the shards and the communication of a rank of this grid."""
+    """Describe in sentences which shards a rank of this grid stores and how many elements it sends."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = grid_communication(grid.mode, sizes)
     widths = ", V features inside of its blocks and E at their exits" if "V" in own else ""
@@ -218,5 +219,5 @@ def grid_summary(grid: TensorGrid) -> str:
     )
 
 
-def _index_of_count(index: int, count: int) -> str:
+def _format_shard(index: int, count: int) -> str:
     return "all" if count == 1 else f"{index + 1}/{count}"

@@ -1,4 +1,4 @@
-"""Protocols of transports, which communicate between the ranks of one axis, and the log of collectives.
+"""Interface for communication between the ranks of an axis, and the log of collectives.
 
 ``wire_bytes`` is the number of bytes that all R ranks of a group send together under a bandwidth-optimal algorithm,
 for a full tensor of S bytes:
@@ -32,7 +32,7 @@ WIRE_FACTOR = {
 
 
 class CallSite(NamedTuple):
-    """Path of the running module, and action of the pipeline schedule; empty if unknown."""
+    """Place where a collective starts: module path and pipeline action, empty if unknown."""
 
     module: str = ""
     action: str = ""
@@ -43,7 +43,7 @@ NO_CALL_SITE = CallSite()
 
 @dataclass(frozen=True)
 class CollectiveRecord:
-    """One collective: its kind, axis, purpose, full tensor size in bytes, and call site."""
+    """Record of one collective: its kind, axis, purpose, full tensor size in bytes, and call site."""
 
     op: str
     axis: str
@@ -54,12 +54,15 @@ class CollectiveRecord:
 
     @property
     def wire_bytes(self) -> int:
-        """Bytes that all ranks of the group send together."""
+        """Total number of bytes that all ranks of the group send."""
         return self.payload_bytes * WIRE_FACTOR[self.op] * (self.ranks - 1)
 
 
 class CollectiveEvent(NamedTuple):
-    """Start or wait of a collective. ``kind`` is "start" or "wait"; both events share the ``collective`` object."""
+    """Event in the log: the start of a collective or the wait for its result.
+
+    ``kind`` is "start" or "wait". Both events have the same ``collective`` object.
+    """
 
     kind: str
     collective: CollectiveRecord
@@ -67,7 +70,7 @@ class CollectiveEvent(NamedTuple):
 
 @dataclass(eq=False)
 class CollectiveLog:
-    """Log of the collectives of this process, read by ``shardformer.comm.recorder``.
+    """Log of the collectives that this process has started, read by ``CollectiveRecorder``.
 
     Args:
         calls: collectives in the order of their start. Only the sender logs a message.
@@ -83,7 +86,7 @@ class CollectiveLog:
     steps: int = 0
 
     def start(self, call: CollectiveRecord) -> Callable[[], None]:
-        """Log the start of ``call``, and return a function that logs its wait."""
+        """Log the start of a collective, and return a function that logs the wait for its result."""
         if call.op != "receive":
             self.calls.append(call)
         self.events.append(CollectiveEvent("start", call))
@@ -91,7 +94,7 @@ class CollectiveLog:
 
     @contextmanager
     def within(self, *, module: str | None = None, action: str | None = None) -> Iterator[None]:
-        """Set the module or the schedule action of the collectives that start in the body."""
+        """Log collectives that start in the body under this module path or pipeline action."""
         before = self.where
         self.where = CallSite(before.module if module is None else module, before.action if action is None else action)
         try:
@@ -105,7 +108,7 @@ RankGroups = tuple[tuple[int, ...], ...]
 
 
 class Work(Protocol):
-    """A pending transfer."""
+    """Handle of a transfer in progress."""
 
     def wait(self) -> Any:
         """Wait until the transfer is complete."""
@@ -113,42 +116,44 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Word(NamedTuple):
-    """The collective call a rank has reached, and whether the ranks compare numbers next."""
+class AnnouncedCall(NamedTuple):
+    """Name of the collective call that a rank has reached, and whether the ranks then compare numbers."""
 
     call: str
     is_step: bool
 
 
-class Meeting(NamedTuple):
-    """Result of waiting for the other ranks at a collective call.
+class AnnouncedCalls(NamedTuple):
+    """Calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
 
     Args:
-        words: the call of each rank in order; None for a rank that did not arrive.
+        calls: the call of each rank in order; None for a rank that did not arrive.
         missing: global rank -> status of a rank that did not arrive.
     """
 
-    words: Sequence[Word | None] = ()
+    calls: Sequence[AnnouncedCall | None] = ()
     missing: Mapping[int, str] = MappingProxyType({})
 
 
 class World(Protocol):
-    """All ranks that a grid covers."""
+    """Ranks of the mesh, which are processes or threads, and the transports between them."""
 
     @property
     def store(self) -> Any:
-        """The launcher's store, which processes use before their first collective, or None."""
+        """The launcher's key-value store, which processes use before their first collective, or None."""
 
     @property
     def thread(self) -> threading.Thread | None:
         """The thread that runs this rank, or None if the rank is a process."""
 
-    def connect(self, lines: RankGroups) -> Transport:
-        """Create a transport for each group, and return this rank's. All ranks must call it, in the same order."""
+    def connect(self, rank_groups: RankGroups) -> Transport:
+        """Create a transport for each group of ranks, and return this rank's. All ranks must call it in one order."""
 
 
 class Transport(Protocol):
-    """Communication of tensors and objects between the ranks of one axis. ``to`` and ``source`` are ranks on that axis.
+    """Interface for sending tensors and objects between the ranks of one axis.
+
+    ``to`` and ``source`` are ranks on that axis.
 
     Asynchronous operations return a ``Work``; do not modify their tensors before waiting for it. Tensors must be
     contiguous.
@@ -159,28 +164,28 @@ class Transport(Protocol):
 
     @property
     def group(self) -> dist.ProcessGroup | None:
-        """The underlying process group, or None."""
+        """The process group of torch.distributed that carries the messages, or None."""
 
     def exchanges_directly(self, x: Tensor) -> bool:
-        """Return whether gathers and scatters of such tensors are fastest as an ``exchange`` (gloo)."""
+        """Return whether an ``exchange`` gathers and scatters tensors like ``x`` fastest, as with gloo."""
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return whether the messages between two ranks run in one order for both directions (NCCL)."""
+        """Return whether the messages of two ranks run one at a time in both directions, as with NCCL."""
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
         """Reduce ``x`` over all ranks by "sum" or "max", in place."""
 
     def all_gather(self, out: Tensor, x: Tensor) -> Work:
-        """Concatenate every rank's ``x`` along dimension 0 of ``out``. All ``x`` have the same shape."""
+        """Concatenate the tensor ``x`` of each rank along dimension 0 of ``out``. All ``x`` have the same shape."""
 
     def reduce_scatter(self, out: Tensor, x: Tensor) -> Work:
-        """Sum every rank's ``x``, and write this rank's chunk of dimension 0 into ``out``. All chunks have one size."""
+        """Sum ``x`` over all ranks, and write this rank's even chunk along dimension 0 into ``out``."""
 
     def exchange(self, outgoing: Mapping[int, Tensor], arriving: Mapping[int, Tensor]) -> Sequence[Work]:
-        """Send tensors to some ranks and receive tensors from some. Empty tensors are not sent."""
+        """Send and receive tensors, each keyed by the rank of the peer. Empty tensors are not sent."""
 
     def send(self, x: Tensor, to: int, tag: int) -> Work:
-        """Send a tensor. Messages to one rank with one tag arrive in order."""
+        """Send a tensor to a rank. Messages to the same rank with the same tag arrive in order."""
 
     def receive(self, x: Tensor, source: int, tag: int) -> Work: ...
 
@@ -188,28 +193,28 @@ class Transport(Protocol):
         """Overwrite ``x`` with the values of rank ``source``."""
 
     def broadcast_object(self, value: Any, source: int) -> Any:
-        """Return the picklable object of rank ``source``."""
+        """Return the picklable object that rank ``source`` passes as ``value``."""
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's picklable object, in rank order."""
+        """Return the picklable objects of all ranks, in rank order."""
 
     def gather_numbers(self, numbers: Sequence[int]) -> list[list[int]]:
-        """Return every rank's integers, in rank order. Each rank passes the same count.
+        """Return the integers of all ranks, in rank order. Each rank passes the same count.
 
         Much faster than ``gather_objects``, and does not synchronize a device if host memory can be sent.
         """
 
-    def meet(self, call: str, *, waits: bool) -> Meeting:
-        """Announce that this rank has reached ``call``, its next collective call. Not a collective itself.
+    def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
+        """Announce to the other ranks that this rank has reached the collective call ``call``.
 
         Args:
-            waits: whether to wait until all ranks have arrived or cannot arrive any more; otherwise the result is
+            waits: whether to wait until all ranks have announced a call or cannot reach it; otherwise the result is
                 empty.
         """
 
 
 class _NoTransport:
-    """Transport of an axis of size 1, or of a context without process groups."""
+    """Transport that refuses to communicate, for an axis of size 1 or without process groups."""
 
     world = group = None
 

@@ -125,10 +125,10 @@ class VocabParallelLogits(ShardedTensor):
         out._origin, out._writes, out._writes_seen = (self, replay), self._writes, self._writes_seen
         return out
 
-    def held(self) -> Tensor:
+    def stored_shard(self) -> Tensor:
         return local_shard(self)
 
-    def local_part(self, full: Tensor, dim: int) -> Tensor:
+    def slice_operand(self, full: Tensor, dim: int) -> Tensor:
         return local_slice(full, self.axis, self.bounds, dim)
 
     def is_aligned(self, other: Any) -> bool:
@@ -156,7 +156,7 @@ class VocabParallelLogits(ShardedTensor):
             _replace_values(each, written)
         return self if result is full else result
 
-    def _held(self) -> str:
+    def _describe_shard(self) -> str:
         return f"vocabulary {self.bounds[self.axis.rank]}:{self.bounds[self.axis.rank + 1]} on {self.axis}"
 
 
@@ -262,7 +262,7 @@ def _cast(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     Returns the same logits if nothing changes.
     """
     x = args[0]
-    others = [rules.blank(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
+    others = [rules.empty_full_view(a) if isinstance(a, VocabParallelLogits) else a for a in args[1:]]
     if not isinstance(x, VocabParallelLogits):  # casts another tensor to the dtype of the logits
         return func(x, *others, **kwargs)
     local = local_shard(x)
@@ -291,7 +291,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
         or target.shape != (*x.full_shape[: x.shard_dim], *x.full_shape[x.shard_dim + 1 :])
         or any(kwargs.get(name) is not None for name in ("weight", "size_average", "reduce"))
     ):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     local = local_shard(x)
     if local.dim() != 2:
         local = local.movedim(x.shard_dim, -1)
@@ -330,7 +330,7 @@ def _backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Run ``Tensor.backward`` from the local shard, with the local slice of the passed gradient."""
     x, gradient = args[0], args[1] if len(args) > 1 else kwargs.get("gradient")
     if gradient is None or not isinstance(x, VocabParallelLogits):
-        return rules.gathered(func, args, kwargs)
+        return rules.call_on_full_tensors(func, args, kwargs)
     return func(*_get_local_root(x, gradient), *args[2:], **{k: v for k, v in kwargs.items() if k != "gradient"})
 
 

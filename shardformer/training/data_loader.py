@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader
 
-from shardformer.comm.collective_call import collective_call, number_of
+from shardformer.comm.collective_call import collective_call, hash_to_number
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import TARGET_KEY
@@ -156,7 +156,7 @@ class ShardedDataLoader:
         The position is unknown if a prefetching thread reads the batches ahead of the training step.
         """
         is_known = self._reading_thread in (0, threading.get_ident())
-        position = number_of((self.epoch, self.seen)) if is_known else 0
+        position = hash_to_number((self.epoch, self.seen)) if is_known else 0
         seen = self._source.number if is_known and self._reading_thread else 0
         return {"position": position, "samples" if isinstance(self._source, StreamedSource) else "order": seen}
 

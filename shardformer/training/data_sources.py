@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from shardformer.comm.collective_call import all_gather_from_grid, come, number_of
+from shardformer.comm.collective_call import all_gather_from_grid, hash_to_number, wait_for_all_ranks
 from shardformer.comm.collectives import checksum
 from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.shard_spec import even_bounds
@@ -47,7 +47,7 @@ def check_same_data(
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):
         return
-    come("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
+    wait_for_all_ranks("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
     found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
     gathered = all_gather_from_grid((dict(settings), len(found)), context)
     first_rank, reference = gathered[0][0], gathered[0][1][0]
@@ -60,7 +60,7 @@ def check_same_data(
                     remedy=SAME_DATA_REMEDY,
                 )
     num_compared = min(number for _, (_, number) in gathered)
-    fingerprints = all_gather_from_grid(number_of(found[:num_compared]), context)
+    fingerprints = all_gather_from_grid(hash_to_number(found[:num_compared]), context)
     gathered_sketches = all_gather_from_grid(sketches, context)
     differing = [rank for rank, number in fingerprints if number != fingerprints[0][1]]
     for rank, sketches in gathered_sketches:
@@ -130,7 +130,7 @@ def fingerprint(*values: Any) -> int:
     Integers take precedence because floating-point numbers are often augmented at random.
     """
     parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
-    return number_of([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
+    return hash_to_number([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
 
 
 def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
@@ -450,7 +450,7 @@ class IndexedSource:
         ``global_batches`` splits the order of an epoch into batches.
         """
         order = self._epoch_order(epoch, seed)
-        self.number = 0 if self._sampler is None else number_of(order)
+        self.number = 0 if self._sampler is None else hash_to_number(order)
         batches = list(global_batches(order))
         sizes = [len(batch) for batch in batches]
         for size in sizes:

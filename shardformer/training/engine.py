@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints
-from shardformer.checkpoint.load import LoadedCheckpoint, load_and_take
+from shardformer.checkpoint.load import LoadedCheckpoint, load_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
-from shardformer.comm.collective_call import come, come_to_step, run_on_first_rank
+from shardformer.comm.collective_call import compare_step_call, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, InputError
@@ -147,7 +147,7 @@ class Engine:
     def _compute_loss(self, batch: Any, call: str, *, trains: bool = False) -> Tensor:
         batch = self._prepare_batch(batch)
         if not (trains or (self.model.training and torch.is_grad_enabled())):
-            come_to_step(f"{call} in eval mode", self.world)
+            compare_step_call(f"{call} in eval mode", self.world)
             return self._average_over_data_ranks(self.pipeline.evaluate(batch))
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
@@ -160,7 +160,7 @@ class Engine:
                 "The engine cannot train without an optimizer",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only",
             )
-        come_to_step(call, self.world, self.data.facts() if self.data is not None else None)
+        compare_step_call(call, self.world, self.data.facts() if self.data is not None else None)
         self._notify("before_forward")
         try:
             self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
@@ -202,7 +202,7 @@ class Engine:
                 else "step was called without a batch",
                 remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
             )
-        come_to_step("engine.step", self.world)
+        compare_step_call("engine.step", self.world)
         return self._run_optimizer_step()
 
     def _run_optimizer_step(self) -> bool:
@@ -222,7 +222,7 @@ class Engine:
         A model in eval mode is trained too, without dropout and without updating the running statistics of norms.
         """
         if not torch.is_grad_enabled():
-            come_to_step("engine.train_step under torch.no_grad()", self.world)
+            compare_step_call("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step cannot train under torch.no_grad()",
                 remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
@@ -240,7 +240,7 @@ class Engine:
         Args:
             batches: A batch, or an iterable of batches. All data ranks need the same number of batches.
         """
-        come("engine.evaluate", self.world)
+        wait_for_all_ranks("engine.evaluate", self.world)
         several = self._synchronized_batches(batches) if _is_batch_stream(batches) else [batches]
         with evaluating(self.model):
             return self._average_over_data_ranks(self.pipeline.mean_loss(map(self._prepare_batch, several)))
@@ -248,9 +248,9 @@ class Engine:
     def _synchronized_batches(self, batches: Iterable[Any]) -> Iterator[Any]:
         """Yield batches, and check before each batch that no rank has run out of batches."""
         for batch in batches:
-            come_to_step("engine.evaluate with another batch", self.world)
+            compare_step_call("engine.evaluate with another batch", self.world)
             yield batch
-        come_to_step("engine.evaluate without another batch", self.world)
+        compare_step_call("engine.evaluate without another batch", self.world)
 
     def predict(self, batch: Any, *, gather: bool = True) -> Any:
         """Return the output of the model for a batch, computed in eval mode and without gradients.
@@ -259,7 +259,9 @@ class Engine:
         this call; under ZeRO stage 3, all ranks.
         """
         has_shards = metadata_of(self.model).parameter_owner is not None
-        come("engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards))
+        wait_for_all_ranks(
+            "engine.predict", *(axis for axis in self.context.base_axes if axis.name != "data" or has_shards)
+        )
         with evaluating(self.model):
             return self.pipeline.forward(self._prepare_batch(batch), gather=gather)
 
@@ -408,7 +410,7 @@ class Engine:
             Path of the checkpoint, or None if it is written in the background.
         """
         self._check_between_steps("engine.save")
-        come("engine.save", self.world)
+        wait_for_all_ranks("engine.save", self.world)
         self.wait()
         if position is None and self.data is not None:
             position = self.data.state()
@@ -446,7 +448,7 @@ class Engine:
         self, folder: str | os.PathLike[str], take: Callable[[LoadedCheckpoint], object] = lambda _: None
     ) -> LoadedCheckpoint:
         """Load a checkpoint and pass it to ``take``. If either step fails, the engine keeps its previous state."""
-        come("engine.load", self.world)
+        wait_for_all_ranks("engine.load", self.world)
         self.wait()
         before = self.steps, self.skipped, None if self.data is None else self.data.state()
 
@@ -461,7 +463,7 @@ class Engine:
             take(loaded)
 
         try:
-            checkpoint = load_and_take(folder, self.model, self.optimizer, self.scheduler, take_user_state)
+            checkpoint = load_with_callback(folder, self.model, self.optimizer, self.scheduler, take_user_state)
         except BaseException:
             restore(*before)
             raise
@@ -471,7 +473,7 @@ class Engine:
     @renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
         """Load the newest checkpoint of a folder, or return None if the folder contains no checkpoint."""
-        come("engine.resume", self.world)
+        wait_for_all_ranks("engine.resume", self.world)
         return self.load(directory) if has_checkpoint(directory, self.world) else None
 
     # --- other layouts
@@ -490,7 +492,7 @@ class Engine:
         Raises:
             ConfigError: The layout is invalid. Raised on all ranks, with the engine unchanged.
         """
-        come("engine.reshard", self.world)
+        wait_for_all_ranks("engine.reshard", self.world)
         self.wait()
         self._check_between_steps("engine.reshard")
         assert self.rebuild is not None
@@ -516,7 +518,7 @@ class Engine:
     @renamed_parameters({"folder": "directory"})
     def export(self, directory: str | os.PathLike[str], tokenizer: Any = None) -> None:
         """Save the model to a folder that transformers can load with ``from_pretrained``. See ``export_pretrained``."""
-        come("engine.export", self.world)
+        wait_for_all_ranks("engine.export", self.world)
         export_pretrained(self.model, directory, tokenizer=tokenizer)
 
 

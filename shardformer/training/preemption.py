@@ -12,7 +12,7 @@ from dataclasses import astuple, dataclass, replace
 from types import FrameType
 from typing import Any
 
-from shardformer.comm.collective_call import tell_at_step
+from shardformer.comm.collective_call import gather_at_step
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.launcher.shutdown import finishes_on_signals, has_launcher
@@ -91,7 +91,7 @@ class StepSynchronizer:
             ShardFormerError: The failure of one rank; raised on all ranks.
         """
         world, local = engine.world, [int(self.failure is not None), *map(int, astuple(self._local))]
-        failed, *requests = (any(column) for column in zip(*tell_at_step("Trainer.agree", world, local), strict=True))
+        failed, *requests = (any(column) for column in zip(*gather_at_step("Trainer.agree", world, local), strict=True))
         self._local, self._received = StepRequests(), self._received | StepRequests(*requests)
         if failed:
             self.is_broken = True

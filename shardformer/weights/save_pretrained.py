@@ -30,7 +30,7 @@ from shardformer.checkpoint.file_format import (
 from shardformer.checkpoint.load import BoxReader
 from shardformer.checkpoint.save import prepare_save
 from shardformer.checkpoint.training_state import WEIGHTS, ModelTensors
-from shardformer.comm.collective_call import collective_call, come, run_on_all_ranks, run_on_first_rank
+from shardformer.comm.collective_call import collective_call, run_on_all_ranks, run_on_first_rank, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
@@ -83,15 +83,15 @@ def export_pretrained(
     """
     tensors = ModelTensors(model)
     world, what = tensors.world, f"Exporting to {directory}"
-    come("export_pretrained", world)
+    wait_for_all_ranks("export_pretrained", world)
     target = run_on_all_ranks(lambda: _resolve_export_directory(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     # the first rank creates a hidden directory, whose unique name identifies it to all ranks
     hidden = place.parent / run_on_first_rank(lambda: MODEL_DIRECTORY.begin(place, place).name, world, what)
     try:
-        run_on_all_ranks(lambda: checkpoint_directory.check_visible(hidden), world, what)
+        run_on_all_ranks(lambda: checkpoint_directory.check_folder_is_visible(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
-            parts = job.agree(partial(job.write, to_disk=False))
+            parts = job.run_or_clean_up(partial(job.write, to_disk=False))
         index = CheckpointIndex.read(parts)
         files = _distribute_tensors(index, max_file_bytes)
 
@@ -301,7 +301,7 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """
     state = metadata_of(self)
     context = state.context
-    come("save_pretrained", *context.base_axes)
+    wait_for_all_ranks("save_pretrained", *context.base_axes)
     collective_call(context, lambda: _check_saving(state, save_directory, kwargs), action="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)

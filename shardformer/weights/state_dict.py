@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import come
+from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
@@ -109,7 +109,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """
     state = metadata_of(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
-    come("full_state_dict", *axes)
+    wait_for_all_ranks("full_state_dict", *axes)
     entries = state.by_param()
     gathered: dict[int, Tensor] = {}
     out = {}

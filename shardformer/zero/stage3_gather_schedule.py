@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer import torch_compat
-from shardformer.comm.collective_call import come
+from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
 from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
@@ -498,7 +498,7 @@ def set_up_stage3(
     axis = walk.axis
     decode_together(
         model,
-        lambda: come("generate", axis),
+        lambda: wait_for_all_ranks("generate", axis),
         lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),
     )
     return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]

@@ -341,13 +341,13 @@ def test_retention_keeps_the_specified_checkpoints(tmp_path: Path) -> None:
 
 def test_async_save_stores_values_at_its_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     goes_on = threading.Event()
-    real = file_format.write_boxes
+    real = file_format.write_chunks
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         goes_on.wait(20)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    monkeypatch.setattr(snapshot, "write_chunks", slow)
 
     def do(context: ParallelContext) -> tuple[Path, str]:
         model = net(3)
@@ -376,7 +376,7 @@ def test_failed_async_save_raises_in_wait(tmp_path: Path, monkeypatch: pytest.Mo
     def full(*_: Any, **__: Any) -> Any:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(snapshot, "write_boxes", full)
+    monkeypatch.setattr(snapshot, "write_chunks", full)
     with pytest.raises(InputError, match="No space left"):
         saved(tmp_path, 1, save=in_background)
     assert list(tmp_path.iterdir()) == []

@@ -16,7 +16,7 @@ from torch import nn
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
 from shardformer.checkpoint.directory import LATEST, CheckpointRetention
-from shardformer.checkpoint.file_format import order_of
+from shardformer.checkpoint.file_format import read_save_order
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
@@ -87,13 +87,13 @@ def test_lock_of_killed_job_is_released(tmp_path: Path) -> None:
 
 def test_job_that_lost_its_lock_publishes_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     save(tmp_path, 3)
-    real = file_format.write_boxes
+    real = file_format.write_chunks
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         lock_of(elsewhere(), tmp_path)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    monkeypatch.setattr(snapshot, "write_chunks", slow)
     with pytest.raises(InputError, match="was taken over by process 17 of someone on a-host"):
         save(tmp_path, 5)
     assert steps(tmp_path) == [3]
@@ -103,13 +103,13 @@ def test_job_that_lost_its_lock_publishes_nothing(tmp_path: Path, monkeypatch: p
 def test_async_save_writes_to_original_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "other").mkdir()
     monkeypatch.chdir(tmp_path)
-    goes_on, write = threading.Event(), file_format.write_boxes
+    goes_on, write = threading.Event(), file_format.write_chunks
 
     def waiting(*arguments: Any, **options: Any) -> Any:
         assert goes_on.wait(10)
         return write(*arguments, **options)
 
-    monkeypatch.setattr(snapshot, "write_boxes", waiting)
+    monkeypatch.setattr(snapshot, "write_chunks", waiting)
     saving = async_save_checkpoint(net(), "checkpoints", step=1)
     monkeypatch.chdir(tmp_path / "other")
     goes_on.set()
@@ -119,14 +119,14 @@ def test_async_save_writes_to_original_directory(tmp_path: Path, monkeypatch: py
 
 
 def test_rank_whose_files_were_removed_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = file_format.write_boxes
+    real = file_format.write_chunks
 
     def gone(path: Path, *args: Any, **kwargs: Any) -> Any:
         if path.name == "rank-00001.safetensors":
             shutil.rmtree(path.parent)
         return real(path, *args, **kwargs)
 
-    monkeypatch.setattr(snapshot, "write_boxes", gone)
+    monkeypatch.setattr(snapshot, "write_chunks", gone)
     began = time.monotonic()
     said = on_two_ranks(tmp_path)
     assert said[0] == said[1] and said[0].startswith("InputError")
@@ -134,13 +134,13 @@ def test_rank_whose_files_were_removed_is_not_waited_for(tmp_path: Path, monkeyp
 
 
 def test_two_models_can_save_different_steps_concurrently(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    both, real = threading.Barrier(2), file_format.write_boxes
+    both, real = threading.Barrier(2), file_format.write_chunks
 
     def together(*args: Any, **kwargs: Any) -> Any:
         both.wait(20)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(snapshot, "write_boxes", together)
+    monkeypatch.setattr(snapshot, "write_chunks", together)
     models = [net(1.0), net(2.0)]
     savings = [async_save_checkpoint(model, tmp_path, step=step) for step, model in enumerate(models, 1)]
     for number, path in enumerate([saving.wait() for saving in savings], 1):
@@ -162,14 +162,14 @@ def test_two_models_cannot_save_the_same_step(tmp_path: Path) -> None:
 
 
 def test_step_in_async_save_of_another_model_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real, begun = file_format.write_boxes, threading.Event()
+    real, begun = file_format.write_chunks, threading.Event()
 
     def slow(*args: Any, **kwargs: Any) -> Any:
         begun.set()
         time.sleep(0.3)
         return real(*args, **kwargs)
 
-    monkeypatch.setattr(snapshot, "write_boxes", slow)
+    monkeypatch.setattr(snapshot, "write_chunks", slow)
     first, second = net(1.0), net(2.0)
     saving = async_save_checkpoint(first, tmp_path, step=5)
     begun.wait(20)
@@ -211,7 +211,7 @@ def test_unnumbered_checkpoints_are_older(tmp_path: Path) -> None:
     for step in (7, 9):
         path = save(tmp_path, step)
         index = path / "checkpoint.json"
-        index.write_text(index.read_text().replace(f', "number": {order_of(path)[0]}', "", 1))
+        index.write_text(index.read_text().replace(f', "number": {read_save_order(path)[0]}', "", 1))
     assert newest(tmp_path) == 9
     save(tmp_path, 8)
     assert newest(tmp_path) == 8

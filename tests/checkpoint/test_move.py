@@ -15,7 +15,14 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from shardformer.checkpoint import reshard_in_memory as move
-from shardformer.checkpoint.chunks import ChunkBounds, FlatRegion, LocalChunk, TensorItem, overlap, subtract_chunks
+from shardformer.checkpoint.chunks import (
+    ChunkBounds,
+    FlatRegion,
+    LocalChunk,
+    TensorItem,
+    intersect_chunks,
+    subtract_chunks,
+)
 from shardformer.checkpoint.reshard_in_memory import (
     ChunkTransfer,
     ItemListing,
@@ -374,7 +381,7 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
     def counted(one: ChunkBounds, other: ChunkBounds) -> ChunkBounds | None:
         nonlocal calls
         calls += 1
-        return overlap(one, other)
+        return intersect_chunks(one, other)
 
     def cost(ranks: int, tensors: int) -> int:
         nonlocal calls
@@ -387,7 +394,7 @@ def test_planning_time_grows_with_number_of_transfers(monkeypatch: pytest.Monkey
         assert len(list(plan_transfers(list(map(RankListing, have, want))))) == ranks * tensors
         return calls
 
-    monkeypatch.setattr(move, "overlap", counted)
+    monkeypatch.setattr(move, "intersect_chunks", counted)
     assert cost(64, 3) <= 5 * cost(16, 3) + 64
     assert cost(16, 12) == 4 * cost(16, 3)
 
@@ -417,8 +424,8 @@ def another_shape(rank: int, x: Tensor) -> tuple[list[TensorItem], list[TensorIt
 @pytest.mark.parametrize(
     ("asked", "message"),
     [
-        (no_such_name, r"Rank 1 wants layer.weihgt, which no rank has\. Did you mean 'layer.weight'\?"),
-        (a_missing_part, r"Rank 1 wants the box of shape \[2, 1\] at \[2, 5\] of x, which no rank has"),
+        (no_such_name, r"Rank 1 requests layer.weihgt, but no rank stores it\. Did you mean 'layer.weight'\?"),
+        (a_missing_part, r"Rank 1 requests the box of shape \[2, 1\] at \[2, 5\] of x, but no rank stores it"),
         (another_shape, r"x has the shape \(4, 6\) on rank 0 and \(6, 4\) on rank 1\. "),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -463,7 +470,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     assert recorder.wire_bytes("send", purpose="move") == found.sent
     for name, (spec, values) in new.items():
         assert torch.equal(values, spec.slice(full[name].bfloat16(), context.coords))
-    with pytest.raises(ConfigError, match="Rank 1 wants y, which no rank has"):
+    with pytest.raises(ConfigError, match="Rank 1 requests y, but no rank stores it"):
         exchange_items(have, [FlatRegion((1,), None, {}).item("y", torch.zeros(1))] if world.rank else [], world)
     return found
 

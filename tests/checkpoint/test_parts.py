@@ -18,7 +18,7 @@ from shardformer.checkpoint.chunks import (
     TensorItem,
     assign_writes,
     flat_range_to_chunks,
-    overlap,
+    intersect_chunks,
     subtract_chunks,
 )
 from shardformer.checkpoint.file_format import from_json, to_json, weighted_sum
@@ -146,7 +146,7 @@ def test_subtract_chunks_leaves_uncovered_elements(piece: Piece, others: list[Pi
     assert set().union(*map(numbers, left)) == numbers(piece).difference(*map(numbers, others))
     assert sum(len(numbers(each)) for each in left) == len(set().union(*map(numbers, left)))
     for other in others:
-        common = overlap(piece, other)
+        common = intersect_chunks(piece, other)
         assert (numbers(common) if common else set()) == numbers(piece) & numbers(other)
 
 
@@ -169,7 +169,7 @@ def test_replicated_elements_are_written_once(overlaps: bool) -> None:
         count = torch.zeros(6, 10)
         for (_, start, size), pieces in assign_writes([item], context.tensor).items():
             for piece in pieces:
-                assert overlap(piece, (start, size)) == piece
+                assert intersect_chunks(piece, (start, size)) == piece
                 count[tuple(slice(a, a + n) for a, n in zip(*piece, strict=True))] += 1
         return count
 

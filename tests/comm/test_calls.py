@@ -13,7 +13,7 @@ from torch import nn
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import save_checkpoint
-from shardformer.comm.collective_call import come
+from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -101,7 +101,7 @@ def test_late_rank_is_waited_for() -> None:
     def run(context: ParallelContext) -> None:
         for number in range(3):
             time.sleep(0.05 * ((context.rank + number) % 3))
-            come(f"call {number}", context.data)
+            wait_for_all_ranks(f"call {number}", context.data)
 
     run_as_threads(run, data=3)
 

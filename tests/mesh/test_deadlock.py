@@ -72,7 +72,7 @@ CASES: dict[str, tuple[list[Report], dict[int, int]]] = {
 @pytest.mark.parametrize("case", CASES)
 def test_deadlocked_ranks_are_detected(case: str) -> None:
     reports, expected = CASES[case]
-    known = {rank: Report.of_text(report.as_text()) for rank, report in enumerate(reports)}
+    known = {rank: Report.from_text(report.to_text()) for rank, report in enumerate(reports)}
     found = find_deadlock(known, 10.0)
     assert found == expected
     if found:

@@ -45,7 +45,7 @@ def test_group_with_one_backend_per_device(
     }.items():
         monkeypatch.setattr(dist, name, value)
     monkeypatch.setattr(processes, "get_default_store", lambda: None)
-    monkeypatch.setattr(processes, "presence", lambda store, rank: SimpleNamespace(carriers=[]))
+    monkeypatch.setattr(processes, "get_deadlock_monitor", lambda store, rank: SimpleNamespace(carriers=[]))
     transport = ProcessGroupTransport(group)
 
     class On:

@@ -18,7 +18,7 @@ from shardformer.comm.collectives import (
 )
 from shardformer.local_ranks.threads import ThreadTransport, run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.mesh.transport import Word
+from shardformer.mesh.transport import AnnouncedCall
 from shardformer.pipeline.p2p_communication import PointToPoint
 
 
@@ -80,11 +80,11 @@ def test_each_direction_has_a_transport_if_sends_run_in_turn(in_turn: bool, monk
 
 def test_missing_ranks_of_a_call_are_reported() -> None:
     def meet(context: ParallelContext) -> list[int]:
-        return [*context.data.transport.meet("supper", waits=True).missing] if context.data.rank != 1 else []
+        return [*context.data.transport.announce_call("supper", waits=True).missing] if context.data.rank != 1 else []
 
     assert run_as_threads(meet, data=3) == [[1], [], [1]]
-    calls = run_as_threads(lambda c: c.data.transport.meet(f"{c.data.rank % 2}", waits=True).words, data=3)
-    assert calls == [[Word("0", False), Word("1", False), Word("0", False)]] * 3
+    calls = run_as_threads(lambda c: c.data.transport.announce_call(f"{c.data.rank % 2}", waits=True).calls, data=3)
+    assert calls == [[AnnouncedCall("0", False), AnnouncedCall("1", False), AnnouncedCall("0", False)]] * 3
 
 
 def test_flattened_axis_has_separate_messages() -> None:

@@ -33,7 +33,7 @@ MUTANTS = [
     mutant(
         "checksum-of-a-transposed-matrix",
         "shardformer/checkpoint/file_format.py",
-        "    x += numpy.uint64(_mixed(dim))\n",
+        "    x += numpy.uint64(_seed_of_dim(dim))\n",
         "",
         "A checkpoint in which two numbers of a matrix changed places across its diagonal is loaded.",
         first=("tests/checkpoint/test_parts.py",),
@@ -49,7 +49,7 @@ MUTANTS = [
     mutant(
         "index-checksum-ignored",
         "shardformer/checkpoint/file_format.py",
-        'found = json.loads(text) if _digest(text) == head_values["sha256"] else {}',
+        'found = json.loads(text) if _sha256(text) == head_values["sha256"] else {}',
         "found = json.loads(text)",
         "A checkpoint whose index was changed is loaded.",
         first=(
@@ -92,7 +92,8 @@ MUTANTS = [
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
         "    try:\n        files = [*map(file_name",
-        "    try:\n        checkpoint_directory.delete_old(root, keep, path)\n        files = [*map(file_name",
+        "    try:\n        checkpoint_directory.delete_old_checkpoints(root, keep, path)\n"
+        "        files = [*map(file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
             "tests/checkpoint/test_damage.py::test_older_checkpoints_are_deleted_after_sync",
@@ -102,8 +103,8 @@ MUTANTS = [
     mutant(
         "newest-by-the-clock",
         "shardformer/checkpoint/directory.py",
-        "key=lambda pair: (*pair[0], _step_of(pair[1]))",
-        "key=lambda pair: (pair[0][1], _step_of(pair[1]))",
+        "key=lambda pair: (*pair[0], _step_folder_name(pair[1]))",
+        "key=lambda pair: (pair[0][1], _step_folder_name(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
         first=("tests/checkpoint/test_jobs.py",),
     ),
@@ -162,7 +163,7 @@ MUTANTS = [
     mutant(
         "optimizer-state-rounded",
         "shardformer/checkpoint/training_state.py",
-        "for slot in self._slots() if exact else ():",
+        "for slot in self._optimizer_tensors() if exact else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=(
