@@ -241,13 +241,13 @@ class Bucket:
         """Return numbers to sum with the gradients: ``has_gradient``, and those of the consistency monitor."""
         if self.watch is None or self.axis.size == 1:
             return self.has_gradient
-        return self.has_gradient + self.watch.values_to_reduce(self.axis)
+        return self.has_gradient + self.watch.bits_to_reduce(self.axis)
 
     def check_extra_values(self, tail: Tensor) -> Tensor:
         """Return the sums of ``has_gradient``. Raise InputError on every rank if the ranks diverged."""
         count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
-            self.watch.check_reduced(tail[count:], self.axis)
+            self.watch.check_reduced_bits(tail[count:], self.axis)
         return tail[:count]
 
     def packed_offsets(self) -> tuple[int, list[slice]]:

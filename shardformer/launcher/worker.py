@@ -1,4 +1,4 @@
-"""Runs the user's script in each process of ``shardformer run``, as ``python script.py`` would. Started by its path.
+"""Script that ``shardformer run`` starts in each process, which runs the user's script and records its errors.
 
 An exception that ends the script is also written to the error file of torch's launcher, with a timestamp in
 microseconds, so that the launcher can report which rank failed first and why. SIGTERM, which the launcher sends when a
@@ -26,10 +26,10 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print the traceback without the frames of this file, and record the error for the launcher (``sys.excepthook``).
+    """Print an uncaught exception, and write it to the launcher's error file (used as ``sys.excepthook``).
 
-    A ``ShardFormerError`` is not printed, because the launcher prints it once for all ranks. Neither is Ctrl-C, which
-    every rank receives. SHARDFORMER_TRACEBACK=1 prints both.
+    The traceback omits the frames of this file. A ``ShardFormerError`` is not printed, because the launcher prints it
+    once for all ranks. Ctrl-C, which every rank receives, is not printed either. SHARDFORMER_TRACEBACK=1 prints both.
     """
     now = time.time()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -55,7 +55,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
 
 
 def record_stack_location() -> None:
-    """Record the stack location of the main thread for the launcher, unless an error is recorded."""
+    """Write the current line of the main thread to the launcher's error file, unless it contains an error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
@@ -69,13 +69,13 @@ def _record_location(path: str, message: str, stack: traceback.StackSummary) -> 
 
 
 def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None:
-    """Write the format that torch's ProcessFailure reads."""
+    """Write an error file in the JSON format that torch's ProcessFailure reads."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def _error_parts(error: BaseException) -> list[str] | None:
-    """Return class name, what, rule and remedy of a ``ShardFormerError``, or None for other errors."""
+    """Return the class name and texts of a ``ShardFormerError``, or None for other exceptions."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
         return None
@@ -83,7 +83,7 @@ def _error_parts(error: BaseException) -> list[str] | None:
 
 
 def _user_frame(stack: traceback.StackSummary) -> str:
-    """Format the innermost frame of user code as in a traceback. Returns an empty string if there is none."""
+    """Format the innermost stack frame of user code as in a traceback, or return "" if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
@@ -92,7 +92,7 @@ def _user_frame(stack: traceback.StackSummary) -> str:
 
 
 def delay_sigterm() -> None:
-    """Make SIGTERM end this process after ``GRACE_S``, unless the script handles the signal itself.
+    """Delay the exit after SIGTERM by 2 s, unless the script installs its own signal handler.
 
     A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
     thread waits for the signal.
@@ -136,7 +136,7 @@ def delay_sigterm() -> None:
 
 
 def run_script(path: str) -> None:
-    """Execute a file as a new ``__main__`` module, so that pickle and multiprocessing find its names there."""
+    """Execute a script as the ``__main__`` module, as ``python script.py`` does."""
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
         sys.path.insert(0, path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
         runpy.run_path(path, run_name="__main__")
@@ -151,7 +151,7 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Execute a module as ``python -m name`` does."""
+    """Execute a module as the ``__main__`` module, as ``python -m name`` does."""
     sys.path.insert(0, os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import replacing
+from shardformer.filesystem.atomic_write import replace_atomically
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, bubble_formula
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def check_file(path: Path) -> None:
 def reporting_write_errors(path: Path) -> Iterator[Path]:
     """Yield a temporary path that replaces ``path`` on success. Raises ConfigError if writing fails."""
     try:
-        with replacing(path) as hidden:
+        with replace_atomically(path) as hidden:
             yield hidden
     except OSError as error:
         raise ConfigError(

@@ -164,7 +164,7 @@ class RolePolicy(Policy):
     def _layers(self, path: str, blocks: Sequence[Role], is_stage: bool) -> dict[ModuleKey, ModulePolicyDescription]:
         layers = dict((module := paths.get_module(self.model, path)).named_children())
         if not layers:
-            raise paths.no_match_error(path, "0", module)
+            raise paths.module_not_found_error(path, "0", module)
         return {
             f"{path}.{name}": self._merged(
                 blocks, LayerLowering(layer, f"{path}.*", self.axis, is_stage, self._classes)
@@ -221,7 +221,7 @@ class RolePolicy(Policy):
                 continue
             found = paths.match_paths(path.rstrip("?"), known)
             if not path.endswith("?") and not found:
-                raise paths.no_match_error(self.base, path, base)
+                raise paths.module_not_found_error(self.base, path, base)
             out += [paths.join_path(self.base, name) for name in found]
         names = [name for name, _ in self.model.named_modules()]
         out += [name for path in self._unsharded for name in paths.match_paths(path, names)]
@@ -238,7 +238,7 @@ class RolePolicy(Policy):
         for stack in [self.stack] if isinstance(self.stack, LayerStack) else self.stack:
             found = paths.match_paths(stack.layers, names)
             if not found and not stack.optional:
-                raise paths.no_match_error(self.base, stack.layers, base)
+                raise paths.module_not_found_error(self.base, stack.layers, base)
             layers = [layer for path in found for layer in paths.get_module(base, path).children()]
             check_exits(stack, paths.join_path(self.base, stack.layers), layers)
             out += [(stack if path == stack.layers else replace(stack, layers=path), len(found) > 1) for path in found]

@@ -28,7 +28,7 @@ from shardformer.train_command.datasets import TrainingData
 from shardformer.train_command.model_config import fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import configs_of, load_transformers
+from shardformer.transformers_compat import config_classes_of, load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -263,7 +263,7 @@ def model_class_for(config: TrainConfig) -> Any:
 
     name = config.model.head or HEAD_OF[config.model.task]
     kind = getattr(transformers, name, None)
-    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or configs_of(kind) is not None)
+    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or config_classes_of(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
@@ -322,11 +322,13 @@ def _instantiate(kind: Any, saved: Any, dtype: torch.dtype, trust: bool) -> nn.M
 
 def _check_task(config: TrainConfig, saved: Any, kind: Any) -> None:
     """Raise ConfigError if transformers has no model of this type for the task."""
-    known = configs_of(kind)
+    known = config_classes_of(kind)
     if known is None or type(saved) in known or kind.__name__ in (getattr(saved, "auto_map", None) or {}):
         return
     transformers = load_transformers()
-    tasks = [task for task, name in HEAD_OF.items() if type(saved) in (configs_of(getattr(transformers, name)) or ())]
+    tasks = [
+        task for task, name in HEAD_OF.items() if type(saved) in (config_classes_of(getattr(transformers, name)) or ())
+    ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
         f"support {config.model.name!r}: {kind.__name__} has no model of type {saved.model_type}",

@@ -211,7 +211,7 @@ def _finish(
     _save_config_and_tokenizer(hidden, model, tokenizer)
     sync(hidden)
     check_target(target, model)  # it may have changed during the export
-    MODEL_DIRECTORY.put_in_place(hidden, target)
+    MODEL_DIRECTORY.replace_target(hidden, target)
     sync(target.parent)
 
 
