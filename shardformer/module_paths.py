@@ -27,8 +27,8 @@ def join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def resolve_path(at: str, name: str) -> str:
-    return name[1:] if name.startswith(".") else join_path(at, name)
+def resolve_path(prefix: str, name: str) -> str:
+    return name[1:] if name.startswith(".") else join_path(prefix, name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:
@@ -97,9 +97,9 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
     return there
 
 
-def existing_paths(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
+def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
     """Return the paths of the submodules in ``names`` that exist in the layer. Raises PolicyError if none exists."""
-    paths = [resolve_path(at, name) for name in names]
+    paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
         raise module_not_found_error(path, paths[0].rstrip("?"), layer)

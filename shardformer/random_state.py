@@ -59,14 +59,14 @@ def seed_random(seed: int, *, cuda: bool = True) -> None:
     random.seed(seed)
 
 
-def hash_seed(*what: object) -> int:
+def hash_seed(*seed_parts: object) -> int:
     """Hash numbers and strings to a seed that is the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+    return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_generators(*what: object) -> None:
+def seed_generators(*seed_parts: object) -> None:
     """Seed the CPU random generators with a hash of the arguments."""
-    seed_random(hash_seed(*what), cuda=False)
+    seed_random(hash_seed(*seed_parts), cuda=False)
 
 
 @contextmanager
@@ -114,10 +114,10 @@ def restore_cpu_generators() -> Iterator[None]:
 
 
 @contextmanager
-def seeded(*what: object) -> Iterator[None]:
+def seeded(*seed_parts: object) -> Iterator[None]:
     """Seed the CPU random generators with a hash of the arguments, and restore them when the block ends."""
     with restore_cpu_generators():
-        seed_generators(*what)
+        seed_generators(*seed_parts)
         yield
 
 
@@ -157,15 +157,15 @@ def state_digest(device: torch.device) -> list[int]:
 class ContinuedRandomState:
     """Random state that continues from one ``with`` block to the next, independent of the process's random state."""
 
-    def __init__(self, *what: object) -> None:
-        self._what = what
+    def __init__(self, *seed_parts: object) -> None:
+        self._seed_parts = seed_parts
         self._states: RandomStates | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
         with restore_cpu_generators():
             if self._states is None:
-                seed_generators(*self._what)
+                seed_generators(*self._seed_parts)
             else:
                 set_random_states(self._states)
             try:

@@ -192,8 +192,8 @@ def counts_all_collectives(group: dist.ProcessGroup) -> bool:
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
-def _is_instance_of_loaded_class(module: nn.Module, where: str, kind: str) -> bool:
-    found = getattr(sys.modules.get(where), kind, None)
+def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name: str) -> bool:
+    found = getattr(sys.modules.get(module_name), class_name, None)
     return found is not None and isinstance(module, found)
 
 

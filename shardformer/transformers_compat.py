@@ -67,9 +67,9 @@ def _disable_auto_docstring() -> None:
     )
 
 
-def _skip_docstring(found: Any = None, **options: Any) -> Any:
+def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
     """Replacement for transformers' ``auto_docstring`` decorator that returns the class unchanged."""
-    return (lambda later: later) if found is None else found
+    return (lambda later: later) if decorated is None else decorated
 
 
 def is_cache(value: Any) -> bool:

@@ -37,7 +37,7 @@ def options_from_dataclass(
     flags = flags or {}
 
     def decorate(command: Callable[[T], None]) -> Callable[..., None]:
-        def called(**values: Any) -> None:
+        def run_command(**values: Any) -> None:
             found = {name: values.pop(name) for name in flags}
             parallel = {n: _parse_parallel_value(n, v) for n, v in found.items() if v is not None and v is not False}
             command(kind(**values, **({"parallel": parallel} if flags else {})))
@@ -45,15 +45,15 @@ def options_from_dataclass(
         hints = get_type_hints(kind, include_extras=True)
         of_kind = [_field_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
         parameters = [*of_kind[:1], *(_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
-        called.__name__, called.__qualname__, called.__module__ = (
+        run_command.__name__, run_command.__qualname__, run_command.__module__ = (
             command.__name__,
             command.__qualname__,
             command.__module__,
         )
-        called.__doc__ = command.__doc__
-        vars(called)["__signature__"] = Signature(parameters)
-        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return called
+        run_command.__doc__ = command.__doc__
+        vars(run_command)["__signature__"] = Signature(parameters)
+        run_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run_command
 
     return decorate
 

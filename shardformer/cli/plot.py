@@ -47,7 +47,7 @@ def plot(
             remedy="Wait for the first step, or pass another run",
         )
     selected = _parse_metric_names(values, known)
-    path = out if out is not None else _output_folder(runs) / "curves.png"
+    path = out if out is not None else _default_output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_file(path)
@@ -72,7 +72,7 @@ def _parse_metric_names(values: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _output_folder(runs: list[Path]) -> Path:
+def _default_output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent

@@ -136,11 +136,11 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     """
     options = parse(arguments)
     _check_script(options)
-    _set_threads(options)
+    _set_num_threads(options)
     return _run_processes(options, command)
 
 
-class _Parser(argparse.ArgumentParser):
+class _RunParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             raise LaunchError("The command has no script", remedy=f"Add the script, or -m and a module: {USAGE}")
@@ -157,7 +157,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of torchrun and ``--hostfile`` and ``--host``, which set the nodes and the master address."""
-    parser = _Parser(
+    parser = _RunParser(
         prog="shardformer run",
         usage=USAGE,
         description=DESCRIPTION,
@@ -174,7 +174,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     options = parser.parse_args(list(arguments))
     _check_ignored_options(options)
     if options.hostfile is not None or options.host is not None:
-        _apply_hosts(options)
+        _set_options_from_hosts(options)
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -213,7 +213,7 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         ) from error
 
 
-def _apply_hosts(options: argparse.Namespace) -> None:
+def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
             "A list of hosts does not work with --standalone or a rendezvous",
@@ -273,7 +273,7 @@ def _check_script(options: argparse.Namespace) -> None:
         )
 
 
-def _set_threads(options: argparse.Namespace) -> None:
+def _set_num_threads(options: argparse.Namespace) -> None:
     """Set OMP_NUM_THREADS to the cores per process, unless it is already set."""
     from torch.distributed.run import determine_local_world_size
 

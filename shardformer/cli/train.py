@@ -69,7 +69,7 @@ def train(
         )
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
-    _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
+    _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         from rich.console import Console
 
@@ -105,12 +105,12 @@ def _reason_not_to_launch(dry_run: bool) -> str | None:
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
-def _check_unused(where: str, options: dict[str, int | None]) -> None:
+def _check_process_options_unused(reason: str, options: dict[str, int | None]) -> None:
     """Raise ConfigError for process options such as ``--max-restarts`` if this command starts no processes."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} has no effect {where}",
+                f"{name} {value} has no effect {reason}",
                 rule="It configures the processes that this command starts",
                 remedy=f"Remove {name}",
             )

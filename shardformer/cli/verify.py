@@ -160,7 +160,7 @@ def verify(options: VerifyOptions) -> None:
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
             with _show_status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
-                reports.append(_verify_one(options, source, policy, pool))
+                reports.append(_verify_head(options, source, policy, pool))
             if options.all_heads and not options.as_json:
                 _print_head_result(console, reports[-1])
     if options.as_json:
@@ -235,7 +235,7 @@ def _min_num_layers(pipeline: VerifyPipeline) -> int:
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 
-def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
+def _verify_head(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
     from shardformer.verify.model_source import TOKENS

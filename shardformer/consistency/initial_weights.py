@@ -88,26 +88,27 @@ def differs_across_ranks(value: Any, axis: Axis) -> bool:
 def broadcast_random_state(
     axis: Axis,
     device: torch.device,
-    drew: bool = False,
+    has_drawn: bool = False,
     extra_numbers: Sequence[int] = (),
     on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
     """Broadcast the random states of torch, NumPy and Python from the first rank of an axis, if they differ.
 
     Random numbers drawn outside of the blocks must be the same on these ranks, even if a script seeds each rank
-    differently. Every rank calls this at the same time, whether or not it drew random numbers, because another thread
-    of the process may have drawn some.
+    differently. Every rank calls this at the same time, whether or not it has drawn random numbers, because another
+    thread of the process may have drawn some.
 
     Args:
-        drew: whether this rank has drawn random numbers.
+        has_drawn: whether this rank has drawn random numbers.
         extra_numbers: numbers that are gathered in the same message, the same count on each rank.
         on_gathered: called with the gathered numbers of all ranks.
 
-    Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank ``drew``.
+    Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank has drawn random
+    numbers.
     """
     if axis.size == 1:
-        return drew
-    own = [int(drew), *state_digest(device)]
+        return has_drawn
+    own = [int(has_drawn), *state_digest(device)]
     count = len(own)
     every = all_gather_numbers([*own, *extra_numbers], axis)
     on_gathered([numbers[count:] for numbers in every])

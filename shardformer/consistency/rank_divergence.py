@@ -137,13 +137,13 @@ class ConsistencyMonitor:
     def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
         """Return the integers that the ranks of one batch gather and compare: mode, batch, steps, options, weights."""
         options = _hash_63_bits(hash(self.options[1:]))
-        sketch = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
+        projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
             int(self.training),
             self.hash_inputs(inputs),
             self.steps,
             options,
-            *struct.unpack("<2q", struct.pack("<2d", *sketch)),
+            *struct.unpack("<2q", struct.pack("<2d", *projection)),
         ]
 
     def count_stepped_batches(self) -> int:
@@ -170,11 +170,13 @@ class ConsistencyMonitor:
         previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
         return _hash_63_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
-    def check_gathered(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
+    def check_gathered(self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
         """Raise InputError on every rank if the numbers gathered from the ranks of one batch differ."""
         weights = len(ORDER) - 1
-        sketches = [struct.unpack("<2d", struct.pack("<2q", *theirs[weights:])) for theirs in every]
-        if any(theirs[:weights] != every[0][:weights] for theirs in every) or not self._are_projections_close(sketches):
+        projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
+        if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
+            projections
+        ):
             self._raise_divergence(axis, inputs)
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
 
@@ -210,12 +212,12 @@ class ConsistencyMonitor:
         slices = self._read_current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
             sums = [_random_projection(x, number) for number, x in enumerate(slices)]
-        found = self._sum_and_read(f"sketch {axis.name}", sums) or (0.0, 0.0)
+        found = self._sum_and_read(f"projection {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
-    def _are_projections_close(self, sketches: Sequence[Sequence[float]]) -> bool:
+    def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
         """Whether the weight projections of all ranks are equal up to rounding errors."""
-        (first, norm), *others = sketches
+        (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
@@ -227,10 +229,10 @@ class ConsistencyMonitor:
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
-    def _sum_and_read(self, key: str, parts: Sequence[Tensor]) -> Any:
+    def _sum_and_read(self, key: str, tensors: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
-        for part in parts:
-            total = part if total is None else total.to(part.device) + part
+        for tensor in tensors:
+            total = tensor if total is None else total.to(tensor.device) + tensor
         return None if total is None else self._read_async(key, total)
 
     def _slices_of_step(self, axis: Axis) -> WeightSlices | None:
@@ -239,7 +241,7 @@ class ConsistencyMonitor:
         if axis.name not in self._parts:
             over = set(self._axes_with_other_ranks(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
-            self._parts[axis.name] = list(_split_into_slices(replicated))
+            self._parts[axis.name] = list(_split_weights_into_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
@@ -250,15 +252,15 @@ class ConsistencyMonitor:
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
-    def _read_async(self, key: str, x: Tensor) -> Any:
+    def _read_async(self, key: str, tensor: Tensor) -> Any:
         """Return the values of a tensor as a list. On a GPU return those of the previous call, to avoid a sync."""
-        if not has_data(x):
+        if not has_data(tensor):
             return None
-        if not x.is_cuda:
-            return x.tolist()
+        if not tensor.is_cuda:
+            return tensor.tolist()
         before = self._late.get(key)
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-        self._late[key] = there, torch.cuda.current_stream(x.device).record_event()
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self._late[key] = there, torch.cuda.current_stream(tensor.device).record_event()
         if before is None:
             return None
         before[1].synchronize()
@@ -312,12 +314,12 @@ def _hash_63_bits(value: Any) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _random_projection(x: Tensor, number: int) -> Tensor:
+def _random_projection(vector: Tensor, shift: int) -> Tensor:
     """Return the sum of a vector's elements with random signs, and its sum of squares."""
-    wide, signs = x.double(), _random_signs(x.device)
+    wide, signs = vector.double(), _random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
-    return torch.stack([sums @ _random_signs(x.device).roll(number)[: len(sums)], wide @ wide])
+    return torch.stack([sums @ _random_signs(vector.device).roll(shift)[: len(sums)], wide @ wide])
 
 
 _SIGNS: dict[torch.device, Tensor] = {}
@@ -344,7 +346,7 @@ def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _split_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
+def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
     """Split replicated weights into groups of slices of similar size, one group for each of up to 100 steps."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
@@ -389,21 +391,21 @@ def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     return [table for each in known[1] if (table := each()) is not None]
 
 
-def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], drew: bool = False) -> bool:
+def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_drawn: bool = False) -> bool:
     """Synchronize the random states of ranks of one batch, and raise InputError if these ranks have diverged.
 
     See ``broadcast_random_state``.
     """
     axis, device, monitor = state.same_batch_axis, state.context.device, state.monitor
     if monitor is None or axis.size == 1:
-        return broadcast_random_state(axis, device, drew)
+        return broadcast_random_state(axis, device, has_drawn)
     inputs = inputs if state.request.extra.get("check_inputs", True) else ()
     return broadcast_random_state(
         axis,
         device,
-        drew,
+        has_drawn,
         monitor.values_to_gather(axis, inputs),
-        lambda every: monitor.check_gathered(every, axis, inputs),
+        lambda gathered: monitor.check_gathered(gathered, axis, inputs),
     )
 
 

@@ -237,14 +237,14 @@ class DirectoryWriter:
         unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
         """
         target = Path(os.path.realpath(folder))
-        hidden = self.begin(target, target if _can_be_renamed(target) else target / target.name)
+        hidden = self.create_temporary_directory(target, target if _can_be_renamed(target) else target / target.name)
         try:
             write(hidden)
             self.replace_target(hidden, target)
         finally:
             remove(hidden)
 
-    def begin(self, target: Path, near: Path) -> Path:
+    def create_temporary_directory(self, target: Path, near: Path) -> Path:
         """Create a temporary directory next to ``near``, after the recovery of writes that killed processes left."""
         make_folder(near.parent)
         remove_leftovers(near.parent, target.name)

@@ -88,8 +88,8 @@ def _waited_for_peer(failure: ProcessFailure) -> bool:
     )
 
 
-def _format_ranks_of_world(ranks: list[int], note: Mapping[str, Any]) -> str:
-    world_size = note.get("world_size", 0)
+def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> str:
+    world_size = extra_info.get("world_size", 0)
     if len(ranks) == world_size:
         return f"all {world_size} ranks" if world_size > 1 else "the only rank"
     return f"{format_ranks(sorted(ranks))} of {world_size}" if world_size else format_ranks(sorted(ranks))

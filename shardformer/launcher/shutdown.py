@@ -136,9 +136,9 @@ def _is_ending_on_signal() -> bool:
     return isinstance(sys.exc_info()[1], SignalException)
 
 
-def _read_stack_locations(notes: Iterable[str]) -> None:
+def _read_stack_locations(error_files: Iterable[str]) -> None:
     STACK_LOCATIONS.clear()  # from an earlier attempt
-    for path in notes:
+    for path in error_files:
         with suppress(OSError, ValueError, LookupError, TypeError):
             extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
             STACK_LOCATIONS[extra["rank"]] = extra["at"]

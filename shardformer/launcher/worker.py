@@ -48,7 +48,7 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _user_frame(traceback.extract_tb(trace)),
+                "frame": _format_user_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
         _write_error_file(path, f"{kind.__name__}: {error}", extra)
@@ -64,7 +64,7 @@ def record_stack_location() -> None:
 
 def _record_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
-    at = {"at": _user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    at = {"at": _format_user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
@@ -82,7 +82,7 @@ def _error_parts(error: BaseException) -> list[str] | None:
     return [type(error).__name__, error.what, error.rule, error.remedy]
 
 
-def _user_frame(stack: traceback.StackSummary) -> str:
+def _format_user_frame(stack: traceback.StackSummary) -> str:
     """Format the innermost stack frame of user code as in a traceback, or return "" if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -100,14 +100,14 @@ def delay_sigterm() -> None:
     process, (reader, writer) = os.getpid(), os.pipe()
     os.set_blocking(writer, False)
 
-    def note(signum: int, frame: types.FrameType | None) -> None:
+    def handle_sigterm(signum: int, frame: types.FrameType | None) -> None:
         if os.getpid() != process:  # a forked child inherited this handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         os.write(writer, bytes([signum]))  # also done by the interpreter, unless the script set its own wakeup fd
 
     def wait_for_sigterm() -> None:
-        while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
+        while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not handle_sigterm:
             pass
         time.sleep(GRACE_S)
         with contextlib.suppress(Exception):  # the process ends in any case
@@ -121,14 +121,14 @@ def delay_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
     def restore_in_child() -> None:
-        if signal.getsignal(signal.SIGTERM) is note:
+        if signal.getsignal(signal.SIGTERM) is handle_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if (descriptor := signal.set_wakeup_fd(-1)) != writer:
             signal.set_wakeup_fd(descriptor)
         unblock_sigterm()
 
     saved = threading.local()
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGTERM, handle_sigterm)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # a forked child has no such thread, so SIGTERM is blocked until the child has restored the default handler
     os.register_at_fork(before=block_sigterm, after_in_parent=unblock_sigterm, after_in_child=restore_in_child)

@@ -479,7 +479,9 @@ class Pipeline:
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         tensors = [t for part in parts for _, t in named_tensors_in(part)] if self._must_compare_batches else []
-        seen = watch.batch(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
+        seen = (
+            watch.hash_inputs(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
+        )
         self._must_compare_batches = self._must_compare_batches and watch is not None
         steps, options = (watch.count_stepped_batches(), watch.hash_stage_options()) if watch is not None else (0, 0)
         modes = backward, training, _hash_repr(autocast)

@@ -107,7 +107,7 @@ class ReducedModelType:
             model.config.use_cache = False
         return model
 
-    def own(self) -> dict[str, Any]:
+    def batches_and_loss(self) -> dict[str, Any]:
         """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss."""
         batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
@@ -166,13 +166,13 @@ def is_multimodal(head: str) -> bool:
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
-def _roll_text(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
-    """Rotate the text tokens of a sample by ``by`` positions, without placeholder tokens of images and sounds."""
+def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
+    """Rotate the text tokens of a sample by ``shift`` positions, without placeholder tokens of images and sounds."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
     rolled = tokens.clone()
-    rolled[is_text] = tokens[is_text].roll(by)
+    rolled[is_text] = tokens[is_text].roll(shift)
     return {**sample, MEDIA_TOKEN_FIELDS: rolled}
 
 
@@ -190,7 +190,7 @@ def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     try:
         return ExampleBatch.of(model, first_batch(model))
     except Exception as error:
-        raise _no_example_batch(model, f"{type(error).__name__}: {first_line(error)}") from error
+        raise _example_batch_error(model, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
@@ -207,10 +207,10 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
     try:
         return reduce_model(model, together=True)
     except PolicyError as error:
-        raise _no_example_batch(model, error.what) from error
+        raise _example_batch_error(model, error.what) from error
 
 
-def _no_example_batch(model: nn.Module, why: str) -> ConfigError:
+def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     needed, optional = unknown_inputs(model)
     unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
@@ -253,9 +253,9 @@ MODULE_SPEC_FORMS = (
 MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 
-def import_module_or_file(where: str) -> ModuleType:
+def import_module_or_file(name_or_file: str) -> ModuleType:
     """Import a module by its name or from a .py file. Raises ConfigError if the import fails."""
-    return _module_from_file(Path(where)) if where.endswith(".py") else _import_by_name(where)
+    return _module_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
 
 
 def _import_by_name(name: str) -> ModuleType:
@@ -442,7 +442,7 @@ class ModelSource:
         """Return a source of the same model with another head class. Raises ConfigError for an unknown head."""
         if isinstance(self.model_fn, ReducedModelType):
             _check_class_exists(head, self.title)
-            return _source_of_type(self.model_type, head)
+            return _make_source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"head={head!r} does not apply to {self.title}, which is built by a function",
@@ -492,7 +492,7 @@ class ModelSource:
                     remedy="Remove the option",
                 )
             return ExampleBatches(self.model_fn, batch)
-        vocab_size = _vocab_size(self.config)
+        vocab_size = _min_vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
                 f"The inputs of {self.title} are unknown: its config has no vocab_size",
@@ -530,18 +530,18 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
     path = Path(name).expanduser()
     if path.exists():
-        return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
+        return _make_pretrained_source(name, Pretrained(str(path), "", path.is_file(), dropout))
     if name in all_classes():
-        return _source_of_type(name)
+        return _make_source_of_type(name)
     if ":" in name:
-        return _from_function(name)
+        return _make_source_from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(
             f"There is no folder or file {name!r} in {str(Path.cwd())!r}",
             rule=MODULE_SPEC_FORMS,
             remedy="Correct the path",
         )
-    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
+    return _make_pretrained_source(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
 
 
 def find_policy(name: str) -> type[Policy]:
@@ -602,19 +602,21 @@ def first_token(tokens: int | list[int] | None, default: int) -> int:
     return default if tokens is None else tokens
 
 
-def _source_of_type(model_type: str, head: str = "") -> ModelSource:
+def _make_source_of_type(model_type: str, head: str = "") -> ModelSource:
     small = ReducedModelType(model_type, head)
-    return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
+    return ModelSource(
+        f"the small random {model_type}", small, small.head_class, small.config(), small.batches_and_loss()
+    )
 
 
-def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
+def _make_pretrained_source(title: str, found: Pretrained) -> ModelSource:
     config = load_hf_config(found.where, found.local)
     head = first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
     _check_class_exists(head, title)
     return ModelSource(title, replace(found, head=head), head, config)
 
 
-def _vocab_size(config: Any) -> int | None:
+def _min_vocab_size(config: Any) -> int | None:
     """Return the smallest ``vocab_size`` in a config and its subconfigs, or None if there is none."""
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
@@ -636,7 +638,7 @@ def _suggest_names(name: str, known: Any = SMALL_CONFIGS) -> str:
     return f"{hint} " if hint.startswith("Did") else ""
 
 
-def _from_function(name: str) -> ModelSource:
+def _make_source_from_function(name: str) -> ModelSource:
     where, _, function_name = name.rpartition(":")
     module = import_module_or_file(where)
     function = getattr(module, function_name, None)

@@ -578,7 +578,7 @@ class SmallModel:
         with _IMPORT_LOCK:
             config, kind = self.config(), getattr(import_module(self.library), self.head_class)
         model: nn.Module = kind(config)
-        _randomize_zeros(model)
+        _randomize_zero_parameters(model)
         return model
 
 
@@ -586,7 +586,7 @@ _IMPORT_LOCK = threading.Lock()  # serializes the lazy imports of transformers w
 
 
 @torch.no_grad()
-def _randomize_zeros(model: nn.Module) -> None:
+def _randomize_zero_parameters(model: nn.Module) -> None:
     """Fill parameters that are initialized to zero with small random values, because zeros would hide errors."""
     for param in model.parameters():
         if param.dim() > 1 and has_data(param) and not param.any():

@@ -124,12 +124,12 @@ class RandomRounding(TorchDispatchMode):
                 self._add_rounding_error(t)
         return out
 
-    def _add_rounding_error(self, t: Tensor) -> None:
-        if t.layout == torch.strided:
-            if t.device not in self._generators:
-                self._generators[t.device] = torch.Generator(t.device).manual_seed(self._seed)
-            off = torch.empty_like(t).uniform_(-1, 1, generator=self._generators[t.device])
-            t.addcmul_(t, off, value=UNITS * torch.finfo(t.dtype).eps)
+    def _add_rounding_error(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            if tensor.device not in self._generators:
+                self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+            error = torch.empty_like(tensor).uniform_(-1, 1, generator=self._generators[tensor.device])
+            tensor.addcmul_(tensor, error, value=UNITS * torch.finfo(tensor.dtype).eps)
 
 
 def check_batch(job: VerifyJob) -> None:
@@ -144,20 +144,20 @@ def check_batch(job: VerifyJob) -> None:
     _split_micro_batches(job, data_rank_batch(job, batch, 0, job.data))
 
 
-def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
-    """Return one of ``parts`` equal shards of a global batch, in the dtype of the models."""
+def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
+    """Return one of ``num_shards`` equal shards of a global batch, in the dtype of the models."""
     if not any(x.dim() for _, x in named_tensors_in(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
             remedy="Return the arguments of the model's forward from batch_fn",
         )
     size = batch_size_of(batch)
-    if size % parts:
+    if size % num_shards:
         raise ConfigError(
-            f"data={parts} does not divide the batch of {size} samples",
-            remedy=f"Return a multiple of {parts} samples from batch_fn",
+            f"data={num_shards} does not divide the batch of {size} samples",
+            remedy=f"Return a multiple of {num_shards} samples from batch_fn",
         )
-    part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
+    part = split_batch(batch, [size // num_shards] * num_shards, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
     return {**part, **{name: x.to(job.compute_dtype) for name, x in floats.items()}}
 
@@ -394,14 +394,14 @@ def _train_unsharded(job: VerifyJob) -> TrainingTrace:
     check_samples_are_independent(job, model)
     trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
-        _backward(job, model, step, trace)
+        _record_backward(job, model, step, trace)
         trace.norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
     trace.after = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     return trace
 
 
-def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
+def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
     """Run forward and backward of the unsharded model, and record loss, gradients and their rounding noise."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
@@ -462,12 +462,12 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
         if job.training.zero_stage is None
         else shard_optimizer(model, optimizer, **job.training.zero_arguments())
     )
-    step_of: StepFn = partial(_forward_backward, job, model, optimizer)
+    run_step: StepFn = partial(_forward_backward, job, model, optimizer)
     if job.pipeline is not None:
-        step_of = _make_pipeline_step(job, model, job.pipeline)
+        run_step = _make_pipeline_step(job, model, job.pipeline)
     for step in range(job.steps):
         with CollectiveRecorder(context) as recorder, _precision_mode(job):
-            loss = _run_backwards(job, model, optimizer, step_of, step)
+            loss = _run_backwards(job, model, optimizer, run_step, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
@@ -488,7 +488,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     return trace, name
 
 
-def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepFn, step: int) -> Tensor:
+def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
     """Run all forwards and backwards of a step of the sharded model, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = metadata_of(model).context.data.rank, job.training.backward_indices(step)[-1]
@@ -497,7 +497,7 @@ def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: St
         part = on_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
-            losses.append(step_of(part, backward, rank).detach())
+            losses.append(run_step(part, backward, rank).detach())
     return torch.stack(losses).mean()
 
 
@@ -518,33 +518,33 @@ def _forward_backward(
 
 
 def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeline) -> StepFn:
-    def loss_of(output: Any, part: Mapping[str, Any]) -> Tensor:
+    def loss_of_output(output: Any, part: Mapping[str, Any]) -> Tensor:
         assert job.loss_fn is not None
         return job.loss_fn(PrecomputedForward(model, output, part), part)
 
     pipeline = Pipeline(
         model,
         settings.micro_batches,
-        loss_fn=None if job.loss_fn is None else loss_of,
+        loss_fn=None if job.loss_fn is None else loss_of_output,
         loss_weight=settings.loss_weight,
         average_loss_over=job.training.average_loss_over,
     )
 
-    def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+    def run_step(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
         seed_random(1 + step * job.data + data_rank)
         return pipeline.step(part)
 
-    return step_of
+    return run_step
 
 
 def _gather_full_tensors(
-    model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]
+    model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
     """Gather the full tensors of all ranks and stages, by parameter name. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
-    present = [(name, t) for name, t in own.items() if t is not None]
+    present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)
-    full = {**own, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
+    full = {**local_tensors, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full

@@ -125,10 +125,10 @@ def _worst_gradient_difference(
     plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
-    for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
-        largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
-        for name in {**theirs, **ours}:
-            a, b = theirs.get(name), ours.get(name)
+    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
+        largest = max((float(g.abs().max()) for g in plain_grads.values() if g is not None and g.numel()), default=0.0)
+        for name in {**plain_grads, **sharded_grads}:
+            a, b = plain_grads.get(name), sharded_grads.get(name)
             if a is None or b is None:
                 if a is not b:
                     missing.append(f"{name} (step {step})")
@@ -163,13 +163,15 @@ def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
 
 
 def _larger_difference(
-    worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str
+    worst: Difference, expected: Tensor, actual: Tensor, reference: Tensor, bound: float, noise: float, where: str
 ) -> Difference:
-    if a.shape != b.shape:
-        return Difference(float("inf"), f"{where}: {tuple(b.shape)} instead of {tuple(a.shape)}", float("inf"))
-    if not a.numel():
+    if expected.shape != actual.shape:
+        return Difference(
+            float("inf"), f"{where}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
+        )
+    if not expected.numel():
         return worst
-    difference, magnitude = max_difference(a, b), float(size.abs().max())
+    difference, magnitude = max_difference(expected, actual), float(reference.abs().max())
     allowed = bound * magnitude + noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
     if used <= worst.used:

@@ -86,7 +86,9 @@ def export_pretrained(
     target = run_on_all_ranks(lambda: _checked_directory(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     # the first rank creates a hidden directory, whose unique name identifies it to all ranks
-    hidden = place.parent / run_on_first_rank(lambda: MODEL_DIRECTORY.begin(place, place).name, world, what)
+    hidden = place.parent / run_on_first_rank(
+        lambda: MODEL_DIRECTORY.create_temporary_directory(place, place).name, world, what
+    )
     try:
         run_on_all_ranks(lambda: checkpoint_directory.check_visible(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
