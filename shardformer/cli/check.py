@@ -74,7 +74,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
 def _check_versions() -> list[CheckResult]:
     findings = [
         CheckResult("versions", "shardformer", "ok", version("shardformer")),
-        _check_version("python", platform.python_version(), "install Python 3.11 or newer"),
+        _version("python", platform.python_version(), "install Python 3.11 or newer"),
     ]
     for name, module in (("torch", "torch"), ("transformers", "transformers.modeling_utils")):
         remedy = f"pip install '{name}>={_format_version(TESTED[name][0])}'"
@@ -85,11 +85,11 @@ def _check_versions() -> list[CheckResult]:
             what = " ".join(str(error).split())
             findings.append(CheckResult("versions", name, "failed", f"{type(error).__name__}: {what}", remedy))
             continue
-        findings.append(_check_version(name, found, remedy))
+        findings.append(_version(name, found, remedy))
     return findings
 
 
-def _check_version(name: str, found: str, remedy: str) -> CheckResult:
+def _version(name: str, found: str, remedy: str) -> CheckResult:
     """Compare a version with the tested ones: older versions are ``failed``, newer ones ``untested``."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]

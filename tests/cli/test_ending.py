@@ -19,7 +19,7 @@ from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_S,
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    _process_states,
+    _record_stuck_processes,
     is_aborted_by_launcher,
     register_graceful_shutdown,
     set_shutdown_timeout,
@@ -94,5 +94,5 @@ def test_a_process_killed_while_saving_is_reported(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setenv(FOLDER, str(tmp_path))
     with register_graceful_shutdown():
-        _process_states([os.getpid()], signal.SIGINT, 77)
+        _record_stuck_processes([os.getpid()], signal.SIGINT, 77)
     assert "did not finish its step and save within 77 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())
