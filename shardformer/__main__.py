@@ -1,4 +1,4 @@
-"""``python -m shardformer``: the command line."""
+"""Entry point of ``python -m shardformer``, which runs the command line interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names of the first API and of ColossalAI's ShardFormer, for scripts that use them."""
+"""Public names of ColossalAI's ShardFormer and of earlier versions of this package, for existing scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``ParallelConfig``: configuration of distributed training. ``ShardConfig``: the options that shard the model.
+"""Configuration of distributed training (``ParallelConfig``) and of model sharding (``ShardConfig``).
 
 This module does not import torch, so that the command line starts fast.
 """
@@ -33,7 +33,9 @@ RENAMED_SHARD_FIELDS = {"watch": "check_consistency", "stream": "activation_layo
 @renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
 @dataclass
 class ShardConfig:
-    """Options that shard a model: from ``ParallelConfig.shard_config(context)``, or written directly as in ColossalAI.
+    """Options that specify how a model is sharded.
+
+    ``ParallelConfig.shard_config(context)`` creates them, or you write them directly as in ColossalAI.
 
     Args:
         tensor_parallel_process_group: the process group of the tensor axis. None: all processes.
@@ -68,7 +70,7 @@ class ShardConfig:
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> ShardConfig:
-        """Return the config with these fields. Raises ConfigError for an unknown field."""
+        """Create a ShardConfig from a dict of its fields. Raises ConfigError for an unknown field."""
         known = (*cls.__dataclass_fields__, *RENAMED_SHARD_FIELDS)
         check_names(options, known, "There is no option", "The options are the fields of ShardConfig")
         return cls(**options)
@@ -122,7 +124,7 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """Return the layout of the activations between blocks."""
+        """Return how the activations between transformer blocks are sharded."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:
@@ -136,23 +138,23 @@ class ShardConfig:
 
     @property
     def uses_context_parallel(self) -> bool:
-        """Whether the sequence is sharded over the sequence axis."""
+        """Whether context parallelism shards the sequence dimension over the sequence axis."""
         manager = self.pipeline_stage_manager
         context = self.context if manager is None or self.context is not None else manager.context
         return self.activation_layout is None and context is not None and context.sequence.size > 1
 
     def head_axis(self) -> Axis:
-        """Return the axis that shards heads and features: tensor, or the columns of a tensor grid."""
+        """Return the mesh axis that shards attention heads: the tensor axis, or the columns of a tensor grid."""
         context = self.resolve_context()
         return context.axes["column"] if self.is_grid and "column" in context.axes else context.tensor
 
     @property
     def is_grid(self) -> bool:
-        """Whether the tensor axis is a grid."""
+        """Whether the tensor parallel ranks form a 2D, 2.5D or 3D grid."""
         return self.tensor_parallel_mode != "1d" and self.enable_tensor_parallelism
 
     def resolve_context(self) -> ParallelContext:
-        """Return the context to shard over: the one passed, one for the group passed, or one for all processes."""
+        """Return the context that was passed, or create one for the tensor parallel group or for all processes."""
         context = self._select_context()
         sizes = context.sizes
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
@@ -164,7 +166,7 @@ class ShardConfig:
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}",
+                f"activation_layout={self.activation_layout} does not shard over the axis sequence={sizes['sequence']}",
                 remedy="Remove activation_layout, or the sequence axis",
             )
         return context
@@ -177,14 +179,14 @@ class ShardConfig:
             return manager.context
         if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
-                "ShardConfig got more than one of context, tensor_parallel_process_group and pipeline_stage_manager",
+                "ShardConfig received more than one of context, tensor_parallel_process_group, pipeline_stage_manager",
                 rule="A context has a tensor group, and a pipeline_stage_manager has a context",
                 remedy="Pass only one of them",
             )
         return ParallelContext.from_group(group) if context is None else context
 
     def options(self) -> dict[str, bool | str]:
-        """Return the options by name, for the plan's hash and for ``describe_sharding``."""
+        """Return the options that affect the sharding, by name, for the plan's hash and description."""
         names = [n for n in self.__dataclass_fields__ if n.startswith("enable_")]
         modes = (
             ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
@@ -335,12 +337,12 @@ class ParallelConfig:
             reshard_after_forward=self.reshard_after_forward,
             bucket_bytes=self.bucket_bytes,
         )
-        self._check_used(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
-        self._check_used(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
-        self._check_used(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
+        self._check_fields_have_effect(STAGE_FIELDS, self.pipe > 1, "pipe=2 or more")
+        self._check_fields_have_effect(_STAGE_3_FIELDS, self.zero_stage == 3, "zero_stage=3")
+        self._check_fields_have_effect(("sequence_overlap",), self.sequence_parallel, "sequence_parallel=True")
 
-    def _check_used(self, names: Sequence[str], is_used: bool, needed: str) -> None:
-        """Raise ConfigError for fields that are set, but have no effect with the other fields."""
+    def _check_fields_have_effect(self, names: Sequence[str], is_used: bool, needed: str) -> None:
+        """Raise ConfigError for fields that are set but have no effect without the option ``needed``."""
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"
@@ -348,7 +350,7 @@ class ParallelConfig:
 
     @classmethod
     def of(cls, value: Any) -> ParallelConfig:
-        """Convert the ``parallel`` argument of ``initialize``: a ParallelConfig, a dict of its fields, or None."""
+        """Create a ParallelConfig from the ``parallel`` argument of ``initialize``: a config, a dict, or None."""
         if value is None or isinstance(value, cls):
             return value or cls()
         rule, remedy = "It must be a ParallelConfig or a dict of its fields", "Write parallel=ParallelConfig(tensor=2)"
@@ -357,7 +359,7 @@ class ParallelConfig:
 
     @classmethod
     def from_dict(cls, values: Mapping[str, Any]) -> ParallelConfig:
-        """Build a configuration from fields as ``to_dict`` returns them. Raises ConfigError for an unknown field."""
+        """Create a ParallelConfig from the dict that ``to_dict`` returns. Raises ConfigError for an unknown field."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
@@ -372,27 +374,27 @@ class ParallelConfig:
         return cls(**found)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, as values that JSON can represent."""
-        return {each.name: _to_plain(getattr(self, each.name)) for each in fields(self)}
+        """Return all fields as a dict of values that JSON can represent."""
+        return {each.name: _to_json_value(getattr(self, each.name)) for each in fields(self)}
 
     @classmethod
     @cache
     def described_fields(cls) -> dict[str, tuple[Any, str]]:
-        """Return for each field its type in a file or on the command line, and its description."""
+        """Return the type and the description of each field, for configuration files and the command line."""
         stand_ins = {"MixedPrecision": str, "OffloadConfig": str}
         hints = get_type_hints(cls, localns=stand_ins, include_extras=True)
         return {each.name: get_args(hints[each.name])[:2] for each in fields(cls)}
 
     @property
     def sizes(self) -> dict[str, int | None]:
-        """The size of each axis. The data axis may be None."""
+        """Sizes of the mesh axes by name. The size of the data axis may be None."""
         from shardformer.mesh.rank_grid import num_ranks
 
         composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
-        """Return the most similar layout for another number of processes.
+        """Return the parallel layout most similar to this one for another number of processes.
 
         The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers remain
         divisible. The data axis gets the remaining processes.
@@ -422,22 +424,22 @@ class ParallelConfig:
         return replace(self, data=num_processes // (pipe * sequence * tensor), pipe=pipe, **changes)
 
     def shard_options(self) -> dict[str, Any]:
-        """Return the arguments of ``ShardConfig``."""
+        """Return the keyword arguments for ``ShardConfig`` that correspond to this configuration."""
         buckets = {} if self.bucket_bytes is None else {"bucket_bytes": self.bucket_bytes}
         options = {option: getattr(self, name) for name, option in _SHARD_OPTIONS.items()}
         return {**options, "extra_kwargs": {"check_inputs": self.check_inputs, **buckets}}
 
     def stage_options(self) -> dict[str, Any]:
-        """Return the arguments of ``PipelineStageManager``."""
+        """Return the keyword arguments for ``PipelineStageManager`` that correspond to this configuration."""
         return {name: getattr(self, name) for name in ("schedule", *STAGE_FIELDS)}
 
     def zero_options(self) -> dict[str, Any]:
-        """Return the arguments of ``shard_optimizer``."""
+        """Return the keyword arguments for ``shard_optimizer`` that correspond to this configuration."""
         names = ("precision", "offload", "max_grad_norm", "on_nonfinite", *_STAGE_3_FIELDS, "bucket_bytes")
         return {"stage": self.effective_zero_stage or 0, **{name: getattr(self, name) for name in names}}
 
     def shard_config(self, context: ParallelContext) -> ShardConfig:
-        """Return the ``ShardConfig`` of this configuration for a mesh."""
+        """Create the ``ShardConfig`` of this configuration for the mesh of a ``ParallelContext``."""
         from shardformer.pipeline.stage_manager import PipelineStageManager
 
         manager = PipelineStageManager(context, **self.stage_options()) if context.pipe.size > 1 else None
@@ -445,7 +447,7 @@ class ParallelConfig:
 
     @property
     def effective_zero_stage(self) -> int | None:
-        """The ZeRO stage. 0 if only ``precision`` or ``offload`` needs ZeRO, None if ZeRO is off."""
+        """ZeRO stage in use: ``zero_stage``, 0 if only ``precision`` or ``offload`` needs it, or None without ZeRO."""
         from shardformer.offload.host import OffloadConfig
         from shardformer.zero.mixed_precision import MixedPrecision
 
@@ -456,7 +458,7 @@ class ParallelConfig:
 _DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}
 
 
-def _to_plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     if is_dataclass(value) and not isinstance(value, type):
         return asdict(value)
     return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else value

@@ -1,4 +1,4 @@
-"""Error classes, and checks of arguments that raise them.
+"""Error classes of the package, and functions that validate arguments and raise these errors.
 
 An error states what happened, with the value that was passed, and what to do about it. The rule is included if it is
 not obvious.
@@ -17,7 +17,7 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def wants_traceback() -> bool:
-    """Whether the environment variable ``SHARDFORMER_TRACEBACK`` requests full tracebacks of errors."""
+    """Whether the environment variable ``SHARDFORMER_TRACEBACK`` is set, so that errors show full tracebacks."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 
@@ -50,29 +50,29 @@ class LaunchError(ShardFormerError):
 
 
 class PolicyError(ShardFormerError):
-    """A policy does not match its model: an unmatched rule, a missing module, or an unexplained weight."""
+    """A policy does not match its model: a rule matches no module, or no rule covers a weight."""
 
 
 class InputError(ShardFormerError):
-    """A batch cannot be trained on: labels or tokens outside of the vocabulary, or different data on some ranks."""
+    """A batch is invalid: token ids or labels exceed the vocabulary, or ranks received different data."""
 
 
 class WorkerError(ShardFormerError):
     """A worker process died, hung or raised an error."""
 
 
-def check_argument(name: str, value: object, is_right: bool, rule: str, remedy: str) -> None:
-    """Raise ConfigError if an argument is not valid.
+def check_argument(name: str, value: object, is_valid: bool, rule: str, remedy: str) -> None:
+    """Raise ConfigError with the argument's name and value unless ``is_valid`` is true.
 
     >>> check_argument("stage", "x", isinstance("x", int), "A stage is a number", "Write stage=1")
     Traceback (most recent call last):
     shardformer.errors.ConfigError: stage='x' is not valid. A stage is a number. Write stage=1.
     """
-    _check(name, value, is_right, "is not valid", remedy, rule)
+    _raise_unless_valid(name, value, is_valid, "is not valid", remedy, rule)
 
 
-def _check(name: str, value: object, is_right: bool, problem: str, remedy: str, rule: str = "") -> None:
-    if not is_right:
+def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, remedy: str, rule: str = "") -> None:
+    if not is_valid:
         owner, _, argument = name.rpartition(".")
         shown = f"{argument}={value!r:.80}"
         raise ConfigError(f"{f'{owner}({shown})' if owner else shown} {problem}", rule=rule, remedy=remedy)
@@ -89,31 +89,31 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     Traceback (most recent call last):
     shardformer.errors.ConfigError: Throughput(window=0) is not an integer of at least 1 (in steps). Write window=20.
     """
-    is_right = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
     problem = f"is not an integer of at least {least}{unit and f' (in {unit})'}"
-    _check(name, value, is_right, problem, f"Write {_argument_name(name)}={example or max(least, 1)}")
+    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={example or max(least, 1)}")
 
 
 def check_number(
     name: str, value: object, *, least: float | None = None, below: float | None = None, unit: str = "", example: float
 ) -> None:
-    """Raise ConfigError unless ``value`` is a number in a range: above 0, or at least ``least``, and below ``below``.
+    """Raise ConfigError unless ``value`` is a number of at least ``least`` (by default above 0) and below ``below``.
 
     >>> check_number("timeout_s", 0, unit="seconds", example=600)
     Traceback (most recent call last):
     shardformer.errors.ConfigError: timeout_s=0 is not a number above 0 (in seconds). Write timeout_s=600.
     """
-    is_right = isinstance(value, int | float) and not isinstance(value, bool)
-    is_right = is_right and (value > 0 if least is None else value >= least)  # type: ignore[operator]
-    is_right = is_right and (below is None or value < below)  # type: ignore[operator]
+    is_valid = isinstance(value, int | float) and not isinstance(value, bool)
+    is_valid = is_valid and (value > 0 if least is None else value >= least)  # type: ignore[operator]
+    is_valid = is_valid and (below is None or value < below)  # type: ignore[operator]
     limits = "above 0" if least is None else f"of at least {least:g}"
     limits += "" if below is None else f" and below {below:g}"
     problem = f"is not a number {limits}{unit and f' (in {unit})'}"
-    _check(name, value, is_right, problem, f"Write {_argument_name(name)}={example:g}")
+    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={example:g}")
 
 
 def check_choice(name: str, value: object, choices: Iterable[object], rule: str = "") -> None:
-    """Raise ConfigError with the nearest choices unless ``value`` is one of ``choices``.
+    """Raise ConfigError, and suggest similar choices, unless ``value`` is one of ``choices``.
 
     >>> check_choice("schedule", "1f1d", ["gpipe", "1f1b"])
     Traceback (most recent call last):
@@ -121,20 +121,22 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     """
     known = list(choices)
     is_bool = isinstance(value, bool)
-    is_right = any(isinstance(value, type(n)) and is_bool == isinstance(n, bool) and value == n for n in known)
+    is_valid = any(isinstance(value, type(n)) and is_bool == isinstance(n, bool) and value == n for n in known)
     problem = "is not valid" if rule else f"is not one of {', '.join(map(repr, known))}"
     near = did_you_mean(value, map(str, known))
     remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={known[0]!r}"
-    _check(name, value, is_right, problem, remedy, rule)
+    _raise_unless_valid(name, value, is_valid, problem, remedy, rule)
 
 
 def check_bool(name: str, value: object) -> None:
     """Raise ConfigError unless ``value`` is True or False."""
-    _check(name, value, isinstance(value, bool), "is not True or False", f"Write {_argument_name(name)}=True")
+    _raise_unless_valid(
+        name, value, isinstance(value, bool), "is not True or False", f"Write {_argument_name(name)}=True"
+    )
 
 
 def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: str) -> None:
-    """Raise ConfigError with the nearest known names for the first unknown name.
+    """Raise ConfigError for the first unknown name, and suggest similar known names.
 
     >>> check_names(["tensr"], ["tensor", "data"], "There is no axis", "The axes are tensor and data")
     Traceback (most recent call last):
@@ -148,8 +150,8 @@ def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: 
 
 def check_callable(name: str, value: object, rule: str) -> None:
     """Raise ConfigError unless ``value`` is a function or None."""
-    is_right = value is None or callable(value)
-    _check(name, value, is_right, "is not a function", f"Pass a function, or omit {name}", rule)
+    is_valid = value is None or callable(value)
+    _raise_unless_valid(name, value, is_valid, "is not a function", f"Pass a function, or omit {name}", rule)
 
 
 def _argument_name(name: str) -> str:
@@ -157,12 +159,12 @@ def _argument_name(name: str) -> str:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of another library's error, without its full stop."""
+    """Return the first line of an exception's message, without its full stop."""
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
 def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
-    """Return ``Did you mean 'a'?`` with the known names nearest to ``name``, or a list of known names."""
+    """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
     close = same or get_close_matches(text, names, n=count, cutoff=0.6)
@@ -176,12 +178,12 @@ _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
 def format_exception(error: ShardFormerError) -> str:
-    """Format an error as its class and message, then indented lines with suggested names, the rule and the remedy."""
+    """Format an error for the terminal: its class and message, then the rule and the remedy on indented lines."""
     return format_error(type(error).__name__, error.what, error.rule, error.remedy)
 
 
 def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
-    """Format the parts of an error like ``format_exception``."""
+    """Format the class name, message, rule and remedy of an error for the terminal, as ``format_exception`` does."""
     hint = _HINT.search(remedy)
     meant = hint[0].strip() if hint else ""
     rest = _HINT.sub("", remedy, count=1).strip(" ")

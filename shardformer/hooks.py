@@ -1,4 +1,4 @@
-"""Hooks of the trainer, and the base class for your own."""
+"""Hooks for the trainer, such as checkpointing and early stopping, and the base class for your own hooks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Paths of modules and attributes in a model: joining, resolving, and errors for paths that do not exist."""
+"""Functions that join and resolve dotted paths of submodules, and raise errors for paths that do not exist."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shardformer.errors import PolicyError, did_you_mean
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear stores its weight (in, out), as transformers' Conv1D does."""
+    """Whether a linear layer stores its weight as (in_features, out_features), as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -27,18 +27,18 @@ def join_path(*parts: str) -> str:
     return ".".join(filter(None, parts))
 
 
-def resolve_path(at: str, name: str) -> str:
-    return name[1:] if name.startswith(".") else join_path(at, name)
+def resolve_path(prefix: str, name: str) -> str:
+    return name[1:] if name.startswith(".") else join_path(prefix, name)
 
 
 def find_configs(model: nn.Module) -> list[Any]:
-    """Return the different configs of the modules in a model."""
+    """Return the distinct ``config`` objects of all modules in a model."""
     configs = [getattr(module, "config", None) for module in model.modules()]
     return list({id(config): config for config in configs if hasattr(config, "__dict__")}.values())
 
 
 def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
-    """Return one path as a list, and a list of paths unchanged."""
+    """Return the paths as a list, also if a single string was passed."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -52,7 +52,7 @@ def find_module(module: nn.Module, path: str) -> nn.Module | None:
 
 
 def get_at(owner: object, path: str) -> Any:
-    """Return the module or attribute at ``path``, or None if it does not exist."""
+    """Return the submodule or attribute at a dotted path, or None if it does not exist."""
     try:
         return attrgetter(path)(owner) if path else owner
     except AttributeError:
@@ -60,13 +60,13 @@ def get_at(owner: object, path: str) -> Any:
 
 
 def parent_of(model: object, path: str) -> tuple[Any, str]:
-    """Return the owner of the module or attribute at ``path`` (None if it does not exist), and its name there."""
+    """Split a dotted path into the object that owns its last attribute (None if missing) and that attribute's name."""
     at, _, name = path.rpartition(".")
     return get_at(model, at), name
 
 
 def match_paths(path: str, names: Iterable[str]) -> list[str]:
-    """Return the names that match a path, in which ``*`` stands for an index.
+    """Return the module names that match a path pattern, in which ``*`` matches a layer index.
 
     >>> match_paths("layers.*.blocks", ["layers.0", "layers.0.blocks", "layers.1.blocks", "layers.0.down.blocks"])
     ['layers.0.blocks', 'layers.1.blocks']
@@ -85,24 +85,24 @@ def match_paths(path: str, names: Iterable[str]) -> list[str]:
 def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTIONAL_HINT) -> nn.Module:
     found = find_module(module, path)
     if found is None:
-        raise no_match_error(where, path, module, hint)
+        raise module_not_found_error(where, path, module, hint)
     return found
 
 
 def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
-    """Whether a module exists at ``path``. Raises PolicyError if it does not, unless the path ends with ``?``."""
+    """Whether a submodule exists at ``path``. Raises PolicyError for a missing one unless the path ends with ``?``."""
     there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
-        raise no_match_error(where, path, module)
+        raise module_not_found_error(where, path, module)
     return there
 
 
-def existing_paths(names: Sequence[str], at: str, layer: nn.Module, path: str) -> list[str]:
-    """Return the existing paths among ``names``, relative to the module ``at``. Raises PolicyError if none exists."""
-    paths = [resolve_path(at, name) for name in names]
+def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
+    """Return the paths of the submodules in ``names`` that exist in the layer. Raises PolicyError if none exists."""
+    paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
-        raise no_match_error(path, paths[0].rstrip("?"), layer)
+        raise module_not_found_error(path, paths[0].rstrip("?"), layer)
     return out
 
 
@@ -122,7 +122,7 @@ def num_features(module: nn.Module, *, out: bool) -> int:
     return int(weight.shape[int(out == is_transposed(module))])
 
 
-def no_match_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
+def module_not_found_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
         f"There is no module {join_path(where, name)!r}",
         remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,

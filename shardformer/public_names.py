@@ -1,4 +1,4 @@
-"""Lazily imported public names of a package, and earlier names of arguments, attributes and modules.
+"""Lazy imports of public names, and deprecated names of arguments, attributes and modules.
 
 A package lists its public names as imports under ``if TYPE_CHECKING:``, for type checkers and editors, and gets its
 ``__getattr__`` from here. Importing the package therefore imports none of their modules.
@@ -25,7 +25,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[Callable[[str], Any], list[str]]:
-    """Return the ``__getattr__`` and the ``__all__`` of a package.
+    """Return ``__getattr__`` and ``__all__`` for a package that imports its public names on first use.
 
     Args:
         package: its ``__name__``.
@@ -33,7 +33,7 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
 
     ``__getattr__`` raises AttributeError for an unknown name, with the nearest known names.
     """
-    found = _names_in(getsource(sys.modules[package]))
+    found = _parse_lazy_imports(getsource(sys.modules[package]))
 
     def load(name: str) -> Any:
         if name in found:
@@ -58,7 +58,7 @@ def renamed_arguments(
     values: Mapping[str, Mapping[Any, str]] | None = None,
     attributes: Mapping[str, str] | None = None,
 ) -> Callable[[type[T]], type[T]]:
-    """Let a class accept earlier names of arguments and attributes, with a DeprecationWarning.
+    """Class decorator that accepts deprecated names of arguments and attributes, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -73,7 +73,7 @@ def renamed_arguments(
 
         @wraps(init)
         def __init__(self: T, *args: Any, **given: Any) -> None:
-            for new, value in _take_renamed(kind.__name__, given, names):
+            for new, value in _pop_renamed(kind.__name__, given, names):
                 known = (values or {}).get(new, {})
                 given[new] = known.get(value, value) if isinstance(value, str | bool) else value
             init(self, *args, **given)
@@ -87,7 +87,7 @@ def renamed_arguments(
 
 
 def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = ()) -> Callable[[F], F]:
-    """Let a function accept earlier names and an earlier order of its arguments, with a DeprecationWarning.
+    """Decorator of functions that accepts deprecated argument names and orders, with a DeprecationWarning.
 
     Args:
         names: earlier name of an argument -> its name.
@@ -99,7 +99,7 @@ def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = 
     def decorate(function: F) -> F:
         @wraps(function)
         def call(*args: Any, **given: Any) -> Any:
-            given |= dict(_take_renamed(function.__name__, given, names))
+            given |= dict(_pop_renamed(function.__name__, given, names))
             is_earlier = earlier_order and args and not _is_model(args[0])
             if is_earlier and ("model" in given or any(map(_is_model, args[1:2]))):
                 warnings.warn(f"{function.__name__} takes the model first now", DeprecationWarning, stacklevel=2)
@@ -116,8 +116,8 @@ def _is_model(value: Any) -> bool:
     return hasattr(value, "named_parameters")
 
 
-def _take_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """Remove arguments with earlier names from ``given``, and return them with their current names."""
+def _pop_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, Any]]:
+    """Remove arguments with deprecated names from ``given``, and return (current name, value) pairs."""
     found = []
     for old in [name for name in given if name in names]:
         new = names[old]
@@ -137,8 +137,8 @@ def _renamed_attribute(message: str, new: str) -> property:
     return property(lambda x: access(getattr, x, new), lambda x, value: access(setattr, x, new, value))
 
 
-def _names_in(source: str) -> dict[str, tuple[str, str]]:
-    """Return public name -> (module, original name) for the imports under ``if TYPE_CHECKING:``."""
+def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
+    """Parse the imports under ``if TYPE_CHECKING:``. Returns public name -> (module, name in that module)."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for node in ast.parse(source).body
@@ -150,7 +150,7 @@ def _names_in(source: str) -> dict[str, tuple[str, str]]:
 
 
 class RenamedModules(MetaPathFinder, Loader):
-    """Imports modules under earlier names, with a DeprecationWarning that reports the new name.
+    """Import hook that imports modules under deprecated names, with a DeprecationWarning.
 
     Args:
         names: earlier full name -> the module that replaces it. Parents of nested names are listed too.
@@ -160,11 +160,11 @@ class RenamedModules(MetaPathFinder, Loader):
         self._names = names
 
     def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        """Return the spec of an earlier name, or None for any other name."""
+        """Return an import spec for a deprecated module name, or None for any other name."""
         return ModuleSpec(fullname, self, is_package=True) if fullname in self._names else None
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """Create a module that looks up its names in the new one."""
+        """Create a module object that forwards attribute lookups to the renamed module."""
         new = self._names[spec.name]
         warnings.warn(f"{spec.name} is now {new}", DeprecationWarning, stacklevel=2)
         module = ModuleType(spec.name)
@@ -172,4 +172,4 @@ class RenamedModules(MetaPathFinder, Loader):
         return module
 
     def exec_module(self, module: ModuleType) -> None:
-        """Do nothing, because the module has no code."""
+        """Do nothing: the forwarding module has no code to execute."""

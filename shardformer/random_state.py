@@ -1,4 +1,4 @@
-"""Random states of torch, NumPy and Python: reading, setting, seeding and restoring them.
+"""Functions that read, seed and restore the random number generators of torch, NumPy and Python.
 
 Data loading draws from separate generators, so that it is the same in any layout.
 """
@@ -30,20 +30,20 @@ _GENERATORS = threading.RLock()  # generators are shared by all threads of a pro
 
 
 def random_states(device: torch.device = CPU) -> RandomStates:
-    """Return the states of torch's generators (CPU first, then the device), of NumPy and of Python."""
-    return [g.get_state() for g in generators_of(device)], numpy.random.get_state(), random.getstate()
+    """Return the states of the random generators: torch on CPU and device, NumPy, and Python."""
+    return [g.get_state() for g in random_generators(device)], numpy.random.get_state(), random.getstate()
 
 
 def set_random_states(states: RandomStates, device: torch.device = CPU) -> None:
-    """Restore states that ``random_states`` returned."""
+    """Set the random generators of torch, NumPy and Python to states that ``random_states`` returned."""
     of_torch, of_numpy, of_python = states
-    for generator, state in zip(generators_of(device), of_torch, strict=True):
+    for generator, state in zip(random_generators(device), of_torch, strict=True):
         generator.set_state(state)
     numpy.random.set_state(of_numpy)
     random.setstate(of_python)
 
 
-def generators_of(device: torch.device) -> list[torch.Generator]:
+def random_generators(device: torch.device) -> list[torch.Generator]:
     generators = [torch.default_generator]
     if device.type == "cuda":
         generators.append(torch.cuda.default_generators[device.index or 0])
@@ -51,7 +51,7 @@ def generators_of(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_random(seed: int, *, cuda: bool = True) -> None:
-    """Seed torch, NumPy and Python."""
+    """Seed the random generators of torch, NumPy and Python with the same number."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -59,19 +59,19 @@ def seed_random(seed: int, *, cuda: bool = True) -> None:
     random.seed(seed)
 
 
-def hash_seed(*what: object) -> int:
-    """Return a seed derived from numbers and strings, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(what).encode(), digest_size=8).digest(), "big") >> 1
+def hash_seed(*seed_parts: object) -> int:
+    """Hash numbers and strings to a seed that is the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(seed_parts).encode(), digest_size=8).digest(), "big") >> 1
 
 
-def seed_generators(*what: object) -> None:
-    """Seed the CPU generators with ``hash_seed(*what)``."""
-    seed_random(hash_seed(*what), cuda=False)
+def seed_generators(*seed_parts: object) -> None:
+    """Seed the CPU random generators with a hash of the arguments."""
+    seed_random(hash_seed(*seed_parts), cuda=False)
 
 
 @contextmanager
 def fork_random_state(device: torch.device = CPU, enabled: bool = True) -> Iterator[None]:
-    """Restore the random states at the end of the block."""
+    """Run the block, then restore the random states from before it."""
     states = random_states(device) if enabled else None
     try:
         yield
@@ -81,8 +81,8 @@ def fork_random_state(device: torch.device = CPU, enabled: bool = True) -> Itera
 
 
 @contextmanager
-def random_kept_on_error(device: torch.device) -> Iterator[None]:
-    """Restore the random states if the block raises."""
+def restore_random_state_on_error(device: torch.device) -> Iterator[None]:
+    """Restore the random states from before the block if the block raises an exception."""
     states = random_states(device)
     try:
         yield
@@ -93,15 +93,15 @@ def random_kept_on_error(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def fixed_seed(seed: int) -> Iterator[None]:
-    """Seed the CPU generators for the block, and restore the random states afterwards."""
+    """Seed the CPU random generators, and restore their states when the block ends."""
     with fork_random_state():
         seed_random(seed, cuda=False)
         yield
 
 
 @contextmanager
-def restored_generators() -> Iterator[None]:
-    """Restore the CPU generators at the end of the block. Does nothing in a worker process of a DataLoader.
+def restore_cpu_generators() -> Iterator[None]:
+    """Restore the states of the CPU random generators when the block ends, except in a DataLoader worker process.
 
     Such a worker uses random numbers only for samples. A lock that another thread of its parent held during the fork
     would never be released in it.
@@ -114,10 +114,10 @@ def restored_generators() -> Iterator[None]:
 
 
 @contextmanager
-def seeded(*what: object) -> Iterator[None]:
-    """Seed the CPU generators for the block, and restore them afterwards."""
-    with restored_generators():
-        seed_generators(*what)
+def seeded(*seed_parts: object) -> Iterator[None]:
+    """Seed the CPU random generators with a hash of the arguments, and restore them when the block ends."""
+    with restore_cpu_generators():
+        seed_generators(*seed_parts)
         yield
 
 
@@ -134,11 +134,11 @@ class RandomUseDetector:
         self.seen: bool | None = None
 
     def begin(self) -> None:
-        """Start observing. If random numbers were seen once, later code is assumed to draw them as well."""
+        """Start to observe the random generators, unless an earlier block has already drawn random numbers."""
         self._before = None if self.seen else state_digest(self._device)
 
     def end(self) -> None:
-        """Stop observing, and update ``seen``."""
+        """Set ``seen`` to whether random numbers were drawn since ``begin``."""
         if self._before is not None:
             self.seen = self._before != state_digest(self._device)
             self._before = None
@@ -146,26 +146,26 @@ class RandomUseDetector:
 
 @without_fake_tensors()
 def state_digest(device: torch.device) -> list[int]:
-    """Return a few integers that identify the random states."""
+    """Return hashes of the random states of torch, NumPy and Python, to compare them between ranks."""
     _, keys, *of_numpy = cast(tuple[Any, ...], numpy.random.get_state())
-    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in generators_of(device))
+    of_torch = (zlib.crc32(generator.get_state().numpy().tobytes()) for generator in random_generators(device))
     _, words, gauss = random.getstate()
     of_python = hash((words, gauss or 0.0))  # hash(None) may differ between processes
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
-class PrivateRandomState:
-    """Random numbers that continue from one ``with`` block to the next, separate from those of the process."""
+class ContinuedRandomState:
+    """Random state that continues from one ``with`` block to the next, independent of the process's random state."""
 
-    def __init__(self, *what: object) -> None:
-        self._what = what
+    def __init__(self, *seed_parts: object) -> None:
+        self._seed_parts = seed_parts
         self._states: RandomStates | None = None
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        with restored_generators():
+        with restore_cpu_generators():
             if self._states is None:
-                seed_generators(*self._what)
+                seed_generators(*self._seed_parts)
             else:
                 set_random_states(self._states)
             try:
@@ -174,12 +174,12 @@ class PrivateRandomState:
                 self._states = random_states()
 
 
-class SameRandomOnAllRanks:
-    """Makes a user's sampler, dataset or loader draw the same random numbers on all ranks in an epoch."""
+class SharedEpochRandomness:
+    """Makes a sampler, dataset or data loader draw the same random numbers on all ranks in one epoch."""
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         parts = {id(p): p for p in (source, *(getattr(source, name, None) for name in ("sampler", "dataset")))}
-        self._own = PrivateRandomState(seed, epoch, "sampler")
+        self._own = ContinuedRandomState(seed, epoch, "sampler")
         self._generators: list[tuple[Any, torch.Generator]] = []
         for i, part in enumerate(parts.values()):
             if callable(set_epoch := getattr(part, "set_epoch", None)):
@@ -190,7 +190,7 @@ class SameRandomOnAllRanks:
 
     @contextmanager
     def drawing(self) -> Iterator[None]:
-        """Replace the user's generators by seeded ones for the block."""
+        """Replace the ``generator`` of sampler and dataset by one with the epoch's seed for the block."""
         before = [(part, part.generator) for part, _ in self._generators]
         try:
             for part, own in self._generators:
@@ -207,7 +207,7 @@ LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether the model may draw random numbers in training.
+    """Whether the forward of a model may draw random numbers in training, for example for dropout.
 
     For classes of known libraries, this follows from dropout modules and config fields. Any other class may call a
     dropout function.

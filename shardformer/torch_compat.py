@@ -1,4 +1,4 @@
-"""Every private name of torch that shardformer uses, and differences between versions of torch."""
+"""Wrappers of all private torch functions that shardformer uses, and differences between versions of torch."""
 
 from __future__ import annotations
 
@@ -70,12 +70,12 @@ pop_saved_tensors_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 
 
 def top_saved_tensors_hooks() -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]] | None:
-    """Return the innermost hooks for saved tensors, as (pack, unpack)."""
+    """Return the (pack, unpack) functions of the innermost ``saved_tensors_hooks`` context, or None."""
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
 def tensor_hooks_of(x: Tensor) -> list[Any]:
-    """Return the hooks that were registered on a tensor."""
+    """Return the gradient hooks that were registered on a tensor."""
     tables = (x._backward_hooks, getattr(x, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values()]
 
@@ -90,7 +90,7 @@ def active_ddp_module() -> nn.Module | None:
 
 
 def is_dynamo_loaded() -> bool:
-    """Whether ``torch._dynamo`` has been imported. Otherwise nothing is compiled."""
+    """Whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot have been used."""
     return "torch._dynamo" in sys.modules
 
 
@@ -98,7 +98,7 @@ COMPILED_CALL = "_compiled_call_impl"  # attribute of a module with the compiled
 
 
 def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Parameter) -> dict[str, Any]:
-    """Return the state that the optimizer's constructor creates for a parameter. Empty if its first step creates it.
+    """Return the optimizer state that the constructor creates for a parameter, or {} if ``step`` creates it.
 
     In torch 2.11 Adagrad creates its state only in the constructor, so its step raises KeyError for a parameter that is
     added to a group later.
@@ -114,8 +114,8 @@ def state_when_made(optimizer: Optimizer, group: dict[str, Any], param: nn.Param
     return dict(made.state[param])
 
 
-def hooked_state(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """Call ``make`` between the hooks for ``state_dict`` that were registered on an optimizer."""
+def call_with_state_dict_hooks(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Run an optimizer's ``state_dict`` pre-hooks, then ``make``, then the post-hooks, and return the state dict."""
     for hook in list(optimizer._optimizer_state_dict_pre_hooks.values()):
         hook(optimizer)
     found = make()
@@ -125,8 +125,8 @@ def hooked_state(optimizer: Any, make: Callable[[], dict[str, Any]]) -> dict[str
     return found
 
 
-def hooked_load(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
-    """Call ``load`` between the hooks for ``load_state_dict`` that were registered on an optimizer."""
+def call_with_load_hooks(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict[str, Any]], None]) -> None:
+    """Run an optimizer's ``load_state_dict`` pre-hooks, then ``load``, then the post-hooks."""
     for hook in list(optimizer._optimizer_load_state_dict_pre_hooks.values()):
         other = hook(optimizer, state_dict)
         state_dict = state_dict if other is None else other
@@ -135,73 +135,75 @@ def hooked_load(optimizer: Any, state_dict: dict[str, Any], load: Callable[[dict
         hook(optimizer)
 
 
-def wrapped_name(module: nn.Module) -> str | None:
-    """Return the attribute under which one of torch's wrappers stores the wrapped module, or None for other modules.
+def wrapped_module_attribute(module: nn.Module) -> str | None:
+    """Return the name of the attribute in which a torch wrapper stores its module, or None if it is no wrapper.
 
     The wrappers are those of activation checkpointing, activation offload and ``torch.compile``. Their classes are
     private or slow to import, so they are only looked up in modules that are already imported.
     """
-    if _is_a(module, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"):
+    if _is_instance_of_loaded_class(
+        module, "torch.distributed.algorithms._checkpoint.checkpoint_wrapper", "ActivationWrapper"
+    ):
         return "_checkpoint_wrapped_module"
     return "_orig_mod" if is_compiled_wrapper(module) else None
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether ``torch.compile(module)`` returned this module."""
-    return _is_a(module, "torch._dynamo.eval_frame", "OptimizedModule")
+    """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
+    return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether ``module.compile()`` was called, for which torch has no public function."""
+    """Whether a module was compiled in place by ``module.compile()``."""
     return getattr(module, COMPILED_CALL, None) is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether calling the module runs code compiled by ``torch.compile(module)`` or ``module.compile()``."""
+    """Whether a module was compiled by ``torch.compile(module)`` or ``module.compile()``."""
     return is_compiled_in_place(module) or is_compiled_wrapper(module)
 
 
-def collectives_begun() -> dict[str, int]:
-    """Return process group name -> the number of collectives that this process has started on it.
+def count_started_collectives() -> dict[str, int]:
+    """Return for each gloo process group, by name, the number of collectives that this process has started on it.
 
-    Only gloo groups are included, because gloo counts all collectives. Point-to-point messages are not counted.
+    Only gloo counts all collectives. Point-to-point messages are not counted.
     """
     found: dict[str, int] = {}
     for group, name in list(distributed_c10d._world.pg_names.items()):
         with suppress(RuntimeError, ValueError, KeyError):  # a group that is being destroyed
-            if is_counted(group):
-                found[str(name)] = num_begun(group)
+            if counts_all_collectives(group):
+                found[str(name)] = num_started_collectives(group)
     return found
 
 
-def num_begun(group: Any) -> int:
-    """Return the number of collectives that this process has started on a group for which ``is_counted`` is true."""
+def num_started_collectives(group: Any) -> int:
+    """Return the number of collectives that this process has started on a gloo process group."""
     return int(group._get_sequence_number_for_group())
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """Return a name that is the same in all processes of a group (None: the default group). Empty for non-members."""
+    """Return the name of a process group (None: the default group). It is empty in processes outside of the group."""
     group = distributed_c10d._get_default_group() if group is None else group
     return str(distributed_c10d._world.pg_names.get(group, ""))
 
 
-def is_counted(group: dist.ProcessGroup) -> bool:
-    """Whether gloo is the only backend of a group, so that all of its collectives are counted together."""
+def counts_all_collectives(group: dist.ProcessGroup) -> bool:
+    """Whether a process group counts all of its collectives, because gloo is its only backend."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
-def _is_a(module: nn.Module, where: str, kind: str) -> bool:
-    found = getattr(sys.modules.get(where), kind, None)
+def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name: str) -> bool:
+    found = getattr(sys.modules.get(module_name), class_name, None)
     return found is not None and isinstance(module, found)
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether a tensor has values, unlike meta and fake tensors."""
+    """Whether a tensor stores values, which meta tensors and fake tensors do not."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def to_list(x: Tensor) -> Any:
-    """Return ``x.tolist()``, or ones if the tensor has no values."""
+    """Return ``x.tolist()``, or nested lists of ones for a meta or fake tensor."""
     if has_data(x):
         return x.tolist()
     ones: Any = 1
@@ -211,7 +213,7 @@ def to_list(x: Tensor) -> Any:
 
 
 def is_true(x: Tensor) -> bool:
-    """Return ``bool(x)``, or True if the tensor has no values, so that checks pass in a trace."""
+    """Return ``bool(x)``, or True for a meta or fake tensor, so that checks pass while a step is traced."""
     return bool(x) if has_data(x) else True
 
 
@@ -219,12 +221,12 @@ storage_id: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 
 
 def storage_use_count(x: Tensor) -> int:
-    """Return the number of references to the storage of ``x``."""
+    """Return the number of references to the storage of a tensor."""
     return int(torch._C._storage_Use_Count(memory_of(x)))
 
 
 def memory_of(x: Tensor) -> int:
-    """Return an id of the storage of ``x``, unique while the storage exists. Works without a data pointer."""
+    """Return a unique id of a tensor's storage, also for meta and fake tensors, which have no data pointer."""
     return storage_id(x.untyped_storage())
 
 
@@ -235,13 +237,13 @@ Node = Any  # torch.autograd.graph.Node, whose subclasses have different additio
 
 
 def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
-    """Return the shape of the gradients that flow through an edge of the autograd graph."""
+    """Return the shape of the gradient that an edge of the autograd graph carries."""
     node: Any = edge.node
     return tuple(node._input_metadata[edge.output_nr].shape)
 
 
-def run_in_turn_of(node: Node, other: Node) -> None:
-    """Make a node run at the position of another node in the order of the backward."""
+def run_at_position_of(node: Node, other: Node) -> None:
+    """Schedule an autograd node at the position of another node in the backward."""
     node._set_sequence_nr(other._sequence_nr())
 
 
@@ -250,7 +252,7 @@ def as_tuple(given: Any) -> Any:
 
 
 def custom_function_of(node: Node) -> Any:
-    """Return the autograd.Function of a backward node, or None for a built-in node."""
+    """Return the ``torch.autograd.Function`` class that created a graph node, or None for a built-in operation."""
     return getattr(node, "_forward_cls", None)
 
 
@@ -260,20 +262,20 @@ def saved_tensor_names(kind: Any) -> tuple[str, ...]:
 
 
 def saved_tensors_of(node: Node) -> Iterator[Any]:
-    """Yield the tensors that the forward saved for this node, as SavedTensor objects."""
+    """Yield the ``SavedTensor`` objects that the forward stored in an autograd node."""
     kind: Any = type(node)
     for name in saved_tensor_names(kind):
         saved = getattr(node, name)
         yield from (one for one in as_tuple(saved) if one is not None)
 
 
-def is_packed(node: Node) -> bool:
-    """Whether a hook must unpack the saved tensors, as in activation checkpointing."""
+def has_unpack_hooks(node: Node) -> bool:
+    """Whether an autograd node saved tensors under hooks that must unpack them, as in activation checkpointing."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of nodes that have already run, although the graph is still alive."""
+    """Free the saved tensors of autograd nodes whose backward has run, before the graph itself is freed."""
     for node in nodes:
         for saved in saved_tensors_of(node):
             try:

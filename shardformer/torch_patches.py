@@ -1,4 +1,4 @@
-"""Installs, lists and removes every patch of another library.
+"""Registry that installs, lists and removes the patches of torch and transformers.
 
 A feature that replaces a function of torch or transformers, or registers a global hook, calls ``install`` with a
 ``Patch`` and a function that applies it. ``installed()`` lists the patches of this process, and ``uninstall()`` reverts
@@ -25,7 +25,7 @@ Undo = Callable[[], None]
 
 @dataclass(frozen=True)
 class Patch:
-    """One change of another library.
+    """Description of a function that is replaced in torch or transformers, and of the reason.
 
     Args:
         name: the replaced function, or the table that gets an entry.
@@ -44,20 +44,20 @@ _BLOCKS: dict[Patch, int] = {}  # number of active ``temporarily`` blocks of eac
 
 
 def installed() -> tuple[Patch, ...]:
-    """Return the patches that are installed in this process, in the order of installation."""
+    """Return the patches of torch and transformers in this process, in the order of installation."""
     with _LOCK:
         return tuple(_INSTALLED)
 
 
 def install(patch: Patch, apply: Callable[[], Undo]) -> None:
-    """Install a patch once per process. ``apply`` changes the library and returns a function that reverts it."""
+    """Apply a patch unless it is already installed in this process. ``apply`` returns a function that reverts it."""
     with _LOCK:
         if patch not in _INSTALLED:
             _INSTALLED[patch] = apply()
 
 
 def uninstall() -> None:
-    """Remove all patches, the last one first. Patches of an active ``temporarily`` block stay until the block ends.
+    """Remove all patches in reverse order, except those of an active ``temporarily`` block.
 
     Sharded models need the patches, so do not continue to train them.
 
@@ -72,7 +72,7 @@ def uninstall() -> None:
 
 @contextmanager
 def temporarily(patch: Patch, apply: Callable[[], Undo]) -> Iterator[None]:
-    """Install a patch for the duration of a block. Blocks of several threads share it, and the last one removes it."""
+    """Install a patch for the duration of a block. Threads share the patch, and the last block removes it."""
     with _LOCK:
         install(patch, apply)
         _BLOCKS[patch] = _BLOCKS.get(patch, 0) + 1
@@ -104,7 +104,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replace the function inside a decorator, so that scripts that imported the decorated function use the new one.
+    """Replace the function that a decorator wraps, also for scripts that have already imported the decorated function.
 
     Args:
         function: the decorated function.
@@ -123,7 +123,7 @@ def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[
 
 
 def all_of(*undo: Undo) -> Undo:
-    """Return a function that reverts several changes, the last one first."""
+    """Combine several undo functions into one that calls them in reverse order."""
 
     def undo_all() -> None:
         for each in reversed(undo):

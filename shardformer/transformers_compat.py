@@ -1,4 +1,4 @@
-"""Differences between versions of transformers, in one place.
+"""Wrappers that hide differences between versions of transformers.
 
 transformers 5.24 names the keys and values of earlier tokens ``cache``, in arguments and outputs. Before, the name was
 ``past_key_values`` or, in state space models, ``cache_params``. XLNet and RWKV use other names (``mems``, ``state``).
@@ -34,7 +34,7 @@ def load_transformers() -> Any:
 
 
 def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
-    """Copy the Python files of a model loaded with ``trust_remote_code``, as ``save_pretrained`` does.
+    """Copy the Python files of a ``trust_remote_code`` model to a folder, as ``save_pretrained`` does.
 
     Args:
         config: the config whose ``auto_map`` is updated.
@@ -45,8 +45,8 @@ def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
         custom_object_save(model, folder, config=config)
 
 
-def configs_of(kind: Any) -> Collection[type] | None:
-    """Return the config classes from which an ``AutoModel`` class builds models, or None for any other class."""
+def config_classes_of(kind: Any) -> Collection[type] | None:
+    """Return the config classes that an ``AutoModel`` class supports, or None for any other class."""
     found: Collection[type] | None = getattr(kind, "_model_mapping", None)
     return found
 
@@ -67,44 +67,44 @@ def _disable_auto_docstring() -> None:
     )
 
 
-def _skip_docstring(found: Any = None, **options: Any) -> Any:
-    """Replace ``auto_docstring``, used with or without arguments."""
-    return (lambda later: later) if found is None else found
+def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
+    """Replacement for transformers' ``auto_docstring`` decorator that returns the class unchanged."""
+    return (lambda later: later) if decorated is None else decorated
 
 
 def is_cache(value: Any) -> bool:
-    """Whether a value is a cache of keys and values, as an argument or an output of a model.
+    """Whether an argument or output of a model is a key-value cache.
 
     It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
     """
     if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
         return True
     layers = value if isinstance(value, (list, tuple)) else ()
-    return bool(layers) and all(isinstance(layer, tuple) and _holds_tensors(layer) for layer in layers)
+    return bool(layers) and all(isinstance(layer, tuple) and _is_tuple_of_tensors(layer) for layer in layers)
 
 
-def _holds_tensors(layer: tuple[Any, ...]) -> bool:
+def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
     return any(isinstance(x, Tensor) for x in layer) and all(x is None or isinstance(x, Tensor) for x in layer)
 
 
 def caches_in(values: Iterable[Any]) -> list[Any]:
-    """Return the caches among the arguments of a forward."""
+    """Return the key-value caches among the arguments of a forward."""
     return [value for value in values if is_cache(value)]
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Whether a cache is not empty."""
+    """Whether a key-value cache contains tokens of an earlier forward."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Return the argument names of a model's forward."""
+    """Return the names of the arguments of a model's forward."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
-def keywords_of(model: nn.Module) -> frozenset[str] | None:
-    """Return the keyword arguments that a model's forward accepts, or None if it accepts any.
+def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
+    """Return the names of the keyword arguments that a model's forward accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
     of the wrapped model.
@@ -121,14 +121,14 @@ def keywords_of(model: nn.Module) -> frozenset[str] | None:
             takes_more = True
     unwrap: Any = getattr(model, "get_base_model", None)
     inner = unwrap() if takes_more and unwrap is not None else None
-    known = keywords_of(inner) if isinstance(inner, nn.Module) and inner is not model else None
+    known = accepted_keywords(inner) if isinstance(inner, nn.Module) and inner is not model else None
     if takes_more and known is None:
         return None
     return frozenset(named | (known or frozenset()))
 
 
-def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
-    """Return a batch for a forward without a cache, with the same attention as the model's default forward.
+def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
+    """Return a copy of the batch that disables the key-value cache but keeps the default attention mask.
 
     transformers detects packed documents (``position_ids`` that restart) only if there is neither an ``attention_mask``
     nor a cache. To replace the cache, an attention mask of ones is added.
@@ -154,7 +154,7 @@ def with_mask_as_cached(batch: Mapping[str, Any], model: nn.Module, *, is_checkp
 
 
 def without_caches(output: Any, arguments: Collection[str]) -> Any:
-    """Remove caches from a model's output. Returns None if the output has none.
+    """Return a model's output without its key-value caches, or None if it has no cache.
 
     Args:
         output: the output of the forward.
@@ -172,8 +172,8 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
     return None if len(kept) == len(output) else make(**kept)
 
 
-def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
-    """Make ``generate`` of a model and its submodules decode until the sequences of all ranks are finished.
+def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
+    """Patch ``generate`` of a model to continue until the sequences of all ranks are finished.
 
     transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forwards whose tokens
     are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
@@ -185,20 +185,23 @@ def decode_together(model: nn.Module, begin: Callable[[], None], any_rank: Calla
     for module in model.modules():
         if hasattr(module, "_has_unfinished_sequences"):
             module.__dict__[_DECODE_HOOKS] = begin, any_rank
-            for name, method in (("generate", _generate), ("_has_unfinished_sequences", _has_unfinished)):
+            for name, method in (
+                ("generate", _generate_synchronized),
+                ("_has_unfinished_sequences", _has_unfinished_on_any_rank),
+            ):
                 module.__dict__[name] = method.__get__(module)
 
 
 _DECODE_HOOKS = "_shardformer_decode_together"
 
 
-def _generate(self: Any, *args: Any, **kwargs: Any) -> Any:
+def _generate_synchronized(self: Any, *args: Any, **kwargs: Any) -> Any:
     begin, _ = self.__dict__[_DECODE_HOOKS]
     begin()
     return type(self).generate(self, *args, **{**kwargs, "synced_gpus": True})
 
 
-def _has_unfinished(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
+def _has_unfinished_on_any_rank(self: Any, this_peer_finished: bool, *args: Any, **kwargs: Any) -> bool:
     _, any_rank = self.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished

@@ -35,12 +35,12 @@ from shardformer.filesystem.atomic_write import (
     DROPPED,
     SAVING,
     exchange,
-    private,
-    private_path,
+    parse_temporary_name,
     remove,
     replace_text,
+    temporary_path,
 )
-from shardformer.filesystem.lock import check_held, hold
+from shardformer.filesystem.lock import check_lock_is_held, hold
 
 LATEST = "latest"
 SEEN_WITHIN_S = 15.0
@@ -94,7 +94,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 def hidden_folder(root: Path, step: int) -> Path:
     """Return a new hidden path into which a checkpoint is written before it is renamed."""
-    return private_path(step_folder(root, step))
+    return temporary_path(step_folder(root, step))
 
 
 def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
@@ -126,7 +126,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
         )
     is_new = hold(root, owner)
     for path in root.glob(".*"):
-        found = private(path)
+        found = parse_temporary_name(path)
         if found is None or not (_STEP_NAME.fullmatch(found.name) or found.name == LATEST):
             continue
         if not (found.owner.is_dead or not found.owner.is_here):
@@ -184,7 +184,7 @@ def publish_checkpoint(folder: Path, root: Path, index: CheckpointIndex, *, to_d
     """
     named = step_folder(root, index.step)
     with _RENAME_LOCK:
-        check_held(root)
+        check_lock_is_held(root)
         index.number = 1 + max((read_save_order(each)[0] for each in _list_checkpoint_folders(root)), default=0)
         index.write(folder, to_disk=to_disk)
         _move_user_files(exchange(folder, named), named)
@@ -207,7 +207,7 @@ def _move_user_files(source: Path, target: Path) -> None:
 
 def delete_checkpoint(folder: Path) -> None:
     """Delete a checkpoint, but keep user files in its folder and files that cannot be deleted."""
-    hidden = private_path(folder.with_name(_step_folder_name(folder)), DROPPED)
+    hidden = temporary_path(folder.with_name(_step_folder_name(folder)), DROPPED)
     if not folder.is_symlink():
         with suppress(OSError):
             folder.rename(hidden)  # atomic: a reader sees a complete checkpoint or none

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from shardformer.checkpoint.chunks import ChunkBounds, intersect_chunks
 from shardformer.errors import ConfigError, InputError
-from shardformer.filesystem.atomic_write import new_file, write_all, write_new
+from shardformer.filesystem.atomic_write import create_file, write_all, write_new
 from shardformer.layout.shard_spec import Offsets
 from shardformer.random_state import SPLITMIX64
 
@@ -274,7 +274,7 @@ def write_file(
         at = end
     text = json.dumps(found).encode()
     text += b" " * (-len(text) % HEADER_BYTES)
-    with new_file(path) as file:
+    with create_file(path) as file:
         write_all(file, len(text).to_bytes(HEADER_BYTES, "little") + text)
         for written in tensors:
             values = written.load()

@@ -1,4 +1,4 @@
-"""Command line: each module ``cli/<command>.py`` defines one command as a function of the same name.
+"""Command line interface, in which each module ``cli/<command>.py`` defines the command of that name.
 
 A command imports torch and other parts of the package inside its function, so that ``shardformer --help`` is fast. A
 module may define ``CONTEXT_SETTINGS`` (to receive its arguments unparsed) and ``RENAMED_OPTIONS``. Modules with a
@@ -23,13 +23,13 @@ OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
 
-def verbs() -> list[str]:
-    """Return the names of the commands, in alphabetical order."""
+def command_names() -> list[str]:
+    """Return the names of the commands in alphabetical order, from the modules of this package."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__) if not module.name.startswith("_"))
 
 
 def build_app() -> typer.Typer:
-    """Return the typer application with every command."""
+    """Build the typer application with all commands."""
     app = typer.Typer(
         name="shardformer",
         help="Train an unmodified Hugging Face model across many devices.",
@@ -39,24 +39,24 @@ def build_app() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
-    for verb in verbs():
-        module = import_module(f"{__name__}.{verb}")
+    for command in command_names():
+        module = import_module(f"{__name__}.{command}")
         settings = getattr(module, "CONTEXT_SETTINGS", {})
         # a command that receives its arguments unparsed prints its own help
         own_help = bool(settings.get("ignore_unknown_options"))
         app.command(
-            name=verb.replace("_", "-"),
-            cls=_command_class(getattr(module, "RENAMED_OPTIONS", {})),
+            name=command.replace("_", "-"),
+            cls=_make_command_class(getattr(module, "RENAMED_OPTIONS", {})),
             context_settings=settings,
             add_help_option=not own_help,
-        )(getattr(module, verb))
-    for old, verb in OLD_NAMES.items():
-        app.command(name=old, hidden=True)(getattr(import_module(f"{__name__}.{verb}"), verb))
+        )(getattr(module, command))
+    for old, command in OLD_NAMES.items():
+        app.command(name=old, hidden=True)(getattr(import_module(f"{__name__}.{command}"), command))
     return app
 
 
-def _command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
-    """Return a command class that rejects earlier names of options and reports the new ones."""
+def _make_command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
+    """Return a typer command class that raises ConfigError with the new name for a renamed option."""
 
     class Command(TyperCommand):
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
@@ -74,7 +74,7 @@ def _global_options(
         bool, typer.Option("--version", help="Show the version and exit.", callback=lambda on: _print_version(on))
     ] = False,
 ) -> None:
-    """Options that precede the command."""
+    """Receive the options that precede the command, such as ``--version``."""
 
 
 def _print_version(wanted: bool) -> None:
@@ -84,7 +84,7 @@ def _print_version(wanted: bool) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run one command. Print a ``ShardFormerError`` as a message and exit with status 2; other errors propagate."""
+    """Run the command line. A ``ShardFormerError`` is printed without traceback, with exit status 2."""
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:

@@ -1,4 +1,4 @@
-"""Command options as a dataclass, and flags generated from the fields of ``ParallelConfig``."""
+"""Command line options that are generated from dataclass fields, and checks shared by several commands."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Make a typer command from a function that takes one dataclass ``kind``.
+    """Decorator that makes a typer command of a function whose only argument is a dataclass with the options.
 
     The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
     field becomes a switch ``--name`` without ``--no-name``.
@@ -36,25 +36,29 @@ def options_from_dataclass(
     """
     flags = flags or {}
 
-    def decorate(verb: Callable[[T], None]) -> Callable[..., None]:
-        def called(**values: Any) -> None:
+    def decorate(command: Callable[[T], None]) -> Callable[..., None]:
+        def run_command(**values: Any) -> None:
             found = {name: values.pop(name) for name in flags}
-            parallel = {n: _parse(n, v) for n, v in found.items() if v is not None and v is not False}
-            verb(kind(**values, **({"parallel": parallel} if flags else {})))
+            parallel = {n: _parse_parallel_value(n, v) for n, v in found.items() if v is not None and v is not False}
+            command(kind(**values, **({"parallel": parallel} if flags else {})))
 
         hints = get_type_hints(kind, include_extras=True)
-        of_kind = [_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
-        parameters = [*of_kind[:1], *(_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
-        called.__name__, called.__qualname__, called.__module__ = verb.__name__, verb.__qualname__, verb.__module__
-        called.__doc__ = verb.__doc__
-        vars(called)["__signature__"] = Signature(parameters)
-        called.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-        return called
+        of_kind = [_field_parameter(each, hints[each.name]) for each in fields(kind) if each.name != "parallel"]
+        parameters = [*of_kind[:1], *(_parallel_flag(name, text) for name, text in flags.items()), *of_kind[1:]]
+        run_command.__name__, run_command.__qualname__, run_command.__module__ = (
+            command.__name__,
+            command.__qualname__,
+            command.__module__,
+        )
+        run_command.__doc__ = command.__doc__
+        vars(run_command)["__signature__"] = Signature(parameters)
+        run_command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        return run_command
 
     return decorate
 
 
-def _parameter(field: Field[Any], hint: Any) -> Parameter:
+def _field_parameter(field: Field[Any], hint: Any) -> Parameter:
     plain, help_or_option = get_args(hint)
     names = [f"--{field.name.replace('_', '-')}"] if plain is bool else []
     option = typer.Option(*names, help=help_or_option) if isinstance(help_or_option, str) else help_or_option
@@ -62,8 +66,8 @@ def _parameter(field: Field[Any], hint: Any) -> Parameter:
     return Parameter(field.name, Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[plain, option])
 
 
-def _flag(name: str, text: str) -> Parameter:
-    """Return the flag of a field of ``ParallelConfig``. It is None or False if it is not passed."""
+def _parallel_flag(name: str, text: str) -> Parameter:
+    """Create the parameter of a flag for a ``ParallelConfig`` field. Its default is None, or False for a switch."""
     kind, _ = ParallelConfig.described_fields()[name]
     plain = next((each for each in (bool, int) if kind in (each, each | None)), str)
     option = parallel_option(name, text, *([f"--{name.replace('_', '-')}"] if plain is bool else []))
@@ -72,7 +76,7 @@ def _flag(name: str, text: str) -> Parameter:
 
 
 def parallel_option(name: str, text: str = "", *names: str) -> Any:
-    """Return the ``typer.Option`` of a field of ``ParallelConfig``. Its help is ``text`` or the field's description."""
+    """Create the ``typer.Option`` for a ``ParallelConfig`` field, with the field's description as default help."""
     default = getattr(ParallelConfig, name, None)
     return typer.Option(
         *names,
@@ -82,7 +86,7 @@ def parallel_option(name: str, text: str = "", *names: str) -> Any:
     )
 
 
-def _parse(name: str, value: Any) -> Any:
+def _parse_parallel_value(name: str, value: Any) -> Any:
     if name in ("tensor", "sequence"):
         from shardformer.mesh.rank_grid import parse_axis_size
 
@@ -104,7 +108,7 @@ def _parse(name: str, value: Any) -> Any:
 
 
 def check_model_directory(model: str) -> None:
-    """Raise ConfigError for a folder without a config.json. Other forms of MODEL are not checked here."""
+    """Raise ConfigError if the argument MODEL is a folder without a config.json."""
     from shardformer.verify.small_models import SMALL_CONFIGS
 
     folder = Path(model).expanduser()
@@ -122,7 +126,7 @@ MAX_PROCESSES_PER_CORE = 128
 
 
 def check_num_processes(option: str, count: int) -> None:
-    """Raise LaunchError for more processes than this machine can start."""
+    """Raise LaunchError if an option starts more than 128 processes per core of this machine."""
     cores = os.cpu_count() or 1
     limit = MAX_PROCESSES_PER_CORE * cores
     if count > limit:

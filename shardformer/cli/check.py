@@ -1,4 +1,4 @@
-"""``shardformer check``: report whether this machine can train, and what is missing."""
+"""Command ``shardformer check``, which reports whether this machine can train and which parts are missing."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One line of the table. Only ``failed`` prevents training.
+    """Result of one check, printed as a row of the table. Only the status ``failed`` prevents training.
 
     ``missing`` is for optional parts, ``untested`` for supported versions that are newer than the tested ones.
     """
@@ -55,7 +55,13 @@ class CheckResult:
 
 def check(as_json: Annotated[bool, typer.Option("--json", help="Print the results as JSON.")] = False) -> None:
     """Show versions, devices, backends and optional packages, and run a two-process all-reduce."""
-    findings = [*_versions(), *_devices(), *_backends(), _all_reduce(), *_optional_parts()]
+    findings = [
+        *_check_versions(),
+        *_list_devices(),
+        *_list_backends(),
+        _check_all_reduce(),
+        *_list_optional_packages(),
+    ]
     ready = all(finding.status != "failed" for finding in findings)
     if as_json:
         print(json.dumps({"ready": ready, "findings": [asdict(finding) for finding in findings]}, indent=2))
@@ -65,7 +71,7 @@ def check(as_json: Annotated[bool, typer.Option("--json", help="Print the result
         raise typer.Exit(1)
 
 
-def _versions() -> list[CheckResult]:
+def _check_versions() -> list[CheckResult]:
     findings = [
         CheckResult("versions", "shardformer", "ok", version("shardformer")),
         _version("python", platform.python_version(), "install Python 3.11 or newer"),
@@ -84,7 +90,7 @@ def _versions() -> list[CheckResult]:
 
 
 def _version(name: str, found: str, remedy: str) -> CheckResult:
-    """Return ``failed`` for a version that is too old, ``untested`` for one newer than the tested versions."""
+    """Compare a version with the tested ones: older versions are ``failed``, newer ones ``untested``."""
     major, minor = (int(part) for part in found.split(".")[:2])
     oldest, newest = TESTED[name]
     if (major, minor) < oldest:
@@ -100,7 +106,7 @@ def _format_version(version: tuple[int, int]) -> str:
     return ".".join(map(str, version))
 
 
-def _devices() -> list[CheckResult]:
+def _list_devices() -> list[CheckResult]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores")]
     try:
@@ -116,7 +122,7 @@ def _devices() -> list[CheckResult]:
     return findings
 
 
-def _backends() -> list[CheckResult]:
+def _list_backends() -> list[CheckResult]:
     try:
         from torch import distributed
     except ImportError:
@@ -130,7 +136,7 @@ def _backends() -> list[CheckResult]:
     return findings
 
 
-def _all_reduce() -> CheckResult:
+def _check_all_reduce() -> CheckResult:
     name = "all-reduce of 1 MB, 2 processes"
     try:
         milliseconds = measure_all_reduce()
@@ -141,11 +147,11 @@ def _all_reduce() -> CheckResult:
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
-    """Return the median time of a 1 MB all-reduce over gloo in new processes, in milliseconds.
+    """Start processes that all-reduce 1 MB over gloo, and return the median time in milliseconds.
 
     Raises WorkerError if a process fails or times out. All processes are ended.
     """
-    code = "import sys; from shardformer.cli.check import probe; probe(*map(int, sys.argv[1:3]), sys.argv[3])"
+    code = "import sys; from shardformer.cli import check; check.time_all_reduce(*map(int, sys.argv[1:3]), sys.argv[3])"
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory(prefix="shardformer-check-") as folder:
         store, deadline = str(Path(folder, "store")), time.monotonic() + timeout_s
@@ -182,8 +188,8 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
     return float(outputs[0][0].split()[-1])
 
 
-def probe(rank: int, num_processes: int, store: str) -> None:
-    """Run all-reduces in one process of the check, verify their sums, and print the median time in milliseconds."""
+def time_all_reduce(rank: int, num_processes: int, store: str) -> None:
+    """Run the all-reduces of one rank, verify their sums, and print the median time in milliseconds."""
     import datetime
     from statistics import median
 
@@ -209,7 +215,7 @@ def probe(rank: int, num_processes: int, store: str) -> None:
     print(1e3 * median(times_s[5:]))
 
 
-def _optional_parts() -> list[CheckResult]:
+def _list_optional_packages() -> list[CheckResult]:
     findings = []
     for package, (module, purpose, command) in _OPTIONAL_PACKAGES.items():
         if importlib.util.find_spec(module) is None:

@@ -1,4 +1,4 @@
-"""``shardformer derive-policy``: derive the policy of a model and print it as Python code."""
+"""Command ``shardformer derive-policy``, which derives the policy of a model and prints it as Python code."""
 
 from __future__ import annotations
 

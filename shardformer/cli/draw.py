@@ -1,4 +1,4 @@
-"""``shardformer draw``: draw a pipeline schedule, or the shards of a tensor grid."""
+"""Command ``shardformer draw``, which draws a pipeline schedule or the shards of a tensor grid."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def draw(
     """
     from rich.console import Console
 
-    _check_used([name for name in context.params if _is_passed(context, name)])
+    _check_option_has_effect([name for name in context.params if _is_passed(context, name)])
     if grid is not None:
         _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d")
         return
@@ -70,11 +70,11 @@ def draw(
 
     if out is not None:
         check_chart_file(out)
-    _check_size(stages, micro_batches, num_model_chunks or default_chunks(schedule))
+    _check_fits_picture(stages, micro_batches, num_model_chunks or default_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
-    timeline = simulate(chosen, _durations(durations, chosen), send)
+    timeline = simulate(chosen, _parse_durations(durations, chosen), send)
     console = Console(highlight=False)
-    console.print(_colored(schedule_as_text(chosen, timeline, console.width), chosen))
+    console.print(_color_schedule(schedule_as_text(chosen, timeline, console.width), chosen))
     if out is not None:
         save_chart(chosen, timeline, out)
         console.print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
@@ -85,8 +85,8 @@ def _is_passed(context: typer.Context, name: str) -> bool:
     return source is not None and source.name == "COMMANDLINE"
 
 
-def _check_used(passed: list[str]) -> None:
-    """Raise ConfigError for schedule options with --grid, and for --tensor-parallel-mode without it."""
+def _check_option_has_effect(passed: list[str]) -> None:
+    """Raise ConfigError for options of schedules with ``--grid``, and for options of grids without it."""
     has_grid = "grid" in passed
     for name in passed:
         if has_grid != (name in GRID_OPTIONS):
@@ -97,7 +97,7 @@ def _check_used(passed: list[str]) -> None:
             )
 
 
-def _check_size(stages: int, micro_batches: int, chunks: int) -> None:
+def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages do not fit into a picture",
@@ -142,8 +142,8 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
         console.print(f"  {layout:20} {numbers}")
 
 
-def _durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
-    """Parse ``F=1,B=2``. Raises ConfigError for actions that the schedule does not have."""
+def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
+    """Parse durations such as ``F=1,B=2``. Raises ConfigError for actions that are not in the schedule."""
     kinds = {str(action.kind): action.kind for order in schedule.actions for action in order}
     found = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -161,8 +161,8 @@ def _durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
     return found
 
 
-def _colored(text: str, schedule: Schedule) -> Text:
-    """Return the grid in the colors of the chart. Without a terminal, rich prints no colors."""
+def _color_schedule(text: str, schedule: Schedule) -> Text:
+    """Color the printed schedule like the chart. Without a terminal, rich prints no colors."""
     from rich.style import Style
     from rich.text import Text
 

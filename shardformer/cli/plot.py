@@ -1,4 +1,4 @@
-"""``shardformer plot``: a table and a plot of the metrics of training runs."""
+"""Command ``shardformer plot``, which prints and plots the metrics of training runs."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def plot(
             f"No metrics are recorded in {', '.join(map(str, runs))}",
             remedy="Wait for the first step, or pass another run",
         )
-    selected = _selected(values, known)
-    path = out if out is not None else _output_folder(runs) / "curves.png"
+    selected = _parse_metric_names(values, known)
+    path = out if out is not None else _default_output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_chart_file(path)
@@ -62,8 +62,8 @@ def plot(
         _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 
 
-def _selected(values: str, known: Sequence[str]) -> list[str]:
-    """Parse ``loss,grad_norm``. Raises ConfigError for metrics that were not recorded."""
+def _parse_metric_names(values: str, known: Sequence[str]) -> list[str]:
+    """Parse metric names such as ``loss,grad_norm``. Raises ConfigError for a metric that was not recorded."""
     names = list(dict.fromkeys(name.strip() for name in values.split(",")))
     if names == [""]:
         return []
@@ -72,7 +72,7 @@ def _selected(values: str, known: Sequence[str]) -> list[str]:
     return names
 
 
-def _output_folder(runs: list[Path]) -> Path:
+def _default_output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
@@ -85,7 +85,7 @@ def _check_duplicates(files: list[Path]) -> None:
 
 
 def _run_names(runs: list[Path]) -> list[str]:
-    """Return the shortest ends of the paths that distinguish the runs."""
+    """Name each run by the shortest end of its path that distinguishes it from the other runs."""
     parts = [Path(os.path.abspath(path)).parts for path in runs]
     parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
     count = 1
@@ -97,19 +97,23 @@ def _run_names(runs: list[Path]) -> list[str]:
 def _print_tables(console: Console, runs: Runs) -> None:
     from shardformer.training.metrics_plot import metrics_summary
 
-    runs = {_printable(console, run): records for run, records in runs.items()}
+    runs = {_escape_unprintable(console, run): records for run, records in runs.items()}
     rows = [{name: cell for name, cell in row.items() if cell} for row in metrics_summary(runs)]
     columns = list(dict.fromkeys(name for row in metrics_summary(runs) for name in row if any(name in r for r in rows)))
     wide = console.options.update(width=10_000)
-    layouts = [_table(rows, columns)], [_table(rows, columns, True)], [_table([row], columns, True) for row in rows]
+    layouts = (
+        [_make_metrics_table(rows, columns)],
+        [_make_metrics_table(rows, columns, True)],
+        [_make_metrics_table([row], columns, True) for row in rows],
+    )
     fitting = (ts for ts in layouts if all(console.measure(t, options=wide).maximum <= console.width for t in ts))
     for table in next(fitting, layouts[-1]):
         console.print(table)
     console.print()
 
 
-def _table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
-    """Return a table with a row per run. Transposed, for narrow terminals, it has a column per run."""
+def _make_metrics_table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool = False) -> Table:
+    """Create a table with a row per run or, if transposed for narrow terminals, a column per run."""
     from rich.table import Table
     from rich.text import Text
 
@@ -130,10 +134,10 @@ def _table(rows: list[dict[str, str]], columns: list[str], is_transposed: bool =
 
 
 def _print_line(console: Console, text: str, wraps: bool = False) -> None:
-    console.print(_printable(console, text), soft_wrap=not wraps, markup=False)
+    console.print(_escape_unprintable(console, text), soft_wrap=not wraps, markup=False)
 
 
-def _printable(console: Console, text: str) -> str:
-    r"""Escape characters that the terminal cannot print, as in ``\u20ac``."""
+def _escape_unprintable(console: Console, text: str) -> str:
+    r"""Replace characters that the terminal cannot print by escapes such as ``\u20ac``."""
     shown = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
     return shown.encode(console.encoding, "backslashreplace").decode(console.encoding)

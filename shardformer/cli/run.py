@@ -1,4 +1,4 @@
-"""``shardformer run``: torchrun with host files and with checks of its options."""
+"""Command ``shardformer run``, which starts processes like torchrun, and also supports host files."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ MAX_TIMEOUT_S = 24 * 3600
 
 
 def check_options(options: argparse.Namespace) -> None:
-    """Raise LaunchError for invalid numbers of processes and nodes, timeouts, signals and addresses."""
+    """Raise LaunchError for invalid values of torchrun options: processes, nodes, timeouts, signals, addresses."""
     _check_counts(options)
-    _check_seconds(options)
+    _check_timeouts(options)
     _check_signals(options.signals_to_handle)
     if options.local_addr is not None:
         try:
@@ -85,7 +85,7 @@ def _check_counts(options: argparse.Namespace) -> None:
         )
 
 
-def _check_seconds(options: argparse.Namespace) -> None:
+def _check_timeouts(options: argparse.Namespace) -> None:
     timeouts = {"--monitor-interval": options.monitor_interval}
     for name, value in (
         ("--shutdown-timeout", getattr(options, "shutdown_timeout", None)),
@@ -129,18 +129,18 @@ def run(arguments: Annotated[list[str] | None, typer.Argument(metavar="[OPTIONS]
 
 
 def launch(arguments: Sequence[str], command: str = "run") -> int:
-    """Start the processes and wait for them. Return the exit status.
+    """Start the processes of a script, wait for them, and return the exit status.
 
     Args:
         command: the name of the command in messages.
     """
     options = parse(arguments)
     _check_script(options)
-    _set_threads(options)
-    return _launch(options, command)
+    _set_num_threads(options)
+    return _run_processes(options, command)
 
 
-class _Parser(argparse.ArgumentParser):
+class _RunParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             raise LaunchError("The command has no script", remedy=f"Add the script, or -m and a module: {USAGE}")
@@ -156,12 +156,12 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    """Parse torchrun's options, and fill in those that ``--hostfile`` and ``--host`` determine."""
-    parser = _Parser(
+    """Parse the options of torchrun and ``--hostfile`` and ``--host``, which set the nodes and the master address."""
+    parser = _RunParser(
         prog="shardformer run",
         usage=USAGE,
         description=DESCRIPTION,
-        parents=[_torch_options()],
+        parents=[_make_torchrun_parser()],
         conflict_handler="resolve",
     )
     ours = parser.add_argument_group("hosts")
@@ -172,9 +172,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     defaults = {name: parser.get_default(name) for name in ("nnodes", "nproc_per_node", "node_rank", "master_addr")}
     parser.set_defaults(**{name: None for name in defaults if f"PET_{name.upper()}" not in os.environ})
     options = parser.parse_args(list(arguments))
-    _check_used(options)
+    _check_ignored_options(options)
     if options.hostfile is not None or options.host is not None:
-        _apply_hosts(options)
+        _set_options_from_hosts(options)
     for name, value in defaults.items():
         if getattr(options, name) is None:
             setattr(options, name, value)
@@ -184,8 +184,8 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def _check_used(options: argparse.Namespace) -> None:
-    """Raise LaunchError for options that torch's launcher would ignore."""
+def _check_ignored_options(options: argparse.Namespace) -> None:
+    """Raise LaunchError for address options that torch's launcher ignores with a rendezvous or ``--standalone``."""
     rendezvous = "--standalone" if options.standalone else f"--rdzv-backend {options.rdzv_backend}"
     if not options.standalone and options.rdzv_backend == "static":
         return
@@ -200,7 +200,7 @@ def _check_used(options: argparse.Namespace) -> None:
             )
 
 
-def _torch_options() -> argparse.ArgumentParser:
+def _make_torchrun_parser() -> argparse.ArgumentParser:
     from torch.distributed.run import get_args_parser
 
     try:
@@ -213,7 +213,7 @@ def _torch_options() -> argparse.ArgumentParser:
         ) from error
 
 
-def _apply_hosts(options: argparse.Namespace) -> None:
+def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
             "A list of hosts does not work with --standalone or a rendezvous",
@@ -273,8 +273,8 @@ def _check_script(options: argparse.Namespace) -> None:
         )
 
 
-def _set_threads(options: argparse.Namespace) -> None:
-    """Divide the machine's cores among its processes, unless OMP_NUM_THREADS is set."""
+def _set_num_threads(options: argparse.Namespace) -> None:
+    """Set OMP_NUM_THREADS to the cores per process, unless it is already set."""
     from torch.distributed.run import determine_local_world_size
 
     num_processes = determine_local_world_size(options.nproc_per_node)
@@ -283,8 +283,8 @@ def _set_threads(options: argparse.Namespace) -> None:
         os.environ.setdefault("OMP_NUM_THREADS", str(max(1, num_cores // num_processes)))
 
 
-def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
-    """Report missing nodes while launchers of several machines wait for each other at the master address."""
+def _report_missing_nodes(options: argparse.Namespace, endpoint: str) -> AbstractContextManager[None]:
+    """Return a context that reports missing machines while the launchers wait for each other."""
     from shardformer.mesh.rank_failures import Rendezvous
 
     host, _, port = endpoint.rpartition(":")
@@ -295,8 +295,8 @@ def _rendezvous(options: argparse.Namespace, endpoint: str) -> AbstractContextMa
     ).report_missing()
 
 
-def _launch(options: argparse.Namespace, command: str = "run") -> int:
-    """Run the processes to their end. Return 0 on success; otherwise print the cause and return 1."""
+def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
+    """Run the processes and return the exit status. After a failure, print its cause."""
     from torch.distributed import DistNetworkError
     from torch.distributed import run as torchrun
     from torch.distributed.elastic.multiprocessing import SignalException
@@ -312,7 +312,7 @@ def _launch(options: argparse.Namespace, command: str = "run") -> int:
     try:
         # `record` writes the error for an outer launcher, and logs a warning without one
         start = record(torchrun.run) if "TORCHELASTIC_ERROR_FILE" in os.environ else torchrun.run
-        with set_shutdown_timeout(options), _rendezvous(options, torchrun.get_rdzv_endpoint(options)):
+        with set_shutdown_timeout(options), _report_missing_nodes(options, torchrun.get_rdzv_endpoint(options)):
             start(options)
     except ChildFailedError as error:
         sys.stdout.flush()

@@ -1,4 +1,4 @@
-"""``shardformer train``: train a model as a configuration file specifies."""
+"""Command ``shardformer train``, which trains a model as a configuration file specifies."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def train(
 
     overrides = list(changes or [])
     found = load_train_config(config, overrides)
-    where = _no_start_reason(dry_run)
+    where = _reason_not_to_launch(dry_run)
     if where is None and _num_processes(found.layout, processes) > 1:
         _launch_and_exit(
             found,
@@ -69,13 +69,13 @@ def train(
         )
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
-    _check_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
+    _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
         from rich.console import Console
 
         from shardformer.train_command.run import make_dry_run_report
 
-        print_plan(Console(highlight=False), make_dry_run_report(found))
+        print_dry_run_report(Console(highlight=False), make_dry_run_report(found))
         return
     from shardformer.train_command.run import run_training as train_here
 
@@ -85,7 +85,7 @@ def train(
 def _launch_and_exit(
     found: TrainConfig, count: int, max_restarts: int, shutdown_timeout: int | None, run: list[str]
 ) -> NoReturn:
-    """Start the processes, wait for them, and exit with their status."""
+    """Start the training processes, wait for them, and exit with their status."""
     from shardformer.cli.run import launch
     from shardformer.launcher.shutdown import SHUTDOWN_TIMEOUT_VARIABLE
     from shardformer.train_command.build import build_hooks, build_optimizer
@@ -97,27 +97,27 @@ def _launch_and_exit(
     sys.exit(launch([*options, "-m", MODULE, *run], "train"))
 
 
-def _no_start_reason(dry_run: bool) -> str | None:
-    """Return why this command starts no processes, or None if it may start them."""
+def _reason_not_to_launch(dry_run: bool) -> str | None:
+    """Return the reason why this command must not start processes, or None if it may start them."""
     from shardformer.training.initialize import LAUNCHER_VARIABLES
 
     launched = next((name for name in LAUNCHER_VARIABLES if name in os.environ), None)
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
-def _check_unused(where: str, options: dict[str, int | None]) -> None:
-    """Raise ConfigError for options that configure processes, if this command starts none."""
+def _check_process_options_unused(reason: str, options: dict[str, int | None]) -> None:
+    """Raise ConfigError for process options such as ``--max-restarts`` if this command starts no processes."""
     for name, value in options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} has no effect {where}",
+                f"{name} {value} has no effect {reason}",
                 rule="It configures the processes that this command starts",
                 remedy=f"Remove {name}",
             )
 
 
 def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
-    """Return the number of processes to start. Raises ConfigError if it does not match the layout."""
+    """Return the number of processes to start. Raises ConfigError if ``--processes`` does not match the layout."""
     least = prod(size or 1 for size in layout.sizes.values())
     count = least if processes is None else processes
     if count % least or (layout.data is not None and count != least):
@@ -130,7 +130,7 @@ def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
     return count
 
 
-def print_plan(console: Console, plan: DryRunReport) -> None:
+def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     from rich.table import Table
 
     from shardformer.zero.memory_estimate import format_bytes

@@ -1,4 +1,4 @@
-"""``shardformer verify``: compare a sharded model with the unsharded one."""
+"""Command ``shardformer verify``, which compares a sharded model with the unsharded one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TIMEOUT_S = 3600.0  # per head class, long enough for large models
 
 
 class Dtype(StrEnum):
-    """Precision of the comparison."""
+    """Precision in which ``shardformer verify`` compares the models."""
 
     FP64 = "fp64"
     FP32 = "fp32"
@@ -67,7 +67,7 @@ RENAMED_OPTIONS = {
 
 @dataclass(frozen=True)
 class VerifyOptions:
-    """Options of the command."""
+    """Command line options of ``shardformer verify``."""
 
     model: Annotated[
         str,
@@ -105,14 +105,14 @@ class VerifyOptions:
     tokens: Annotated[int | None, typer.Option(min=6, help="Tokens per sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")] = False
 
-    def layout(self) -> ParallelConfig:
-        """Return the layout. Without --tensor, --pipe and --sequence it has two tensor parallel ranks."""
+    def make_layout(self) -> ParallelConfig:
+        """Create the ParallelConfig of the options, with two tensor parallel ranks if no axis size was passed."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
         defaults = {"data": 1, "tensor": 2 if is_default else 1, "average_loss_over": "ranks"}
         return ParallelConfig(**{**defaults, **self.parallel})
 
-    def pipelined(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        """Return the pipeline, or None. Raises ConfigError for options that its schedule does not support."""
+    def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
+        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError for unsupported ones."""
         names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
         found = {name: self.parallel[name] for name in names if name in self.parallel}
         if "pipe" not in self.parallel:
@@ -126,10 +126,10 @@ class VerifyOptions:
         pipeline.stage_manager()
         return pipeline
 
-    def training(self) -> VerifyTraining:
+    def make_training(self) -> VerifyTraining:
         from shardformer.verify.training_options import VerifyTraining
 
-        layout = self.layout()
+        layout = self.make_layout()
         return VerifyTraining(
             optimizer=self.optimizer,
             gradient_accumulation_steps=self.gradient_accumulation_steps,
@@ -152,17 +152,17 @@ def verify(options: VerifyOptions) -> None:
     from shardformer.verify.report import print_report
 
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every worker would print the same warnings
-    _check(options)
-    sources = _sources(options)
+    _check_options(options)
+    sources = _find_sources(options)
     policy = find_policy(options.policy) if options.policy else sources[0].own.get("policy")
     console, reports = Console(highlight=False), []
-    num_processes = prod(size or 1 for size in options.layout().sizes.values())
+    num_processes = prod(size or 1 for size in options.make_layout().sizes.values())
     with WorkerPool(num_processes, timeout_s=TIMEOUT_S, imports=("torch", "transformers")) as pool:
         for source in sources:
-            with _status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
-                reports.append(_verify_one(options, source, policy, pool))
+            with _show_status(f"{source.head or source.title}: in one process and sharded over {num_processes}"):
+                reports.append(_verify_head(options, source, policy, pool))
             if options.all_heads and not options.as_json:
-                _print_line(console, reports[-1])
+                _print_head_result(console, reports[-1])
     if options.as_json:
         print(_to_json(reports, options.all_heads))
     elif options.all_heads:
@@ -173,7 +173,7 @@ def verify(options: VerifyOptions) -> None:
         raise typer.Exit(1)
 
 
-def _check(options: VerifyOptions) -> None:
+def _check_options(options: VerifyOptions) -> None:
     from shardformer.config import ShardConfig
 
     for name in ("pipe", "data"):
@@ -181,17 +181,19 @@ def _check(options: VerifyOptions) -> None:
         if size < 1:
             raise ConfigError(f"{name}={size} is less than 1", remedy=f"Use --{name} 1 or more")
     if options.all_heads and options.head:
-        raise ConfigError(f"--all-heads excludes --head {options.head}", remedy="Remove one of the two")
-    options.pipelined()
-    layout = options.layout()
-    _check_used(options, layout)
+        raise ConfigError(
+            f"--all-heads does not work with --head {options.head}", remedy="Remove one of the two options"
+        )
+    options.make_pipeline()
+    layout = options.make_layout()
+    _check_options_have_effect(options, layout)
     check_num_processes("The product of the axes", prod(size or 1 for size in layout.sizes.values()))
     ShardConfig(**layout.shard_options())  # rejects unsupported combinations before anything is loaded
-    options.training()
+    options.make_training()
 
 
-def _check_used(options: VerifyOptions, layout: ParallelConfig) -> None:
-    """Raise ConfigError for options that have no effect with the other options."""
+def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -> None:
+    """Raise ConfigError for options that have no effect because an axis has size 1."""
     sizes = {name: size or 1 for name, size in layout.sizes.items()}
     for name, axis, needed in (
         ("tensor_parallel_mode", "tensor", "--tensor 2x2"),
@@ -208,7 +210,7 @@ def _check_used(options: VerifyOptions, layout: ParallelConfig) -> None:
             )
 
 
-def _sources(options: VerifyOptions) -> list[ModelSource]:
+def _find_sources(options: VerifyOptions) -> list[ModelSource]:
     from shardformer.verify.model_source import find_model
     from shardformer.verify.small_models import is_vision_only
 
@@ -223,17 +225,17 @@ def _sources(options: VerifyOptions) -> list[ModelSource]:
         raise ConfigError(what, remedy="Remove the option")
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]
-    pipeline = options.pipelined()
-    return sources if pipeline is None else [source.deeper(_num_layers(pipeline)) for source in sources]
+    pipeline = options.make_pipeline()
+    return sources if pipeline is None else [source.deeper(_min_num_layers(pipeline)) for source in sources]
 
 
-def _num_layers(pipeline: VerifyPipeline) -> int:
-    """Return the minimum number of layers for the stages."""
+def _min_num_layers(pipeline: VerifyPipeline) -> int:
+    """Return the minimum number of layers that the pipeline stages need."""
     stages = pipeline.stage_manager()
     return stages.num_virtual_stages if isinstance(stages.partition, str) else sum(stages.partition)
 
 
-def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
+def _verify_head(options: VerifyOptions, source: ModelSource, policy: Any, pool: WorkerPool) -> Report:
     import torch
 
     from shardformer.verify.model_source import TOKENS
@@ -243,8 +245,8 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     weight = source.own.get("loss_weight")
     if weight is None and source.loss_fn is sample_loss and weights_loss_by_sample(source.head):
         weight = num_samples
-    pipeline = options.pipelined(weight)
-    layout = options.layout()
+    pipeline = options.make_pipeline(weight)
+    layout = options.make_layout()
     data = layout.data or 1
     per_rank = max(-(-4 // data), pipeline.num_parts if pipeline is not None else 1)
     batch = options.batch or per_rank * data
@@ -256,13 +258,13 @@ def _verify_one(options: VerifyOptions, source: ModelSource, policy: Any, pool: 
     config = {**layout.shard_options(), "extra_kwargs": {}}
     return run_verify(
         source.model_fn, batch_fn, sizes, data, options.steps, dtype, source.loss_fn, policy, config,
-        pipeline=pipeline, training=options.training(), pool=pool,
+        pipeline=pipeline, training=options.make_training(), pool=pool,
     )  # fmt: skip
 
 
 @contextmanager
-def _status(text: str) -> Iterator[None]:
-    """Show a status on a terminal. It is written to standard error, so that standard output has only the result."""
+def _show_status(text: str) -> Iterator[None]:
+    """Show a status text on the terminal during a block, on standard error."""
     from rich.console import Console
 
     console = Console(stderr=True)
@@ -281,8 +283,8 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
     return json.dumps({"passed": all(report.passed for report in reports), "reports": found}, indent=2)
 
 
-def _print_line(console: Console, report: Report) -> None:
-    """Print one head of several, with the quantity that is closest to its tolerance."""
+def _print_head_result(console: Console, report: Report) -> None:
+    """Print the result of one head class as a line."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

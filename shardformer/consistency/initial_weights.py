@@ -1,4 +1,4 @@
-"""Checks that all ranks start from the same model, weights, weight files and random states."""
+"""Checks and broadcasts that give all ranks the same initial model, weights and random states."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from shardformer.random_state import random_states, set_random_states, state_dig
 
 
 def model_fingerprint(model: nn.Module) -> list[str]:
-    """Return the properties of a model that must be the same on all ranks, as text."""
+    """Describe a model by lines of text that must be identical on all ranks: modules, config and parameters."""
     return (
         [type(model).__name__]
-        + [f"{path or 'model'}: {_settings_of(module)}" for path, module in model.named_modules()]
-        + [f"config.{name}={value}" for config in find_configs(model) for name, value in _fields_of(config)]
+        + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
+        + [f"config.{name}={value}" for config in find_configs(model) for name, value in _plain_config_fields(config)]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
             f"{n}: {describe_recipe(place)}"
@@ -37,8 +37,8 @@ def model_fingerprint(model: nn.Module) -> list[str]:
     )
 
 
-def _settings_of(module: nn.Module) -> str:
-    """Return a module's class, training flag and plain attributes, as text."""
+def _format_module(module: nn.Module) -> str:
+    """Format a module as its class name and its attributes that are numbers, strings or functions."""
     attributes = [
         f"{name}={value.__qualname__ if isinstance(value, FunctionType) else repr(value)}"
         for name, value in vars(module).items()
@@ -47,15 +47,15 @@ def _settings_of(module: nn.Module) -> str:
     return f"{type(module).__qualname__}({', '.join(attributes)})"
 
 
-def _fields_of(config: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the plain fields of a config, except for the path it was loaded from."""
+def _plain_config_fields(config: Any) -> Iterator[tuple[str, Any]]:
+    """Yield the fields of a config that are numbers, strings or lists, except its path."""
     for name, value in vars(config).items():
         if not name.startswith("_") and name != "name_or_path" and isinstance(value, int | float | str | list | tuple):
             yield name, value
 
 
 def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
-    """Copy the first rank's weights and buffers to all ranks of each axis, if their checksums differ.
+    """Broadcast the first rank's weights and buffers over each axis whose ranks have different checksums.
 
     Parameters that are not yet materialized get the random states of the first rank. Communicates two numbers per
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
@@ -80,7 +80,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
 
 
 def differs_across_ranks(value: Any, axis: Axis) -> bool:
-    """Whether any rank of an axis has a different value than its first rank. Communicates one all-gather."""
+    """Whether the ranks of an axis passed different values, compared by one all-gather."""
     every = all_gather_objects(value, axis)
     return any(other != every[0] for other in every)
 
@@ -88,29 +88,30 @@ def differs_across_ranks(value: Any, axis: Axis) -> bool:
 def broadcast_random_state(
     axis: Axis,
     device: torch.device,
-    drew: bool = False,
-    extra: Sequence[int] = (),
-    look: Callable[[list[list[int]]], None] = lambda _: None,
+    has_drawn: bool = False,
+    extra_numbers: Sequence[int] = (),
+    on_gathered: Callable[[list[list[int]]], None] = lambda _: None,
 ) -> bool:
-    """Copy the random states of torch, NumPy and Python from the first rank of an axis to the others.
+    """Broadcast the random states of torch, NumPy and Python from the first rank of an axis, if they differ.
 
     Random numbers drawn outside of the blocks must be the same on these ranks, even if a script seeds each rank
-    differently. Every rank calls this at the same time, whether or not it drew random numbers, because another thread
-    of the process may have drawn some.
+    differently. Every rank calls this at the same time, whether or not it has drawn random numbers, because another
+    thread of the process may have drawn some.
 
     Args:
-        drew: whether this rank has drawn random numbers.
-        extra: numbers that are gathered in the same message, the same count on each rank.
-        look: called with the gathered numbers of all ranks.
+        has_drawn: whether this rank has drawn random numbers.
+        extra_numbers: numbers that are gathered in the same message, the same count on each rank.
+        on_gathered: called with the gathered numbers of all ranks.
 
-    Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank ``drew``.
+    Communicates a few numbers per rank, and the random states if they differ. Returns whether any rank has drawn random
+    numbers.
     """
     if axis.size == 1:
-        return drew
-    own = [int(drew), *state_digest(device)]
+        return has_drawn
+    own = [int(has_drawn), *state_digest(device)]
     count = len(own)
-    every = all_gather_numbers([*own, *extra], axis)
-    look([numbers[count:] for numbers in every])
+    every = all_gather_numbers([*own, *extra_numbers], axis)
+    on_gathered([numbers[count:] for numbers in every])
     if any(numbers[1:count] != own[1:] for numbers in every):
         set_random_states(broadcast_object(random_states(device), axis), device)
     return any(numbers[0] for numbers in every)
@@ -120,7 +121,7 @@ FileFingerprints = list[tuple[str, FileFingerprint]]
 
 
 def check_same_files(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError on every rank if ranks would read weight files with different contents.
+    """Raise ConfigError on every rank if the ranks read weight files with different contents.
 
     Paths may differ. The contents that most ranks have are taken as correct. Communicates one all-gather of paths and
     checksums.
@@ -139,18 +140,18 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     is_full = {bool(contents.full_hash) for contents in (contents_of[rank][0], usual[0])}
     if len(is_full) > 1:
         raise ConfigError(
-            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, rank {first} with "
+            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} with "
             f"all_bytes={bool(usual[0].full_hash)}",
-            remedy="Pass the same value on all ranks",
+            remedy="Pass the same value of all_bytes on all ranks",
         )
     raise ConfigError(
-        f"Ranks read different weights: {_difference(rank, first, every)}"
+        f"Ranks read different weights: {_describe_file_difference(rank, first, every)}"
         + (f". Rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
         remedy=f"Pass on rank {rank} the folder that rank {first} reads, or a copy of it",
     )
 
 
-def _difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> str:
+def _describe_file_difference(rank: int, first: int, every: dict[int, FileFingerprints]) -> str:
     files, usual = every[rank], every[first]
     pairs = list(zip(files, usual, strict=False))
     (path, contents), (other, right) = next((pair for pair in pairs if pair[0][1] != pair[1][1]), pairs[0])

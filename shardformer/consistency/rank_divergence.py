@@ -1,4 +1,6 @@
-"""Detects diverging ranks during training, from numbers that are appended to existing messages.
+"""Detection of ranks whose weights, batches or optimizers diverge, without additional messages.
+
+The compared numbers are appended to messages that training sends anyway.
 
 Compared in every training step, and between which ranks:
 
@@ -57,7 +59,7 @@ SIGNS = 2**14  # Number of random signs. Longer tensors reuse them in rows, and 
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """A value that must agree between ranks: its name, the rule, and the remedy if ranks differ."""
+    """Texts of the error for a value that must be identical on several ranks: its name, the rule and the remedy."""
 
     what: str
     rule: str
@@ -101,7 +103,7 @@ KIND_SHIFT = 40  # bits above this one encode the class of the optimizer, and th
 
 @dataclass(eq=False)
 class ConsistencyMonitor:
-    """State of a rank that must agree with the state of other ranks."""
+    """Compares a rank's mode, batch, optimizer and replicated weights with those of other ranks in each step."""
 
     state: ShardingMetadata
     training: bool = True
@@ -123,7 +125,7 @@ class ConsistencyMonitor:
         return ConsistencyMonitor(deepcopy(self.state, memo), self.training)  # a copied model has no optimizer
 
     def record_step(self, optimizer: Optimizer) -> None:
-        """Record that an optimizer has updated the model's parameters."""
+        """Count a step of an optimizer, and record its numeric options such as the learning rate."""
         self.steps += 1
         self._has_stepped = True
         self._optimizers.add(optimizer)
@@ -133,25 +135,25 @@ class ConsistencyMonitor:
     # --- ranks that process the same batch
 
     def values_to_gather(self, axis: Axis, inputs: Collection[Any] = ()) -> list[int]:
-        """Return a number for each of ``ORDER`` (two for weights), for ranks of an axis that process the same batch."""
+        """Return the integers that the ranks of one batch gather and compare: mode, batch, steps, options, weights."""
         options = _hash_63_bits(hash(self.options[1:]))
-        sketch = self._sketch(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
+        projection = self._project_weights(axis) if self.training else (0.0, 0.0)  # evaluation changes no weights
         return [
             int(self.training),
-            self.batch(inputs),
+            self.hash_inputs(inputs),
             self.steps,
             options,
-            *struct.unpack("<2q", struct.pack("<2d", *sketch)),
+            *struct.unpack("<2q", struct.pack("<2d", *projection)),
         ]
 
-    def rounds_of_stage(self) -> int:
-        """Return the number of batches after which an optimizer stepped. Called once before each batch."""
+    def count_stepped_batches(self) -> int:
+        """Count the batches after which an optimizer of this stage stepped. Call this once before each batch."""
         self.rounds += self._has_stepped
         self._has_stepped = False
         return self.rounds
 
-    def options_of_stage(self) -> int:
-        """Return a hash of the optimizer's options if one group has all parameters, otherwise 0.
+    def hash_stage_options(self) -> int:
+        """Return a hash of the optimizer's class and options, or 0 if the stage has several parameter groups.
 
         Stages have different parameters, so their groups may differ.
         """
@@ -161,31 +163,33 @@ class ConsistencyMonitor:
         kind, numbers = _hash_63_bits(self.options[0]) % 2**15 + 1, _hash_63_bits(hash(self.options[1])) % 2**KIND_SHIFT
         return int(kind << KIND_SHIFT | numbers)
 
-    def batch(self, inputs: Collection[Any]) -> int:
-        """Return a hash of the inputs. On a GPU, of their shapes and of the values of the previous forward."""
+    def hash_inputs(self, inputs: Collection[Any]) -> int:
+        """Return a hash of the input tensors. On a GPU it uses the values of the previous forward, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
         return _hash_63_bits([previous, *(tuple(x.shape) if x.is_cuda else checksum(x) for x in tensors)])
 
-    def compare(self, every: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
-        """Raise InputError on every rank of the axis if the gathered ``values_to_gather`` differ."""
+    def check_gathered(self, gathered: Sequence[Sequence[int]], axis: Axis, inputs: Collection[Any] = ()) -> None:
+        """Raise InputError on every rank if the numbers gathered from the ranks of one batch differ."""
         weights = len(ORDER) - 1
-        sketches = [struct.unpack("<2d", struct.pack("<2q", *theirs[weights:])) for theirs in every]
-        if any(theirs[:weights] != every[0][:weights] for theirs in every) or not self._are_close(sketches):
-            self._raise(axis, inputs)
+        projections = [struct.unpack("<2d", struct.pack("<2q", *values[weights:])) for values in gathered]
+        if any(values[:weights] != gathered[0][:weights] for values in gathered) or not self._are_projections_close(
+            projections
+        ):
+            self._raise_divergence(axis, inputs)
         self._turns[axis.name] = self._turns.get(axis.name, 0) + 1
 
     # --- data ranks
 
-    def values_to_reduce(self, axis: Axis) -> list[float]:
-        """Return the bits of a hash of the values that must agree, each as 1 or -1."""
+    def bits_to_reduce(self, axis: Axis) -> list[float]:
+        """Return 32 bits, each as 1 or -1, of a hash of the state that must be identical on all data ranks."""
         known = [self.training, self.steps, hash(self.options[1:]), self._hash_weights(axis)]
         number = int.from_bytes(hashlib.sha256(repr(known).encode()).digest()[: BITS // 8], "big")
         return [1.0 if number >> i & 1 else -1.0 for i in range(BITS)]
 
-    def check_reduced(self, sums: Tensor, axis: Axis) -> None:
-        """Raise InputError on every rank of the axis if the summed bits of all ranks disagree.
+    def check_reduced_bits(self, sums: Tensor, axis: Axis) -> None:
+        """Raise InputError on every rank if the all-reduced hash bits show that data ranks differ.
 
         On a GPU the sums of the previous step are checked, to avoid a synchronization.
         """
@@ -193,70 +197,70 @@ class ConsistencyMonitor:
         found = self._read_async(f"bits {axis.name}", sums.float().abs().min())
         # a rank that differs reduces a sum by 2. With more than 256 ranks, 16-bit sums are not exact enough
         if found is not None and found <= axis.size - 2:
-            self._raise(axis)
+            self._raise_divergence(axis)
 
     # --- weights
 
     def _hash_weights(self, axis: Axis) -> int:
-        """Return a hash of the bits of this step's slice of the replicated weights."""
-        numbered = enumerate(self._current_slices(axis), 1)
-        found = self._read_sum(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
+        """Return a hash of the bits of the replicated weights that this step compares."""
+        numbered = enumerate(self._read_current_slices(axis), 1)
+        found = self._sum_and_read(f"weights {axis.name}", [digest(x) * number for number, x in numbered])
         return 0 if found is None else _hash_63_bits(int(found))
 
-    def _sketch(self, axis: Axis) -> tuple[float, float]:
-        """Return the sum with random signs, and the norm, of this step's slice of the replicated weights."""
-        slices = self._current_slices(axis)
+    def _project_weights(self, axis: Axis) -> tuple[float, float]:
+        """Return the sum with random signs, and the norm, of the replicated weights that this step compares."""
+        slices = self._read_current_slices(axis)
         with disable_current_modes():  # not part of the step that a recorder or a memory trace measures
             sums = [_random_projection(x, number) for number, x in enumerate(slices)]
-        found = self._read_sum(f"sketch {axis.name}", sums) or (0.0, 0.0)
+        found = self._sum_and_read(f"projection {axis.name}", sums) or (0.0, 0.0)
         return found[0], found[1] ** 0.5
 
-    def _are_close(self, sketches: Sequence[Sequence[float]]) -> bool:
-        """Whether the sketches of all ranks differ by no more than rounding."""
-        (first, norm), *others = sketches
+    def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
+        """Whether the weight projections of all ranks are equal up to rounding errors."""
+        (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
         return all(x == first or abs(x - first) <= room or (isnan(x) and isnan(first)) for x, _ in others)
 
-    def _current_slices(self, axis: Axis) -> list[Tensor]:
-        """Return this step's slices of the weights that are replicated over an axis."""
-        part = self._part(axis)
+    def _read_current_slices(self, axis: Axis) -> list[Tensor]:
+        """Return the slices of replicated weights, as flat tensors, that this step compares over an axis."""
+        part = self._slices_of_step(axis)
         if part is None or not all(has_data(entry.param) for entry, _ in part):
             return []
         return [entry.param.detach().reshape(-1)[part_slice] for entry, part_slice in part]
 
-    def _read_sum(self, key: str, parts: Sequence[Tensor]) -> Any:
+    def _sum_and_read(self, key: str, tensors: Sequence[Tensor]) -> Any:
         total: Tensor | None = None
-        for part in parts:
-            total = part if total is None else total.to(part.device) + part
+        for tensor in tensors:
+            total = tensor if total is None else total.to(tensor.device) + tensor
         return None if total is None else self._read_async(key, total)
 
-    def _part(self, axis: Axis) -> WeightSlices | None:
+    def _slices_of_step(self, axis: Axis) -> WeightSlices | None:
         if self.state.parameter_owner is not None:
             return None  # each parameter is gathered from its owner when it is read
         if axis.name not in self._parts:
-            over = set(self._axes_between(axis))
+            over = set(self._axes_with_other_ranks(axis))
             replicated = [e for e in self.state.entries if not over & set(e.spec.axes) and e.param.is_floating_point()]
-            self._parts[axis.name] = list(_weight_slices(replicated))
+            self._parts[axis.name] = list(_split_weights_into_slices(replicated))
         parts = self._parts[axis.name]
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
-    def _axes_between(self, axis: Axis) -> Iterator[str]:
-        """Yield the mesh axes, and views of them, along which the ranks of an axis differ."""
+    def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
+        """Yield the names of the mesh axes that contain other ranks of the passed axis in addition to this rank."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
-    def _read_async(self, key: str, x: Tensor) -> Any:
-        """Return the numbers in ``x``. On a GPU, return those of the previous call, or None in the first one."""
-        if not has_data(x):
+    def _read_async(self, key: str, tensor: Tensor) -> Any:
+        """Return the values of a tensor as a list. On a GPU return those of the previous call, to avoid a sync."""
+        if not has_data(tensor):
             return None
-        if not x.is_cuda:
-            return x.tolist()
+        if not tensor.is_cuda:
+            return tensor.tolist()
         before = self._late.get(key)
-        there = torch.empty(x.shape, dtype=x.dtype, pin_memory=True).copy_(x, non_blocking=True)
-        self._late[key] = there, torch.cuda.current_stream(x.device).record_event()
+        there = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+        self._late[key] = there, torch.cuda.current_stream(tensor.device).record_event()
         if before is None:
             return None
         before[1].synchronize()
@@ -264,8 +268,8 @@ class ConsistencyMonitor:
 
     # --- where ranks differ
 
-    def _raise(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
-        every = all_gather_objects(self._details(axis, inputs), axis)
+    def _raise_divergence(self, axis: Axis, inputs: Collection[Any] = ()) -> None:
+        every = all_gather_objects(self._collect_details(axis, inputs), axis)
         name = next((name for name in ORDER if any(theirs[name] != every[0][name] for theirs in every)), ORDER[-1])
         values = [theirs[name] for theirs in every]
         odd = next(rank for rank, value in enumerate(values) if values.count(value) == min(map(values.count, values)))
@@ -280,9 +284,9 @@ class ConsistencyMonitor:
             remedy=fact.remedy,
         )
 
-    def _details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
+    def _collect_details(self, axis: Axis, inputs: Collection[Any]) -> dict[str, Any]:
         tensors = [x for x in inputs if isinstance(x, Tensor)]
-        part = self._part(axis)
+        part = self._slices_of_step(axis)
         sums = {e.name: checksum(e.param) for e, _ in part if has_data(e.param)} if part is not None else {}
         return {
             "mode": "train" if self.training else "eval",
@@ -294,7 +298,7 @@ class ConsistencyMonitor:
 
 
 def _format_value(value: Any) -> str:
-    """Format a value of ``_details`` for a message, weights by their names."""
+    """Format a diverging value for an error message: batches by their shapes, weights by their names."""
     if isinstance(value, dict):
         names = ", ".join(list(value)[:3])
         return f"{names}{' and others' if len(value) > 3 else ''}"
@@ -304,25 +308,25 @@ def _format_value(value: Any) -> str:
 
 
 def _hash_63_bits(value: Any) -> int:
-    """Return an integer of less than 63 bits that is the same in every process."""
+    """Hash a value to an integer of less than 63 bits that is the same in every process."""
     if isinstance(value, int):
         return value & (2**62 - 1)
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:7], "big")
 
 
-def _random_projection(x: Tensor, number: int) -> Tensor:
-    """Return the sum of ``x`` with random signs (different for each ``number``), and its sum of squares."""
-    wide, signs = x.double(), _random_signs(x.device)
+def _random_projection(vector: Tensor, shift: int) -> Tensor:
+    """Return the sum of a vector's elements with random signs, and its sum of squares."""
+    wide, signs = vector.double(), _random_signs(vector.device)
     rows = [wide[at : at + len(signs)] for at in range(0, len(wide), len(signs))]
     sums = torch.stack([row @ signs[: len(row)] for row in rows])
-    return torch.stack([sums @ _random_signs(x.device).roll(number)[: len(sums)], wide @ wide])
+    return torch.stack([sums @ _random_signs(vector.device).roll(shift)[: len(sums)], wide @ wide])
 
 
 _SIGNS: dict[torch.device, Tensor] = {}
 
 
 def _random_signs(device: torch.device) -> Tensor:
-    """Return random signs that are the same in every process."""
+    """Return a vector of random values 1 and -1 that is the same in every process."""
     known = _SIGNS.get(device)
     if known is None:
         drawn = torch.randint(0, 2, (SIGNS,), generator=torch.Generator().manual_seed(0), dtype=torch.int8)
@@ -333,7 +337,7 @@ def _random_signs(device: torch.device) -> Tensor:
 
 
 def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the numeric options of a parameter group."""
+    """Return the numeric options of an optimizer's parameter group, such as the learning rate."""
     found = []
     for name, value in group.items():
         values = value if isinstance(value, tuple | list) and name != "params" else (value,)
@@ -342,8 +346,8 @@ def _numeric_options(group: Mapping[str, Any]) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _weight_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
-    """Split parameters into at most ``PARTS`` groups of slices of about equal size."""
+def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[WeightSlices]:
+    """Split replicated weights into groups of slices of similar size, one group for each of up to 100 steps."""
     total = sum(e.param.numel() * e.param.element_size() for e in entries)
     room = budget = max(total / PARTS, PART_BYTES)
     slices: WeightSlices = []
@@ -376,7 +380,7 @@ def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
-    """Return the metadata of the models whose parameters an optimizer has, in the same order on all ranks."""
+    """Return the sharding metadata of the models that an optimizer trains, in the same order on all ranks."""
     if isinstance(own := optimizer.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         return [own]  # a ZeRO optimizer, which has slices instead of parameters
     count = sum(len(group["params"]) for group in optimizer.param_groups)
@@ -387,22 +391,26 @@ def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
     return [table for each in known[1] if (table := each()) is not None]
 
 
-def check_step(state: ShardingMetadata, inputs: Collection[Any], drew: bool = False) -> bool:
-    """Synchronize random states of ranks that process the same batch, and raise InputError if they have diverged.
+def sync_and_check_ranks(state: ShardingMetadata, inputs: Collection[Any], has_drawn: bool = False) -> bool:
+    """Synchronize the random states of ranks of one batch, and raise InputError if these ranks have diverged.
 
     See ``broadcast_random_state``.
     """
     axis, device, monitor = state.same_batch_axis, state.context.device, state.monitor
     if monitor is None or axis.size == 1:
-        return broadcast_random_state(axis, device, drew)
+        return broadcast_random_state(axis, device, has_drawn)
     inputs = inputs if state.request.extra.get("check_inputs", True) else ()
     return broadcast_random_state(
-        axis, device, drew, monitor.values_to_gather(axis, inputs), lambda every: monitor.compare(every, axis, inputs)
+        axis,
+        device,
+        has_drawn,
+        monitor.values_to_gather(axis, inputs),
+        lambda gathered: monitor.check_gathered(gathered, axis, inputs),
     )
 
 
 def check_same_batch(values: list[Any], axis: Axis) -> None:
-    """Raise InputError on every rank if the ranks of an axis received different tensors. Gathers two numbers each."""
+    """Raise InputError on every rank if the ranks of an axis received batches with different checksums."""
     if differs_across_ranks([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
             f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches",

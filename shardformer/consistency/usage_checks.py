@@ -1,4 +1,4 @@
-"""Rejects incorrect use of a sharded model: DDP and FSDP wrappers, gradients that differ between ranks."""
+"""Checks that reject DDP and FSDP wrappers of a sharded model, and gradients that differ between ranks."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ from shardformer.torch_compat import COMPOSABLE_REGISTRY, active_ddp_module, cur
 
 @dataclass(frozen=True)
 class DDPGuard:
-    """Raises ConfigError when DistributedDataParallel reads it, before it broadcasts rank 0's parameters.
+    """Module attribute that raises ConfigError when DistributedDataParallel wraps a sharded model.
 
-    DDP reads this attribute for the names of parameters that it must ignore.
+    DDP reads this attribute for the names of parameters to ignore, before it broadcasts rank 0's parameters.
     """
 
     context: ParallelContext
 
     def __iter__(self) -> Iterator[str]:
-        raise _wrapped("DistributedDataParallel", self.context)
+        raise _wrapper_error("DistributedDataParallel", self.context)
 
 
 class FSDPGuard(dict[str, Any]):
-    """Raises ConfigError when FSDP, ``fully_shard`` or ``replicate`` check whether a module is already wrapped."""
+    """Module attribute that raises ConfigError when FSDP, ``fully_shard`` or ``replicate`` wraps a sharded model."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
@@ -43,12 +43,12 @@ class FSDPGuard(dict[str, Any]):
 
     def __contains__(self, name: object) -> bool:
         if name in ("fully_shard", "replicate"):
-            raise _wrapped("FullyShardedDataParallel, fully_shard or replicate", self.context)
+            raise _wrapper_error("FullyShardedDataParallel, fully_shard or replicate", self.context)
         return super().__contains__(name)
 
 
 def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
-    """Make torch's data parallel wrappers raise ConfigError for a model, before they change it."""
+    """Make DDP, DataParallel and FSDP raise ConfigError when they wrap a sharded model."""
     model.__dict__["_ddp_params_and_buffers_to_ignore"] = DDPGuard(context)
     model.__dict__["_replicate_for_data_parallel"] = partial(_raise_replicated, context)
     for module in model.modules():
@@ -56,19 +56,19 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
 
 
 def _raise_replicated(context: ParallelContext) -> NoReturn:
-    raise _wrapped("DataParallel", context)
+    raise _wrapper_error("DataParallel", context)
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError in a forward under DistributedDataParallel that wraps a module containing the model."""
+    """Raise ConfigError if the running forward is that of a DistributedDataParallel around the sharded model."""
     outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
     if any(module is model for module in outer.modules()):
-        raise _wrapped("DistributedDataParallel", context)
+        raise _wrapper_error("DistributedDataParallel", context)
 
 
-def check_parameters(model: nn.Module, state: ShardingMetadata) -> None:
+def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     """Raise ConfigError if parameters were added to the model after it was sharded."""
     known = state.by_param()
     new = [name for name, p in model.named_parameters() if id(p) not in known]
@@ -79,7 +79,7 @@ def check_parameters(model: nn.Module, state: ShardingMetadata) -> None:
         )
 
 
-def _wrapped(wrapper: str, context: ParallelContext) -> ConfigError:
+def _wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
         f"{wrapper} does not work with a model that is sharded over {context}",
         rule="It assumes that all processes have the same parameters, and each process has a different shard",
@@ -90,13 +90,13 @@ def _wrapped(wrapper: str, context: ParallelContext) -> ConfigError:
 PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of gradient reductions at its last step
 
 
-def agree_before_step(optimizer: Optimizer) -> None:
-    """Reduce the gradients of backwards in ``no_sync``, and raise ConfigError on all ranks if gradients differ.
+def check_gradients_before_step(optimizer: Optimizer) -> None:
+    """Reduce gradients that ``no_sync`` has delayed, and raise ConfigError on all ranks if gradients differ.
 
     Communicates the gradients of backwards in ``no_sync``. If no gradients were reduced since the last step, it gathers
     their checksums.
     """
-    found = [(state, _reducers(state)) for state in models_trained_by(optimizer)]
+    found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
     if not found:
         return
@@ -112,16 +112,16 @@ def agree_before_step(optimizer: Optimizer) -> None:
     passes = [sum(each.passes for each in reducers) for _, reducers in found]
     if passes == optimizer.__dict__.get(PASSES, [0] * len(passes)):
         for _, reducers in found:
-            _compare(optimizer, reducers)
+            _check_gradients_agree(optimizer, reducers)
     optimizer.__dict__[PASSES] = passes
 
 
-def _reducers(state: ShardingMetadata) -> list[GradientReducer]:
+def _gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
     return [each for each in state.reducers if isinstance(each, GradientReducer) and each.sums]
 
 
-def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
-    """Compare the gradients that ranks should have in common. Collective."""
+def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
+    """Raise ConfigError on all ranks if their gradients of a replicated parameter differ. All ranks must call this."""
     own = {id(p) for group in optimizer.param_groups for p in group["params"]}
     over: dict[tuple[int, ...], list[GradientSlot]] = {}
     for reducer in (each for each in reducers if not each.is_paused):
@@ -129,7 +129,7 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
             if id(gradient.param) in own and gradient.axis.size > 1 and not gradient.is_shared:
                 over.setdefault(gradient.axis.ranks, []).append(gradient)
     for gradients in over.values():
-        sums = [_sum_of(gradient.param.grad) for gradient in gradients]
+        sums = [_gradient_checksum(gradient.param.grad) for gradient in gradients]
         wait_for_all_ranks(
             f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis
         )
@@ -144,7 +144,7 @@ def _compare(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
                 )
 
 
-def _sum_of(grad: Tensor | None) -> Any:
+def _gradient_checksum(grad: Tensor | None) -> Any:
     if grad is None or not has_data(grad):
         return None
     return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())

@@ -1,3 +1,3 @@
-"""Writing of files and folders that other processes may read or write at the same time."""
+"""Atomic writes and lock files, for folders that several processes read or write at the same time."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Atomic writes: files and folders are written under a temporary name, then renamed.
+"""Atomic writes of files and folders, which are written under a temporary name and then renamed.
 
 A temporary name is used once, by one process. It contains the identity of that process, so that the remains of a killed
 process can be removed. It ends in random digits, so that no other user can create a link of that name in advance.
@@ -23,7 +23,7 @@ from shardformer.errors import ConfigError
 
 SAVING, REPLACED, DROPPED = "saving", "replaced", "dropped"
 """Purposes of a temporary name: a file being written, the replaced file, and a file being deleted."""
-_PRIVATE = re.compile(
+_TEMPORARY_NAME = re.compile(
     r"\.(?P<kind>\w+)-(?P<name>.+)-(?P<machine>[0-9a-f]{12})-(?P<pid>\d+)-(?P<start>\d+)-[0-9a-f]{16}(\.\w+)?"
 )
 _MAX_NAME_LENGTH = 120
@@ -31,7 +31,7 @@ _MAX_NAME_LENGTH = 120
 
 
 class Process(NamedTuple):
-    """Identity of a process: a digest of the machine, the PID, and the start time in clock ticks since boot."""
+    """Identity of a process: a hash of its machine, its PID, and its start time in clock ticks since boot."""
 
     machine: str
     pid: int
@@ -62,8 +62,8 @@ class Process(NamedTuple):
         return False
 
 
-class Private(NamedTuple):
-    """The parts of a temporary name."""
+class TemporaryName(NamedTuple):
+    """Parts of a temporary file name: its purpose, the name of the target file, and the process that created it."""
 
     kind: str
     name: str
@@ -72,7 +72,7 @@ class Private(NamedTuple):
 
 @functools.cache
 def _machine_id() -> str:
-    """Digest of boot ID and PID namespace, because containers may share a host name but not their PIDs."""
+    """Return a hash of the boot ID and PID namespace, because containers with one host name may have other PIDs."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -81,7 +81,7 @@ def _machine_id() -> str:
 
 
 def _start_time(pid: int) -> int | None:
-    """Return the start time of a process, or None if it does not exist or is a zombie."""
+    """Return the start time of a process in clock ticks, or None if the process has ended or is a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -90,7 +90,7 @@ def _start_time(pid: int) -> int | None:
 
 
 def path_of(folder: str | os.PathLike[str]) -> Path:
-    """Return the absolute path of a folder, with ~ expanded to the home folder.
+    """Convert the path of a folder to an absolute path, with ``~`` replaced by the home folder.
 
     A program may change its working directory while a background thread writes, so the path must be absolute. Symbolic
     links and ".." are not resolved. Raises ConfigError for an invalid path.
@@ -120,39 +120,41 @@ def make_folder(folder: Path) -> None:
         ) from error
 
 
-def private_path(path: Path, kind: str = SAVING) -> Path:
-    """Return an unused temporary name next to ``path`` that no other process will use."""
+def temporary_path(path: Path, kind: str = SAVING) -> Path:
+    """Return a unique temporary path in the folder of ``path``, to be renamed to ``path`` later."""
     machine, pid, start = Process.this()
     return path.with_name(f".{kind}-{path.name[:_MAX_NAME_LENGTH]}-{machine}-{pid}-{start}-{secrets.token_hex(8)}")
 
 
-def private(path: Path) -> Private | None:
-    """Parse a temporary name. Returns None for any other name, and for a symbolic link."""
-    found = _PRIVATE.fullmatch(path.name)
+def parse_temporary_name(path: Path) -> TemporaryName | None:
+    """Parse the name of a temporary file. Returns None for other files and for symbolic links."""
+    found = _TEMPORARY_NAME.fullmatch(path.name)
     if found is None or path.is_symlink():
         return None
-    return Private(found["kind"], found["name"], Process(found["machine"], int(found["pid"]), int(found["start"])))
+    return TemporaryName(
+        found["kind"], found["name"], Process(found["machine"], int(found["pid"]), int(found["start"]))
+    )
 
 
-def private_in(folder: Path, name: str) -> list[tuple[Path, Private]]:
-    """Return the files and folders in a folder whose temporary names were made for ``name``."""
-    every = [(path, private(path)) for path in folder.glob(".*")]
+def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryName]]:
+    """Return the temporary files in a folder that were created to write the file ``name``."""
+    every = [(path, parse_temporary_name(path)) for path in folder.glob(".*")]
     return [(path, found) for path, found in every if found is not None and found.name == name[:_MAX_NAME_LENGTH]]
 
 
-def remove_left(folder: Path, name: str) -> None:
-    """Remove what killed processes of this machine left in a folder while they wrote ``name``."""
-    for path, found in private_in(folder, name):
+def remove_leftovers(folder: Path, name: str) -> None:
+    """Remove the temporary files that killed processes of this machine left while they wrote the file ``name``."""
+    for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)
 
 
 def exchange(new: Path, target: Path) -> Path:
-    """Rename a complete folder to ``target``. Return the temporary name of the previous target, if there was one.
+    """Rename the folder ``new`` to ``target``, and return the temporary path to which an existing target was moved.
 
     Raises OSError. The previous target is then restored.
     """
-    replaced, is_there = private_path(target, REPLACED), os.path.lexists(target)
+    replaced, is_there = temporary_path(target, REPLACED), os.path.lexists(target)
     if is_there:
         target.rename(replaced)
     try:
@@ -165,7 +167,7 @@ def exchange(new: Path, target: Path) -> Path:
 
 
 def remove(path: Path) -> None:
-    """Remove a temporary file or folder, and ignore errors. Symbolic links are not followed."""
+    """Remove a file or folder without following symbolic links, and ignore errors."""
     with suppress(OSError):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
@@ -173,35 +175,35 @@ def remove(path: Path) -> None:
             path.unlink()
 
 
-def new_file(path: Path) -> BinaryIO:
-    """Create a file for writing. Raises OSError if it exists. Symbolic links are not followed."""
+def create_file(path: Path) -> BinaryIO:
+    """Create a file and open it for writing. Raises OSError if the file or a symbolic link of that name exists."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
     return os.fdopen(descriptor, "wb", buffering=0)
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
-    """Write all of ``data``. A single call of ``write`` may write less."""
+    """Write all of ``data`` to an unbuffered file, with as many calls of ``write`` as needed."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
 
 
 def write_new(path: Path, data: bytes, *, to_disk: bool = False) -> None:
-    """Create a file with ``data``, and optionally sync it to disk. Raises OSError if it exists."""
-    with new_file(path) as file:
+    """Create a file with ``data``, and optionally sync it to disk. Raises OSError if the file exists."""
+    with create_file(path) as file:
         write_all(file, data)
         if to_disk:
             os.fsync(file.fileno())
 
 
 @contextmanager
-def replacing(path: Path) -> Iterator[Path]:
-    """Yield a temporary path with the same suffix, which replaces ``path`` when the block ends.
+def replace_atomically(path: Path) -> Iterator[Path]:
+    """Yield a temporary path whose file replaces ``path`` when the block ends without an error.
 
-    Readers see either the old or the new file. If the block raises, ``path`` is unchanged. A symbolic link is replaced,
-    not followed.
+    The temporary path has the same suffix. Readers see either the old or the new file. If the block raises, ``path`` is
+    unchanged. A symbolic link is replaced, not followed.
     """
-    hidden = private_path(path)
+    hidden = temporary_path(path)
     hidden = hidden.with_name(hidden.name + path.suffix)
     try:
         yield hidden
@@ -212,13 +214,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 def replace_text(path: Path, text: str, *, to_disk: bool = True) -> None:
     """Write ``text`` to a file atomically, and optionally sync it to disk first."""
-    with replacing(path) as hidden:
+    with replace_atomically(path) as hidden:
         write_new(hidden, text.encode(), to_disk=to_disk)
 
 
 @dataclass(frozen=True)
 class DirectoryWriter:
-    """Writes a directory that replaces an existing one atomically. Other files in the existing directory are kept.
+    """Writes a directory that atomically replaces an existing one, and keeps unrelated files of the existing one.
 
     Args:
         own: names of the files that belong to such a directory, in earlier versions as well.
@@ -229,58 +231,58 @@ class DirectoryWriter:
     key: str
 
     def replace(self, folder: str | os.PathLike[str], write: Callable[[Path], object]) -> None:
-        """Call ``write`` on a new directory that then replaces ``folder``.
+        """Call ``write`` with a temporary directory, then replace ``folder`` by this directory.
 
         If ``write`` raises, or an OSError occurs, the folder is unchanged. If the process dies, the folder is
         unchanged, or complete and new, or missing, or without ``key``. In the last two cases nothing of it is read.
         """
         target = Path(os.path.realpath(folder))
-        hidden = self.begin(target, target if _can_be_renamed(target) else target / target.name)
+        hidden = self.create_temporary_directory(target, target if _can_be_renamed(target) else target / target.name)
         try:
             write(hidden)
-            self.put_in_place(hidden, target)
+            self.replace_target(hidden, target)
         finally:
             remove(hidden)
 
-    def begin(self, target: Path, near: Path) -> Path:
-        """Create a temporary directory next to ``near``. Undo or complete replacements by killed processes."""
+    def create_temporary_directory(self, target: Path, near: Path) -> Path:
+        """Create a temporary directory next to ``near``, after the recovery of writes that killed processes left."""
         make_folder(near.parent)
-        remove_left(near.parent, target.name)
-        for path, found in private_in(near.parent, target.name):
+        remove_leftovers(near.parent, target.name)
+        for path, found in find_temporary_paths(near.parent, target.name):
             if found.kind == REPLACED and found.owner.is_dead:
                 self._remove_replaced(path, target) if target.exists() else path.rename(target)
-        hidden = private_path(near)
+        hidden = temporary_path(near)
         hidden.mkdir()
         return hidden
 
-    def put_in_place(self, new: Path, target: Path) -> None:
-        """Replace ``target`` by a complete directory.
+    def replace_target(self, new: Path, target: Path) -> None:
+        """Replace the directory ``target`` by the written directory ``new``.
 
         The directories are exchanged, unless ``target`` has subfolders (other processes may write into them), is the
         working directory, or cannot be renamed. In these cases its files are replaced one by one. Raises OSError.
         """
-        kept = self._other_files(target, new)
+        kept = self._find_other_files(target, new)
         is_current = target.exists() and os.path.samefile(target, os.curdir)
         if is_current or new.parent != target.parent or any(path.is_dir() and not path.is_symlink() for path in kept):
-            self._move_into(new, target)
+            self._replace_files(new, target)
             return
         _link_files(kept, new)
         self._remove_replaced(exchange(new, target), target)
 
     def _remove_replaced(self, replaced: Path, target: Path) -> None:
-        """Remove the replaced directory, after files that were added to it during the exchange have been moved."""
-        for path in self._other_files(replaced, target):
+        """Remove the directory that was replaced, after its unrelated files have been moved to ``target``."""
+        for path in self._find_other_files(replaced, target):
             path.rename(target / path.name)
         remove(replaced)
 
-    def _other_files(self, target: Path, new: Path) -> list[Path]:
-        """Return the other files of a directory, such as a tokenizer or a log."""
+    def _find_other_files(self, target: Path, new: Path) -> list[Path]:
+        """Return the unrelated files of the directory ``target`` to keep, such as a tokenizer or a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]
 
-    def _move_into(self, hidden: Path, target: Path) -> None:
-        """Move the files one by one. ``key`` is removed first and moved last."""
+    def _replace_files(self, hidden: Path, target: Path) -> None:
+        """Move files one by one from ``hidden`` to ``target``. The key file is removed first and moved last."""
         new = {path.name for path in hidden.iterdir()}
         (target / self.key).unlink(missing_ok=True)
         for path in sorted(target.iterdir()):
@@ -292,7 +294,7 @@ class DirectoryWriter:
 
 
 def _can_be_renamed(target: Path) -> bool:
-    """Whether a folder is not a mount point and its parent is writable."""
+    """Whether a folder can be renamed: it is not a mount point, and its parent folder is writable."""
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 

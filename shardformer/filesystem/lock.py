@@ -1,4 +1,4 @@
-"""Lock files that give one process at a time write access to a folder.
+"""Lock files, which ensure that only one process at a time writes to a folder.
 
 The owner refreshes its lock file every few seconds. Another process takes over a lock if the owner has ended on the
 same machine, or no longer refreshes the lock on another machine.
@@ -34,7 +34,7 @@ _RULE = "Only one job at a time may write to a folder"
 
 @dataclass(eq=False)
 class _Lock:
-    """A lock that this process owns. It is released when all of its holders have been garbage collected."""
+    """Lock of a folder by this process, which ends when all objects that hold it have been garbage collected."""
 
     path: Path
     token: str = field(default_factory=lambda: secrets.token_hex(16))
@@ -42,7 +42,7 @@ class _Lock:
 
 
 class _ProcessLocks:
-    """The locks of this process, by the real path of the folder. A forked child has none."""
+    """Table of the locks that this process owns, by the real path of the folder. A forked child has no locks."""
 
     def __init__(self) -> None:
         self.forget()
@@ -59,7 +59,7 @@ _LOCKS = _ProcessLocks()
 
 
 def hold(folder: Path, holder: Any) -> bool:
-    """Lock a folder for this process until no ``holder`` is alive. Creates the folder if it does not exist.
+    """Lock a folder against other processes until ``holder`` is garbage collected. Create the folder if needed.
 
     Several objects of a process may hold the same folder. Only the first rank of a job calls this, so nothing is
     communicated. Waits up to ``STALE_S`` if a process on another machine had the lock.
@@ -75,43 +75,44 @@ def hold(folder: Path, holder: Any) -> bool:
     key = os.path.realpath(folder)
     with _LOCKS.acquiring:
         lock = _LOCKS.locks.get(key)
-        if lock is None or not _is_own(lock):
+        if lock is None or not _owns_lock_file(lock):
             new = _Lock(Path(key, LOCK), holders=lock.holders if lock is not None else set())
-            _acquire(new, folder)
+            _acquire_lock_file(new, folder)
             lock = new
         with _LOCKS.changing:
             _LOCKS.locks[key] = lock
             if not _LOCKS.is_refreshing:
                 _LOCKS.is_refreshing = True
-                threading.Thread(target=_refresh, name="shardformer-lock", daemon=True).start()
+                threading.Thread(target=_refresh_locks, name="shardformer-lock", daemon=True).start()
             if id(holder) in lock.holders:
                 return False
             lock.holders.add(id(holder))
-    weakref.finalize(holder, _release, key, id(holder), os.getpid())
+    weakref.finalize(holder, _release_holder, key, id(holder), os.getpid())
     return True
 
 
 def release(folder: Path, holder: Any) -> None:
-    """Release a folder that ``holder`` holds."""
-    _release(os.path.realpath(folder), id(holder), os.getpid())
+    """Remove ``holder`` from the lock of a folder, and unlock the folder after its last holder."""
+    _release_holder(os.path.realpath(folder), id(holder), os.getpid())
 
 
-def check_held(folder: Path) -> None:
-    """Raise InputError if another process has taken over a folder that this process had locked."""
+def check_lock_is_held(folder: Path) -> None:
+    """Raise InputError if another process has taken over this process's lock of a folder."""
     lock = _LOCKS.locks.get(os.path.realpath(folder))
-    if lock is None or _is_own(lock):
+    if lock is None or _owns_lock_file(lock):
         return
     with suppress(FileExistsError):  # the lock file was removed, so lock the folder again
-        _create(lock)
+        _create_lock_file(lock)
         return
+    owner = _describe_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"{folder} was taken over by {_describe_owner(_read(lock.path) or {})} while this process did not respond",
+        f"{folder} was taken over by {owner} while this process did not respond",
         rule=_RULE,
         remedy="End one of the two jobs, and resume the other from the newest checkpoint",
     )
 
 
-def _release(key: str, holder: int, pid: int) -> None:
+def _release_holder(key: str, holder: int, pid: int) -> None:
     if pid != os.getpid():  # a forked child does not own its parent's locks
         return
     with _LOCKS.changing:
@@ -122,17 +123,17 @@ def _release(key: str, holder: int, pid: int) -> None:
         if not lock.holders:
             del _LOCKS.locks[key]
             with suppress(OSError):
-                if _is_own(lock):
+                if _owns_lock_file(lock):
                     lock.path.unlink()
 
 
-def _acquire(lock: _Lock, folder: Path) -> None:
-    """Create the lock file, or replace it if its owner has ended. Raises ConfigError or OSError."""
+def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
+    """Create the lock file of a folder, or take it over if its owner has ended. Raises ConfigError if it is in use."""
     while True:
         with suppress(FileExistsError):
-            _create(lock)
+            _create_lock_file(lock)
             return
-        found = _read(lock.path)
+        found = _read_lock_file(lock.path)
         if found is None:
             continue
         owner = Process(str(found.get("machine")), int(found.get("process", 0)), int(found.get("started", 0)))
@@ -146,10 +147,10 @@ def _acquire(lock: _Lock, folder: Path) -> None:
                 remedy=f"Use a different folder for each job, or end that process first. If it cannot be running, "
                 f"remove {lock.path}",
             )
-        _remove_stale(lock.path, found)
+        _remove_stale_lock(lock.path, found)
 
 
-def _create(lock: _Lock) -> None:
+def _create_lock_file(lock: _Lock) -> None:
     process = Process.this()
     try:
         user = getpass.getuser()
@@ -169,8 +170,8 @@ def _create(lock: _Lock) -> None:
         raise
 
 
-def _read(path: Path) -> dict[str, Any] | None:
-    """Read a lock file. Returns None if it does not exist. Raises ConfigError if it is not a lock file."""
+def _read_lock_file(path: Path) -> dict[str, Any] | None:
+    """Read the JSON content of a lock file, or return None if the file does not exist."""
     end = time.monotonic() + _UNFINISHED_S
     while True:
         try:
@@ -182,7 +183,7 @@ def _read(path: Path) -> dict[str, Any] | None:
         except OSError as error:
             if error.errno not in (errno.ELOOP, errno.EISDIR):
                 raise
-            raise _not_a_lock_file(path) from error
+            raise _lock_file_error(path) from error
         try:
             found = json.loads(data)
         except ValueError:
@@ -190,24 +191,24 @@ def _read(path: Path) -> dict[str, Any] | None:
         if isinstance(found, dict):
             return found
         if data or not is_file:
-            raise _not_a_lock_file(path)
+            raise _lock_file_error(path)
         if time.monotonic() > end:
             return {"machine": Process.this().machine}  # the owner was killed
         time.sleep(0.05)
 
 
-def _not_a_lock_file(path: Path) -> ConfigError:
+def _lock_file_error(path: Path) -> ConfigError:
     return ConfigError(f"{path} is not a lock file of ShardFormer", remedy="Remove it, or use another folder")
 
 
-def _is_own(lock: _Lock) -> bool:
+def _owns_lock_file(lock: _Lock) -> bool:
     with suppress(ConfigError):
-        return (_read(lock.path) or {}).get("token") == lock.token
+        return (_read_lock_file(lock.path) or {}).get("token") == lock.token
     return False
 
 
 def _is_stale(path: Path) -> bool:
-    """Watch a lock file for ``STALE_S``, and return whether it was not refreshed."""
+    """Wait up to 30 s for a refresh of a lock file. Return True if its owner did not refresh it."""
     before, end = _refresh_stamp(path), time.monotonic() + STALE_S
     while time.monotonic() < end:
         time.sleep(min(REFRESH_S / 10, 0.5))
@@ -217,7 +218,7 @@ def _is_stale(path: Path) -> bool:
 
 
 def _refresh_stamp(path: Path) -> tuple[int, ...]:
-    """Return inode and modification time of a lock file. Opening it makes a network file system update them."""
+    """Open a lock file, so that network file systems update its metadata, and return inode and modification time."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
@@ -229,16 +230,18 @@ def _refresh_stamp(path: Path) -> tuple[int, ...]:
         os.close(descriptor)
 
 
-def _remove_stale(path: Path, stale: dict[str, Any]) -> None:
-    """Remove a lock whose owner has ended, unless another process has just taken it over.
+def _remove_stale_lock(path: Path, stale: dict[str, Any]) -> None:
+    """Remove the lock file of an owner that has ended, unless another process has just taken it over.
 
     Processes of one machine are serialized. Otherwise one process could remove the new lock of another.
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(OSError):  # some network file systems have no flock. ``check_held`` then detects a lost lock
+        with suppress(
+            OSError
+        ):  # some network file systems have no flock. ``check_lock_is_held`` then detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
-        if _read(path) == stale:
+        if _read_lock_file(path) == stale:
             with suppress(FileNotFoundError):
                 path.unlink()
     finally:
@@ -250,14 +253,14 @@ def _describe_owner(found: dict[str, Any]) -> str:
     return ", since ".join([*words, str(found["since"])] if "since" in found else words)
 
 
-def _refresh() -> None:
-    """Refresh the locks of this process as long as it has any."""
+def _refresh_locks() -> None:
+    """Update the modification times of this process's lock files every few seconds while it owns any."""
     while True:
         time.sleep(REFRESH_S)
         with _LOCKS.changing:
             for lock in [*_LOCKS.locks.values()]:
                 with suppress(OSError):
-                    if _is_own(lock):
+                    if _owns_lock_file(lock):
                         os.utime(lock.path, follow_symlinks=False)
             if not _LOCKS.locks:
                 _LOCKS.is_refreshing = False

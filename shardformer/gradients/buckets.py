@@ -253,7 +253,7 @@ class Bucket:
         """
         if self.watch is None or self.axis.size == 1:
             return self.has_gradient
-        return self.has_gradient + self.watch.values_to_reduce(self.axis)
+        return self.has_gradient + self.watch.bits_to_reduce(self.axis)
 
     def check_extra_values(self, tail: Tensor) -> Tensor:
         """Check the summed extra values, and return for each gradient the number of ranks that had one.
@@ -263,7 +263,7 @@ class Bucket:
         """
         count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
         if self.watch is not None and len(tail) > count:
-            self.watch.check_reduced(tail[count:], self.axis)
+            self.watch.check_reduced_bits(tail[count:], self.axis)
         return tail[:count]
 
     def packed_offsets(self) -> tuple[int, list[slice]]:

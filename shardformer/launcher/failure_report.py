@@ -1,4 +1,4 @@
-"""The report of ``shardformer run`` after a failure: the cause once, without the errors that it caused on other ranks.
+"""Report of ``shardformer run`` after a failure, which shows the first error and hides errors that it caused.
 
 A process that ends with a Python exception records its error, the time, and the innermost frame of user code
 (``worker.py``). A ``ShardFormerError`` is only recorded, not printed, because usually all ranks raise the same one.
@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import TRACEBACK_VARIABLE, format_error, wants_traceback
-from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, describe_stack_locations, listed
+from shardformer.launcher.shutdown import STACK_LOCATIONS, STUCK_PROCESSES, describe_stack_locations, format_ranks
 
 if TYPE_CHECKING:
     from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
@@ -25,7 +25,7 @@ FEW = 3
 
 
 def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[int] = (), command: str = "run") -> str:
-    """Describe the failures of a run, the first one last. A ShardFormerError of several ranks is printed once.
+    """Describe the failures of a run for the terminal, with the cause last and errors of several ranks once.
 
     Args:
         failures: rank -> its failure.
@@ -37,28 +37,30 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or dict(
         failures
     )
-    order = sorted(own_fault, key=lambda rank: _cause_order(own_fault[rank]))
+    order = sorted(own_fault, key=lambda rank: _cause_sort_key(own_fault[rank]))
     first = failures[order[0]]
-    ours = _note(first).get("parts")
-    same_error = [rank for rank in order if ours and _note(failures[rank]).get("parts") == ours] or order[:1]
+    ours = _extra_info(first).get("parts")
+    same_error = [rank for rank in order if ours and _extra_info(failures[rank]).get("parts") == ours] or order[:1]
     lines = [
         f"{me}: rank {r} failed as well, {_describe_cause(failures[r])}" for r in order[::-1] if r not in same_error
     ]
     if ours:
-        lines += [line for line in (_note(first).get("frame"), format_error(*ours)) if line]
+        lines += [line for line in (_extra_info(first).get("frame"), format_error(*ours)) if line]
         more = "" if wants_traceback() else f" ({TRACEBACK_VARIABLE}=1 shows the traceback of each rank)"
         # the launcher may have ended a rank that raised the same error
         left = next((failures[rank] for rank in same_error if failures[rank].exitcode > 0), first)
-        lines.append(f"{me}: {_ranks_text(same_error, _note(first))}: {_exit_status(left)}{more}")
+        lines.append(
+            f"{me}: {_format_ranks_of_world(same_error, _extra_info(first))}: {_format_exit_status(left)}{more}"
+        )
     ended = sorted(set(ranks) - set(failures))
-    if (ended and _waited_for_peer(first)) or (_lost_peer(first) and (ended or not ours)):
-        who = listed(ended) if ended else "a process of its group"
+    if (ended and _waited_for_peer(first)) or (_lost_connection(first) and (ended or not ours)):
+        who = format_ranks(ended) if ended else "a process of its group"
         lines.append(
             f"{me}: {who} exited before rank {order[0]}, which was waiting for it and failed (exit code "
             f"{first.exitcode}). All ranks must take the same steps: check why one exited"
         )
     elif _waited_for_peer(first) and STACK_LOCATIONS:
-        who = listed(sorted(STACK_LOCATIONS))
+        who = format_ranks(sorted(STACK_LOCATIONS))
         lines.append(f"{me}: {who} had not failed when the launcher ended the run, and other ranks waited for it")
         lines += [f"{me}: {place}" for place in describe_stack_locations()[:FEW]]
     elif not ours:
@@ -66,32 +68,34 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     return "\n".join(lines)
 
 
-def _cause_order(failure: ProcessFailure) -> tuple[int, float]:
+def _cause_sort_key(failure: ProcessFailure) -> tuple[int, float]:
     # The error of a rank that waited for a killed or lost peer is a consequence. A rank that the launcher had to kill
     # only caused the others to wait.
     if failure.pid in STUCK_PROCESSES:
         kind = 2
     else:
-        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_peer(failure) or _waited_for_peer(failure) else 1
-    return kind, float(_note(failure).get("time_s", failure.timestamp))
+        kind = 0 if -failure.exitcode in _FATAL else 3 if _lost_connection(failure) or _waited_for_peer(failure) else 1
+    return kind, float(_extra_info(failure).get("time_s", failure.timestamp))
 
 
-def _lost_peer(failure: ProcessFailure) -> bool:
+def _lost_connection(failure: ProcessFailure) -> bool:
     return any(words in _error_text(failure) for words in _LOST_PEER)
 
 
 def _waited_for_peer(failure: ProcessFailure) -> bool:
-    return (_note(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _error_text(failure)
+    return (_extra_info(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _error_text(
+        failure
+    )
 
 
-def _ranks_text(ranks: list[int], note: Mapping[str, Any]) -> str:
-    world_size = note.get("world_size", 0)
+def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> str:
+    world_size = extra_info.get("world_size", 0)
     if len(ranks) == world_size:
         return f"all {world_size} ranks" if world_size > 1 else "the only rank"
-    return f"{listed(sorted(ranks))} of {world_size}" if world_size else listed(sorted(ranks))
+    return f"{format_ranks(sorted(ranks))} of {world_size}" if world_size else format_ranks(sorted(ranks))
 
 
-def _note(failure: ProcessFailure) -> Mapping[str, Any]:
+def _extra_info(failure: ProcessFailure) -> Mapping[str, Any]:
     message = failure.error_file_data.get("message")
     note: Mapping[str, Any] = message.get("extraInfo", {}) if isinstance(message, dict) else {}
     return note
@@ -102,8 +106,8 @@ def _error_text(failure: ProcessFailure) -> str:
     return " ".join(str(message.get("message", "")).split()) if isinstance(message, dict) else ""
 
 
-def _exit_status(failure: ProcessFailure) -> str:
-    return f"exit code {failure.exitcode}, {_note(failure)['parts'][0]}" if failure.exitcode > 0 else "as above"
+def _format_exit_status(failure: ProcessFailure) -> str:
+    return f"exit code {failure.exitcode}, {_extra_info(failure)['parts'][0]}" if failure.exitcode > 0 else "as above"
 
 
 def _describe_cause(failure: ProcessFailure) -> str:
@@ -117,6 +121,6 @@ def _describe_cause(failure: ProcessFailure) -> str:
             return f"{how} (often because the machine ran out of memory)"
     else:
         how = f"exit code {failure.exitcode}"
-    parts = _note(failure).get("parts")
+    parts = _extra_info(failure).get("parts")
     text = f"{parts[0]}: {parts[1]}" if parts else _error_text(failure)
     return f"{how}: {text[:MAX_TEXT_LENGTH]}{'...' if len(text) > MAX_TEXT_LENGTH else ''}" if text else how

@@ -1,4 +1,4 @@
-"""Reads host files, and finds the entry of this machine."""
+"""Functions that read a host file and find the entry of this machine in it."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _HOST_LINE = re.compile(r"(?P<name>[^\s=]+)(?:\s+slots\s*=\s*(?P<slots>\d{1,9}))
 
 @dataclass(frozen=True)
 class HostEntry:
-    """A machine of a host file. ``slots`` is the number of processes on it, or None if not specified."""
+    """Machine in a host file, with the number of processes to start on it (None: not specified)."""
 
     name: str
     slots: int | None = None
 
 
 def read_hostfile(path: str | Path) -> list[HostEntry]:
-    """Read the machines of a host file, with one ``name`` or ``name slots=4`` per line. ``#`` starts a comment.
+    """Read a host file, in which each line is a machine such as ``node1`` or ``node1 slots=4``, or a ``#`` comment.
 
     Raises:
         LaunchError: the file is missing or empty, a line is invalid, or a name occurs twice.
@@ -62,7 +62,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
 
 
 def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
-    """Return the machines of ``--host a,b``, with their slots and in the order of the host file if there is one."""
+    """Return the machines that ``--host a,b`` selects, in the order of the host file if there is one."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
         raise LaunchError(f"--host {names!r} is not a list of different names", remedy="Write --host node1,node2")
@@ -79,16 +79,16 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
 
 
 def find_this_host(hosts: Sequence[HostEntry]) -> int:
-    """Return the index of this machine in the list, by its host name or one of its addresses."""
+    """Find this machine in a list of hosts by its host name or addresses, and return its index."""
     full = {socket.gethostname().lower(), socket.getfqdn().lower()}
     short = {name.partition(".")[0] for name in full}
     names = [host.name.lower() for host in hosts]
     by_name = [i for i, name in enumerate(names) if name in full]
-    by_short_name = [i for i, name in enumerate(names) if name.partition(".")[0] in short and not _is_address(name)]
+    by_short_name = [i for i, name in enumerate(names) if name.partition(".")[0] in short and not _is_ip_address(name)]
     for found in (by_name, by_short_name):
         if len(found) == 1:
             return found[0]
-    by_address = [i for i, name in enumerate(names) if _is_local(name)]
+    by_address = [i for i, name in enumerate(names) if _is_local_address(name)]
     if len(by_address) == 1:
         return by_address[0]
     which = "no" if not by_address else "more than one"
@@ -100,12 +100,12 @@ def find_this_host(hosts: Sequence[HostEntry]) -> int:
     )
 
 
-def _is_address(name: str) -> bool:
+def _is_ip_address(name: str) -> bool:
     return ":" in name or re.fullmatch(r"[\d.]+", name) is not None
 
 
-def _is_local(name: str) -> bool:
-    """Whether a name resolves to an address of this machine, to which a socket can be bound."""
+def _is_local_address(name: str) -> bool:
+    """Whether a host name resolves to an address of this machine."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

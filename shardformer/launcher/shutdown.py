@@ -1,4 +1,6 @@
-"""Ends the remaining processes of ``shardformer run`` quickly, and records what each of them was doing.
+"""Shutdown of the processes of ``shardformer run`` after a failure or signal.
+
+The launcher records which line of code each process was executing.
 
 A process that finishes its work on a signal, such as a trainer that saves a checkpoint, registers itself in advance,
 because Python cannot run signal handlers during a long C++ call. If the launcher itself receives a signal, it waits
@@ -26,9 +28,9 @@ ENDED_FILE = "ended"  # file in this folder while the launcher ends all processe
 
 
 @contextmanager
-def finishes_on_signals() -> Iterator[None]:
-    """Register this process, for the duration of the block, as one that needs time to finish after a signal."""
-    note = _note(os.getpid())
+def register_graceful_shutdown() -> Iterator[None]:
+    """Ask the launcher, for the duration of a block, to give this process time to save after a signal."""
+    note = _registration_file(os.getpid())
     if note is not None:
         with suppress(OSError):  # the launcher then waits as for any other process
             note.touch()
@@ -39,23 +41,23 @@ def finishes_on_signals() -> Iterator[None]:
             note.unlink(missing_ok=True)
 
 
-def finishes(pid: int) -> bool:
-    """Whether a process is registered as one that finishes its work on a signal."""
-    note = _note(pid)
+def shuts_down_gracefully(pid: int) -> bool:
+    """Whether a process has asked the launcher for time to save its work after a signal."""
+    note = _registration_file(pid)
     return note is not None and note.exists()
 
 
 def has_launcher() -> bool:
-    """Whether a launcher started this process and decides when a second signal ends it."""
+    """Whether ``shardformer run`` started this process."""
     return FOLDER in os.environ
 
 
-def is_ended() -> bool:
-    """Whether the launcher is ending this process because another one failed, so that there is no work to finish."""
+def is_aborted_by_launcher() -> bool:
+    """Whether the launcher is ending this process because another process failed."""
     return has_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
-def _note(pid: int) -> Path | None:
+def _registration_file(pid: int) -> Path | None:
     folder = os.environ.get(FOLDER)
     return Path(folder, str(pid)) if folder else None
 
@@ -77,7 +79,7 @@ STACK_LOCATIONS: dict[int, str] = {}
 
 @contextmanager
 def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
-    """Set the shutdown timeout of torch's launcher for the block, by default ``SHUTDOWN_TIMEOUT_S`` instead of 30 s."""
+    """Set how long torch's launcher waits, for the duration of a block, before it kills processes after a signal."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     value = getattr(options, "shutdown_timeout", None) or os.environ.get(SHUTDOWN_TIMEOUT_VARIABLE)
@@ -92,17 +94,17 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         nonlocal signals
         pids = list(self.pids().values())
-        signals += _is_signalled()
+        signals += _is_ending_on_signal()
         seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
         if signals > 1:
             seconds = AT_ONCE_S
-        elif signals == 1 and any(map(finishes, pids)):
+        elif signals == 1 and any(map(shuts_down_gracefully, pids)):
             seconds = timeout_s if timeout_s is not None else FINISHES_S
         looks = threading.Timer(
             max(seconds - CHECK_BEFORE_KILL_S, seconds / 2),
-            _process_states,
+            _record_stuck_processes,
             [pids, death_sig or signal.SIGTERM, seconds],
         )
         looks.daemon = True
@@ -113,7 +115,7 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         finally:
             looks.cancel()
             Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
-            _read_places(self.error_files.values())
+            _read_stack_locations(self.error_files.values())
 
     PContext.close = close  # type: ignore[method-assign]
     try:
@@ -127,57 +129,57 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _is_signalled() -> bool:
-    """Whether the launcher is ending its processes because it received a signal, not because one of them failed."""
+def _is_ending_on_signal() -> bool:
+    """Whether the launcher is ending its processes because of a signal, which torch raises as SignalException."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)
 
 
-def _read_places(notes: Iterable[str]) -> None:
+def _read_stack_locations(error_files: Iterable[str]) -> None:
     STACK_LOCATIONS.clear()  # from an earlier attempt
-    for path in notes:
+    for path in error_files:
         with suppress(OSError, ValueError, LookupError, TypeError):
             extra = json.loads(Path(path).read_text(encoding="utf-8"))["message"]["extraInfo"]
             STACK_LOCATIONS[extra["rank"]] = extra["at"]
 
 
 def describe_stack_locations() -> list[str]:
-    """Return each location with its ranks. The location with the most ranks is last."""
+    """Describe which ranks were executing which line of user code, with the most common line last."""
     ranks: dict[str, list[int]] = {}
     for rank, place in sorted(STACK_LOCATIONS.items()):
         ranks.setdefault(place, []).append(rank)
     # a rank that differs from all others is usually the cause
     return [
-        f"{listed(of)} {'was' if len(of) == 1 else 'were'} at\n{place}"
+        f"{format_ranks(of)} {'was' if len(of) == 1 else 'were'} at\n{place}"
         for place, of in sorted(ranks.items(), key=lambda item: len(item[1]))
         if place
     ]
 
 
-def listed(ranks: Sequence[int]) -> str:
-    """Format ranks as "rank 3", or "ranks 0, 2 and 5 more"."""
+def format_ranks(ranks: Sequence[int]) -> str:
+    """Format ranks for a message, as "rank 3" or "ranks 0, 2 and 5 more"."""
     shown = ", ".join(map(str, ranks[:8]))
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' if len(ranks) > 1 else ''} {shown}{more}"
 
 
-def _process_states(pids: list[int], number: signal.Signals, seconds: float) -> None:
+def _record_stuck_processes(pids: list[int], number: signal.Signals, seconds: float) -> None:
     for pid in pids:
-        state = _state_of(pid)
+        state = _process_state(pid)
         if state in ("T", "t"):
             STUCK_PROCESSES[pid] = "it was stopped (SIGSTOP, Ctrl-Z or a debugger), and the launcher killed it"
         elif state not in ("", "Z"):
             how = (
                 f"it did not finish its step and save within {seconds:g} s after {number.name}"
-                if finishes(pid)
+                if shuts_down_gracefully(pid)
                 else f"it did not end on {number.name} (because of its own signal handler or a call into C++)"
             )
             STUCK_PROCESSES[pid] = f"{how}, and the launcher killed it"
 
 
-def _state_of(pid: int) -> str:
-    """Return the state letter of ``ps``, or empty if the process is gone or the system does not provide it."""
+def _process_state(pid: int) -> str:
+    """Return the state of a process as a letter such as R, S or Z, or "" if it is not known."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:

@@ -1,4 +1,4 @@
-"""Runs the user's script in each process of ``shardformer run``, as ``python script.py`` would. Started by its path.
+"""Script that ``shardformer run`` starts in each process, which runs the user's script and records its errors.
 
 An exception that ends the script is also written to the error file of torch's launcher, with a timestamp in
 microseconds, so that the launcher can report which rank failed first and why. SIGTERM, which the launcher sends when a
@@ -26,10 +26,10 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def record_failure(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Print the traceback without the frames of this file, and record the error for the launcher (``sys.excepthook``).
+    """Print an uncaught exception, and write it to the launcher's error file (used as ``sys.excepthook``).
 
-    A ``ShardFormerError`` is not printed, because the launcher prints it once for all ranks. Neither is Ctrl-C, which
-    every rank receives. SHARDFORMER_TRACEBACK=1 prints both.
+    The traceback omits the frames of this file. A ``ShardFormerError`` is not printed, because the launcher prints it
+    once for all ranks. Ctrl-C, which every rank receives, is not printed either. SHARDFORMER_TRACEBACK=1 prints both.
     """
     now = time.time()
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
@@ -48,14 +48,14 @@ def record_failure(kind: type[BaseException], error: BaseException, trace: types
         if ours:
             extra |= {
                 "parts": ours,
-                "frame": _user_frame(traceback.extract_tb(trace)),
+                "frame": _format_user_frame(traceback.extract_tb(trace)),
                 "world_size": int(os.environ.get("WORLD_SIZE", "0")),
             }
         _write_error_file(path, f"{kind.__name__}: {error}", extra)
 
 
 def record_stack_location() -> None:
-    """Record the stack location of the main thread for the launcher, unless an error is recorded."""
+    """Write the current line of the main thread to the launcher's error file, unless it contains an error."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     frame = sys._current_frames().get(threading.main_thread().ident or 0)
     if path and frame and not os.path.exists(path):
@@ -64,26 +64,26 @@ def record_stack_location() -> None:
 
 def _record_location(path: str, message: str, stack: traceback.StackSummary) -> None:
     now = time.time()
-    at = {"at": _user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
+    at = {"at": _format_user_frame(stack), "rank": int(os.environ.get("RANK", "0"))}
     _write_error_file(path, message, {"py_callstack": "", "timestamp": str(int(now)), "time_s": now} | at)
 
 
 def _write_error_file(path: str, message: str, extra: dict[str, object]) -> None:
-    """Write the format that torch's ProcessFailure reads."""
+    """Write an error file in the JSON format that torch's ProcessFailure reads."""
     with open(path, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": message, "extraInfo": extra}}, file)
 
 
 def _error_parts(error: BaseException) -> list[str] | None:
-    """Return class name, what, rule and remedy of a ``ShardFormerError``, or None for other errors."""
+    """Return the class name and texts of a ``ShardFormerError``, or None for other exceptions."""
     errors = sys.modules.get("shardformer.errors")
     if errors is None or not isinstance(error, errors.ShardFormerError):
         return None
     return [type(error).__name__, error.what, error.rule, error.remedy]
 
 
-def _user_frame(stack: traceback.StackSummary) -> str:
-    """Format the innermost frame of user code as in a traceback. Returns an empty string if there is none."""
+def _format_user_frame(stack: traceback.StackSummary) -> str:
+    """Format the innermost stack frame of user code as in a traceback, or return "" if there is none."""
     libraries = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
     package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     others = tuple(f"{folder}{os.sep}" for folder in (*libraries, package))
@@ -92,7 +92,7 @@ def _user_frame(stack: traceback.StackSummary) -> str:
 
 
 def delay_sigterm() -> None:
-    """Make SIGTERM end this process after ``GRACE_S``, unless the script handles the signal itself.
+    """Delay the exit after SIGTERM by 2 s, unless the script installs its own signal handler.
 
     A rank that waits for another rank is inside a call of torch, where Python runs no signal handlers. Therefore a
     thread waits for the signal.
@@ -100,14 +100,14 @@ def delay_sigterm() -> None:
     process, (reader, writer) = os.getpid(), os.pipe()
     os.set_blocking(writer, False)
 
-    def note(signum: int, frame: types.FrameType | None) -> None:
+    def handle_sigterm(signum: int, frame: types.FrameType | None) -> None:
         if os.getpid() != process:  # a forked child inherited this handler
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             os.kill(os.getpid(), signal.SIGTERM)
         os.write(writer, bytes([signum]))  # also done by the interpreter, unless the script set its own wakeup fd
 
     def wait_for_sigterm() -> None:
-        while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not note:
+        while os.read(reader, 1)[0] != signal.SIGTERM or signal.getsignal(signal.SIGTERM) is not handle_sigterm:
             pass
         time.sleep(GRACE_S)
         with contextlib.suppress(Exception):  # the process ends in any case
@@ -121,14 +121,14 @@ def delay_sigterm() -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, saved.mask)
 
     def restore_in_child() -> None:
-        if signal.getsignal(signal.SIGTERM) is note:
+        if signal.getsignal(signal.SIGTERM) is handle_sigterm:
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
         if (descriptor := signal.set_wakeup_fd(-1)) != writer:
             signal.set_wakeup_fd(descriptor)
         unblock_sigterm()
 
     saved = threading.local()
-    signal.signal(signal.SIGTERM, note)
+    signal.signal(signal.SIGTERM, handle_sigterm)
     signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
     # a forked child has no such thread, so SIGTERM is blocked until the child has restored the default handler
     os.register_at_fork(before=block_sigterm, after_in_parent=unblock_sigterm, after_in_child=restore_in_child)
@@ -136,7 +136,7 @@ def delay_sigterm() -> None:
 
 
 def run_script(path: str) -> None:
-    """Execute a file as a new ``__main__`` module, so that pickle and multiprocessing find its names there."""
+    """Execute a script as the ``__main__`` module, as ``python script.py`` does."""
     if os.path.isdir(path) or not path.endswith((".py", ".pyw")):
         sys.path.insert(0, path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path)))
         runpy.run_path(path, run_name="__main__")
@@ -151,7 +151,7 @@ def run_script(path: str) -> None:
 
 
 def run_module(name: str) -> None:
-    """Execute a module as ``python -m name`` does."""
+    """Execute a module as the ``__main__`` module, as ``python -m name`` does."""
     sys.path.insert(0, os.getcwd())
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 

@@ -32,7 +32,7 @@ from shardformer.mesh.transport import (
     World,
 )
 from shardformer.public_names import renamed_arguments
-from shardformer.torch_compat import get_default_store, is_counted, name_of_group, num_begun
+from shardformer.torch_compat import counts_all_collectives, get_default_store, name_of_group, num_started_collectives
 
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.001, 0.25
 ASK_AFTER_S = 5.0
@@ -87,7 +87,7 @@ class ProcessGroupTransport:
         # get_backend gives "cpu:gloo,cuda:nccl" for a group of two backends; the configuration names each device's
         pairs = (pair.split(":") for pair in dist.get_backend_config(group).split(","))
         self._backends = {device: backend for device, backend in pairs}
-        self._is_counted = is_counted(group)
+        self._is_counted = counts_all_collectives(group)
         self._sends_uncounted = False
         self._sent, self._arrived = [0] * len(self._ranks), [0] * len(self._ranks)
         # lets the other processes ask what this process waits for
@@ -282,7 +282,7 @@ class ProcessGroupTransport:
     def _monitor_work(self, work: Any, what: str, peer: int | None = None) -> Work:
         joined = None
         if self._is_counted and not torch.compiler.is_compiling():
-            joined = self.group, num_begun(self.group), what.partition(" ")[2].replace("-", "_")
+            joined = self.group, num_started_collectives(self.group), what.partition(" ")[2].replace("-", "_")
         return MonitoredWork(work, self.peers, what, peer, joined)
 
 

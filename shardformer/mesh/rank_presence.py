@@ -30,7 +30,7 @@ from typing import Any
 import torch.distributed as dist
 
 from shardformer.mesh.rank_failures import MonitoredWork, ReceivedWork
-from shardformer.torch_compat import collectives_begun, name_of_group
+from shardformer.torch_compat import count_started_collectives, name_of_group
 
 
 @dataclass(frozen=True)
@@ -257,7 +257,7 @@ class DeadlockMonitor:
             self._asked, self._ask_at = self.request_reports(), now + WATCH_EVERY_S
 
     def _count_started(self) -> dict[str, int]:
-        found = collectives_begun()
+        found = count_started_collectives()
         for carrier in list(self.carriers):
             if (transport := carrier()) is not None:
                 found |= transport.count_messages()

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm import collectives
-from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, check_step
+from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_and_check_ranks
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
@@ -28,8 +28,8 @@ from shardformer.pipeline.stage_forward import list_dtypes
 from shardformer.pipeline.stage_manager import PipelineStageManager, Stages, build_stages
 from shardformer.public_names import renamed_arguments
 from shardformer.random_state import RandomUseDetector, fork_random_state, uses_dropout
-from shardformer.torch_compat import has_data, is_compiled_in_place, to_list, wrapped_name
-from shardformer.transformers_compat import keywords_of, with_mask_as_cached
+from shardformer.torch_compat import has_data, is_compiled_in_place, to_list, wrapped_module_attribute
+from shardformer.transformers_compat import accepted_keywords, prepare_batch_without_cache
 
 
 def start_training(model: nn.Module) -> nn.Module:
@@ -302,7 +302,7 @@ class Pipeline:
         elif not training:
             return False
         tensors = [x for batch in batches for _, x in iterate_named_tensors(batch)]
-        return check_step(self._state, tensors, self._uses_random()) and training
+        return sync_and_check_ranks(self._state, tensors, self._uses_random()) and training
 
     def _broadcast_loss(self, head: LastStageOutputs, runs_trial: bool) -> list[Tensor]:
         """Broadcast the loss of the batch from the last stage, together with statistics of the losses.
@@ -453,7 +453,7 @@ class Pipeline:
         return parts, sizes
 
     def _select_inputs(self, parts: Sequence[Batch]) -> Sequence[Batch]:
-        names = keywords_of(self._model) if self._loss_fn is not None else None
+        names = accepted_keywords(self._model) if self._loss_fn is not None else None
         parts = [
             {n: x for n, x in p.items() if n != splitting.TARGET_KEY and (names is None or n in names)} for p in parts
         ]
@@ -461,7 +461,7 @@ class Pipeline:
             self._is_checkpointed = any(
                 getattr(m, "gradient_checkpointing", None) is True for m in self._model.modules()
             )
-        return [with_mask_as_cached(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
+        return [prepare_batch_without_cache(p, self._model, is_checkpointed=self._is_checkpointed) for p in parts]
 
     def _fit_to_schedule(self, size: int, each: list[int]) -> list[int]:
         manager = self._manager
@@ -488,9 +488,11 @@ class Pipeline:
         if axis.size == 1:
             return [(s, (backward, training, autocast, kinds)) for s in shapes], seed
         tensors = [t for part in parts for _, t in iterate_named_tensors(part)] if self._must_compare_batches else []
-        seen = watch.batch(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
+        seen = (
+            watch.hash_inputs(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
+        )
         self._must_compare_batches = self._must_compare_batches and watch is not None
-        steps, options = (watch.rounds_of_stage(), watch.options_of_stage()) if watch is not None else (0, 0)
+        steps, options = (watch.count_stepped_batches(), watch.hash_stage_options()) if watch is not None else (0, 0)
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
@@ -540,7 +542,7 @@ class Pipeline:
             self._stage_forward.move_overrides_to_wrappers(self._model)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
             layer: Any = self._model.get_submodule(path)
-            while (name := wrapped_name(layer)) is not None:
+            while (name := wrapped_module_attribute(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:
                 layer.gradient_checkpointing, self._is_checkpointed = False, True

@@ -12,7 +12,7 @@ from string import ascii_lowercase
 from typing import TYPE_CHECKING
 
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import replacing
+from shardformer.filesystem.atomic_write import replace_atomically
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule, Timeline, bubble_formula
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def check_chart_file(path: Path) -> None:
 def replace_chart_file(path: Path) -> Iterator[Path]:
     """Context that yields a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
     try:
-        with replacing(path) as hidden:
+        with replace_atomically(path) as hidden:
             yield hidden
     except OSError as error:
         raise ConfigError(

@@ -31,9 +31,9 @@ from shardformer.torch_compat import (
     as_tuple,
     custom_function_of,
     gradient_shape,
-    is_packed,
+    has_unpack_hooks,
     release_saved_tensors,
-    run_in_turn_of,
+    run_at_position_of,
 )
 
 Grads = tuple[Tensor | None, ...]
@@ -68,7 +68,7 @@ def backward_of_inputs(
     input_grads: list[Tensor | None] = [None] * len(inputs)
     if not output_grads:
         return input_grads, WeightBackward(other_outputs)
-    runs_once = any(map(_requires_full_backward, chain)) or any(is_packed(branch.node) for branch in branches)
+    runs_once = any(map(_requires_full_backward, chain)) or any(has_unpack_hooks(branch.node) for branch in branches)
     if runs_once or not is_ordered:
         return _run_full_backward(output_grads + other_outputs, inputs), WeightBackward([])
     reached = {i: edge for i, edge in input_edges.items() if edge.node in chain}
@@ -224,7 +224,7 @@ class _BranchNode:
             return edge
         with torch.enable_grad():
             view: Node = leaf.view_as(leaf).grad_fn
-        run_in_turn_of(view, self.node)
+        run_at_position_of(view, self.node)
         return GradientEdge(view, 0)
 
 

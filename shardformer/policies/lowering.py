@@ -72,7 +72,7 @@ class LayerLowering:
         if has and role.optional and (out := get_exit_path(role)) is not None:
             has = paths.find_module(self.layer, out) is not None
         if not has and not role.optional:
-            raise paths.no_match_error(self.path, role.at, self.layer)
+            raise paths.module_not_found_error(self.path, role.at, self.layer)
         return has
 
     def describe_mlps(self, mlp: MLP) -> ModulePolicyDescription:

@@ -32,13 +32,13 @@ from shardformer.pipeline.stage_manager import PipelineStageManager, build_stage
 from shardformer.policies import legacy
 from shardformer.policies.module_descriptions import SubModuleReplacementDescription
 from shardformer.policies.policy import Policy
-from shardformer.random_state import random_kept_on_error, uses_dropout
+from shardformer.random_state import restore_random_state_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
 from shardformer.sharding.apply_kernels import fuse_activations, fuse_norms
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
-from shardformer.torch_compat import is_compiled_wrapper, wrapped_name
+from shardformer.torch_compat import is_compiled_wrapper, wrapped_module_attribute
 from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
 
 
@@ -103,7 +103,11 @@ class Sharder:
     @contextmanager
     def restoring_on_error(self) -> Iterator[None]:
         """Remove wrappers such as ``torch.compile`` inside the context. Restore the model if its body raises."""
-        with random_kept_on_error(self.context.device), checks.restore_on_error(self.model), ExitStack() as around:
+        with (
+            restore_random_state_on_error(self.context.device),
+            checks.restore_on_error(self.model),
+            ExitStack() as around,
+        ):
             take_out = partial(_temporarily_unwrap, self.model, num_stages=self.context.pipe.size)
             self._wrappers = collective_call(self.context, lambda: around.enter_context(take_out()))
             yield
@@ -444,12 +448,12 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
     found: list[tuple[nn.Module, str, str, nn.Module, str, nn.Module]] = []
     outermost: dict[int, nn.Module] = {}
     replaced: list[str] = []
-    has_wrappers = any(map(wrapped_name, {type(module): module for module in model.modules()}.values()))
+    has_wrappers = any(map(wrapped_module_attribute, {type(module): module for module in model.modules()}.values()))
     try:
         for parent, owner in model.named_modules() if has_wrappers else ():  # continues in the modules without wrappers
             for name, child in list(owner._modules.items()):
                 outer, path = child, join_path(parent, name)
-                while child is not None and (key := wrapped_name(child)) is not None:
+                while child is not None and (key := wrapped_module_attribute(child)) is not None:
                     if num_stages > 1 and is_compiled_wrapper(child):
                         raise _make_compiled_error(path, "it is part of a pipeline")
                     inner = child._modules[key]
@@ -463,7 +467,7 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
         for owner, name, path, wrapper, key, inner in reversed(found):
             now = owner._modules[name]
             wrapper._modules[key], owner._modules[name] = now, wrapper
-            is_replaced = now is not None and now is not inner and wrapped_name(now) is None
+            is_replaced = now is not None and now is not inner and wrapped_module_attribute(now) is None
             replaced += [path] if is_replaced and is_compiled_wrapper(wrapper) else []
     if replaced:
         raise _make_compiled_error(replaced[0], "sharding replaces it")

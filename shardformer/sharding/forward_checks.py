@@ -21,7 +21,7 @@ from torch.autograd import Function
 from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred
-from shardformer.consistency.rank_divergence import check_same_batch, check_step
+from shardformer.consistency.rank_divergence import check_same_batch, sync_and_check_ranks
 from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
@@ -406,7 +406,7 @@ class ForwardChecks:
         if self._state.monitor is not None:
             self._state.monitor.training = model.training
         if self._should_align_random_state(model, kwargs):
-            check_step(self._state, [*args, *kwargs.values()])
+            sync_and_check_ranks(self._state, [*args, *kwargs.values()])
 
     def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():

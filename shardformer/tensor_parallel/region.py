@@ -35,7 +35,7 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import PolicyError
 from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import SPLITMIX64, generators_of
+from shardformer.random_state import SPLITMIX64, random_generators
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import is_wider, select_product_dtype
 from shardformer.torch_compat import custom_function_of, to_list
@@ -366,7 +366,7 @@ class LocalRandomState:
         seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._axis.rank + 1)
         if self._aligned:
             seed, own = broadcast(seed.to(x.device), self._axis), 0
-        self._outer = [(g, g.get_state()) for g in generators_of(x.device)]
+        self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
         for g, _ in self._outer:
             g.manual_seed((int(to_list(seed)) + own) % 2**63)
 

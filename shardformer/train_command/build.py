@@ -28,7 +28,7 @@ from shardformer.train_command.datasets import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import configs_of, load_transformers
+from shardformer.transformers_compat import config_classes_of, load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -266,7 +266,7 @@ def model_class_for(config: TrainConfig) -> Any:
 
     name = config.model.head or AUTO_CLASSES[config.model.task]
     kind = getattr(transformers, name, None)
-    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or configs_of(kind) is not None)
+    is_model = isinstance(kind, type) and (issubclass(kind, nn.Module) or config_classes_of(kind) is not None)
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
@@ -327,7 +327,7 @@ def _create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust
 
 def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any) -> None:
     """Raise ConfigError if transformers has no class for this model type and task."""
-    known = configs_of(model_class)
+    known = config_classes_of(model_class)
     if (
         known is None
         or type(model_config) in known
@@ -338,7 +338,7 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     tasks = [
         task
         for task, name in AUTO_CLASSES.items()
-        if type(model_config) in (configs_of(getattr(transformers, name)) or ())
+        if type(model_config) in (config_classes_of(getattr(transformers, name)) or ())
     ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "

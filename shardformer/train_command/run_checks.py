@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import make_folder, remove_left, replace_text
+from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import copy_materialized, is_lazy
 from shardformer.train_command.build import lr_schedule
@@ -97,7 +97,7 @@ class Resume(Hook):
         if trainer.is_first:
             folder = self._config.path
             make_folder(folder)
-            remove_left(folder, FILE)
+            remove_leftovers(folder, FILE)
             replace_text(folder / FILE, json.dumps(self._values, indent=2))
 
 

@@ -24,7 +24,7 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container, split_batch
-from shardformer.random_state import SameRandomOnAllRanks, hash_seed, restored_generators, seed_generators, seeded
+from shardformer.random_state import SharedEpochRandomness, hash_seed, restore_cpu_generators, seed_generators, seeded
 
 MAX_SAMPLES, TIME_LIMIT_S = 4096, 0.2
 """Maximum number of samples that the ranks compare, and maximum time of the comparison in seconds."""
@@ -296,7 +296,7 @@ class _StreamReader:
 
     def __init__(self, source: Any, epoch: int, seed: int) -> None:
         self.count = 0
-        self._random = SameRandomOnAllRanks(source, epoch, seed)
+        self._random = SharedEpochRandomness(source, epoch, seed)
         with self._random.drawing():
             self._iterator: Iterator[Any] = iter(source)
 
@@ -373,7 +373,7 @@ class _SeededDataset(torch_data.Dataset[Any]):
     data: Any
 
     def __getitems__(self, keys: list[SampleKey]) -> list[tuple[SampleKey, Any]]:
-        with restored_generators():  # once per batch, since restoring takes longer than seeding
+        with restore_cpu_generators():  # once per batch, since restoring takes longer than seeding
             return [(key, self.sample(key)) for key in keys]
 
     def sample(self, key: SampleKey) -> Any:
@@ -470,12 +470,12 @@ class IndexedSource:
 
     def read(self, index: int) -> Any:
         """Read a sample by its index without changing the random state."""
-        with restored_generators():
+        with restore_cpu_generators():
             return _SeededDataset(self._data).sample((index, 0, 0, 0))
 
     def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
-            with SameRandomOnAllRanks(self._sampler, epoch, seed).drawing():
+            with SharedEpochRandomness(self._sampler, epoch, seed).drawing():
                 found = list(self._sampler)
             plain = _to_python_number
             return [[*map(plain, batch)] for batch in found] if self.makes_batches else [*map(plain, found)]

@@ -29,7 +29,7 @@ from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import copy_to_meta, record_changes
 from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
-from shardformer.random_state import random_kept_on_error
+from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import create_data_loader, wrap_loss_function
@@ -237,7 +237,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     checkpointed = set().union(*all_gather_objects(engine.pipeline.checkpointed, engine.world))
     optimizers = [own for each in engine.optimizers for own in getattr(each, "inner", [each])]
     with (
-        random_kept_on_error(engine.context.device),
+        restore_random_state_on_error(engine.context.device),
         unchanged_on_error(optimizers, engine.schedulers),
         closing(ReshardSource(engine.model, engine.optimizer)) as old,
     ):

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from shardformer.errors import ConfigError, InputError, did_you_mean
-from shardformer.filesystem.atomic_write import new_file, path_of, remove_left, replace_text, write_all
+from shardformer.filesystem.atomic_write import create_file, path_of, remove_leftovers, replace_text, write_all
 from shardformer.filesystem.lock import hold, release
 
 FILE = "records.jsonl"
@@ -71,7 +71,7 @@ class MetricsWriter:
             raise
 
     def _open_log_file(self, path: Path, resume_at: int | None) -> BinaryIO:
-        remove_left(path.parent, path.name)
+        remove_leftovers(path.parent, path.name)
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
@@ -86,7 +86,7 @@ class MetricsWriter:
         elif os.path.lexists(path):
             names = (path.with_name(f"{path.stem}.{number}{path.suffix}") for number in itertools.count(1))
             path.rename(next(name for name in names if not os.path.lexists(name)))
-        return new_file(path)
+        return create_file(path)
 
     def write(self, record: MetricsRecord) -> None:
         write_all(self._file, _to_json_line(record).encode())

@@ -15,7 +15,7 @@ from typing import Any
 from shardformer.comm.collective_call import gather_at_step
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError, ShardFormerError
-from shardformer.launcher.shutdown import finishes_on_signals, has_launcher
+from shardformer.launcher.shutdown import has_launcher, register_graceful_shutdown
 from shardformer.training.engine import Engine
 from shardformer.training.hook import Hook
 
@@ -131,7 +131,7 @@ class StepSynchronizer:
                 _restore_signal_handlers()
                 signal.raise_signal(number)
 
-        with finishes_on_signals():
+        with register_graceful_shutdown():
             for number in SIGNALS:
                 _REPLACED[number] = signal.getsignal(number)
             for number in SIGNALS:

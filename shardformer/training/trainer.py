@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
-from shardformer.launcher.shutdown import is_ended
+from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import modes_of, set_modes, start_training
 from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_batch_list
 from shardformer.training.engine import Engine, needs_metric
@@ -237,7 +237,7 @@ class Trainer:
 
     def _report_signal(self, received: Signals) -> None:
         """Print at once that a signal was received and will stop the run, because the current step may take minutes."""
-        if not self.is_first or is_ended():
+        if not self.is_first or is_aborted_by_launcher():
             return
         name = "Ctrl-C" if received is SIGINT else received.name
         activities = [f"finishing {self._current_activity}"] * bool(self._current_activity) + ["saving"] * bool(

@@ -1,4 +1,4 @@
-"""Comparison of a sharded model with the unsharded one: loss, gradients, and weights after several steps."""
+"""Comparison of the losses, gradients and weights of a sharded model with those of the unsharded model."""
 
 from __future__ import annotations
 

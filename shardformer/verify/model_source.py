@@ -1,4 +1,4 @@
-"""Resolves MODEL on the command line: a model type, a folder, a config.json, a hub name, or a function."""
+"""Functions that build the model that the command line argument MODEL names: a model type, folder or function."""
 
 from __future__ import annotations
 
@@ -39,10 +39,10 @@ from shardformer.verify.small_models import (
     SMALL_CONFIGS,
     RandomBatches,
     SmallModel,
-    depth_of,
     is_vision_only,
     num_samples,
     sample_loss,
+    supported_depth,
 )
 
 TASKS = ("CAUSAL_LM", "MASKED_LM", "SEQ_TO_SEQ_CAUSAL_LM", "IMAGE_CLASSIFICATION", "AUDIO_CLASSIFICATION")
@@ -57,7 +57,7 @@ MULTIMODAL_TASKS = (
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return model type -> class name, from the first of transformers' auto classes for these tasks that has it."""
+    """Return the main model class of each transformers model type: model type -> class name for one of ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -69,7 +69,7 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def all_classes() -> Mapping[str, str]:
-    """Return model type -> main class for all of transformers: by MULTIMODAL_TASKS, TASKS, other tasks, base models."""
+    """Return model type -> main class name for all model types of transformers."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
@@ -84,7 +84,7 @@ CONTRAST = "return_loss"
 
 @dataclass(frozen=True)
 class ReducedModelType:
-    """Small model of a model type, from its default config. Call it to build the model. Picklable.
+    """Picklable function that builds a reduced model from the default config of a transformers model type.
 
     Args:
         model_type: one of ``all_classes()``.
@@ -107,8 +107,8 @@ class ReducedModelType:
             model.config.use_cache = False
         return model
 
-    def own(self) -> dict[str, Any]:
-        """Return the batches of the model, and a loss function if the model does not compute a loss."""
+    def batches_and_loss(self) -> dict[str, Any]:
+        """Return a ``batch_fn`` for the model, and a ``loss_fn`` if the model does not compute a loss."""
         batch_fn = ExampleBatches(self)
         batches: dict[str, Any] = {"batch_fn": batch_fn}
         own_loss = {"labels", CONTRAST} & batch_fn(0).keys()
@@ -117,7 +117,7 @@ class ReducedModelType:
 
 @dataclass(frozen=True)
 class ExampleBatch:
-    """An example batch of a model.
+    """Example batch of a model, with the properties needed to derive other batches from it.
 
     Args:
         ids: config field -> token id of an image or sound placeholder.
@@ -137,7 +137,7 @@ class ExampleBatch:
 
 @dataclass(frozen=True)
 class ExampleBatches:
-    """Batches that a model accepts, for each step. Text tokens differ between steps and samples.
+    """Picklable function that returns an example batch for each step, whose text tokens differ between steps.
 
     Args:
         model_fn: builds the model.
@@ -160,24 +160,24 @@ class ExampleBatches:
 
 
 def is_multimodal(head: str) -> bool:
-    """Whether a class of transformers reads images or sound."""
+    """Whether the forward of a transformers class takes images or sounds."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
 
 
-def _roll_text(sample: Mapping[str, Tensor], by: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
-    """Roll the text tokens of a sample. Placeholders of images and sounds keep their positions."""
+def _roll_text(sample: Mapping[str, Tensor], shift: int, ids: Mapping[str, int]) -> Mapping[str, Tensor]:
+    """Rotate the text tokens of a sample by ``shift`` positions, without placeholder tokens of images and sounds."""
     if (tokens := sample.get(MEDIA_TOKEN_FIELDS)) is None:
         return sample
     is_text = ~torch.isin(tokens, torch.tensor([*ids.values(), -1]))
     rolled = tokens.clone()
-    rolled[is_text] = tokens[is_text].roll(by)
+    rolled[is_text] = tokens[is_text].roll(shift)
     return {**sample, MEDIA_TOKEN_FIELDS: rolled}
 
 
 def output_mean(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the mean over all outputs of a model, as a loss that averages over samples."""
+    """Return a loss for a model without labels: the mean over all of its outputs."""
     return probe_loss(model(**batch), equal_sample_weights=True)
 
 
@@ -190,7 +190,7 @@ def _example_batch(model_fn: Callable[[], nn.Module]) -> ExampleBatch:
     try:
         return ExampleBatch.of(model, find_first_batch(model))
     except Exception as error:
-        raise _no_example_batch(model, f"{type(error).__name__}: {first_line(error)}") from error
+        raise _example_batch_error(model, f"{type(error).__name__}: {first_line(error)}") from error
 
 
 @lru_cache(maxsize=1)
@@ -207,10 +207,10 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
     try:
         return reduce_model(model, media_in_text=True)
     except PolicyError as error:
-        raise _no_example_batch(model, error.what) from error
+        raise _example_batch_error(model, error.what) from error
 
 
-def _no_example_batch(model: nn.Module, why: str) -> ConfigError:
+def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     needed, optional = find_unknown_inputs(model)
     unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
@@ -230,7 +230,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the hub can be reached, by a single request. Its own client would retry every file for 30 s."""
+    """Whether the Hugging Face hub can be reached, by one request that fails within 5 s."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:
@@ -253,21 +253,21 @@ MODULE_SPEC_FORMS = (
 MAX_ERROR_LENGTH = 600  # maximum number of characters of an error in user code
 
 
-def module_of(where: str) -> ModuleType:
-    """Import a module by its name or its file. Raises ConfigError if it does not exist or fails."""
-    return _module_from_file(Path(where)) if where.endswith(".py") else _import_by_name(where)
+def import_module_or_file(name_or_file: str) -> ModuleType:
+    """Import a module by its name or from a .py file. Raises ConfigError if the import fails."""
+    return _module_from_file(Path(name_or_file)) if name_or_file.endswith(".py") else _import_by_name(name_or_file)
 
 
 def _import_by_name(name: str) -> ModuleType:
     if str(Path.cwd()) not in sys.path:
         sys.path.insert(0, str(Path.cwd()))
     try:
-        with _without_input():
+        with _empty_stdin():
             return import_module(name)
     except (Exception, SystemExit) as error:
         missing = getattr(error, "name", None) if isinstance(error, ModuleNotFoundError) else None
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
-            raise _import_failed(f"The module {name!r}", error) from error
+            raise _import_error(f"The module {name!r}", error) from error
         raise ConfigError(
             f"There is no module {name!r}: {error}",
             rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages",
@@ -276,9 +276,9 @@ def _import_by_name(name: str) -> ModuleType:
 
 
 def call_user_function(function: Callable[[], Any], name: str) -> Any:
-    """Call a function of the user. Raises ConfigError if it fails, exits the process, or waits for input."""
+    """Call a function of the user, and convert its exceptions to ConfigError."""
     try:
-        with _without_input():
+        with _empty_stdin():
             return function()
     except ShardFormerError:
         raise
@@ -290,8 +290,8 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
 
 
 @contextmanager
-def _without_input() -> Iterator[None]:
-    """Replace standard input by an empty file, so that user code cannot wait for input."""
+def _empty_stdin() -> Iterator[None]:
+    """Replace standard input by an empty file for a block, so that user code cannot wait for input."""
     before = sys.stdin
     with open(os.devnull, encoding="utf-8") as empty:
         sys.stdin = empty
@@ -302,7 +302,7 @@ def _without_input() -> Iterator[None]:
 
 
 def _error_with_location(error: BaseException) -> str:
-    """Format an error of user code, with its line."""
+    """Format an exception of user code with its class, message and line number."""
     frames = traceback.extract_tb(error.__traceback__)
     line = getattr(error, "lineno", None) or (frames[-1].lineno if frames else None)
     kind = (
@@ -311,7 +311,7 @@ def _error_with_location(error: BaseException) -> str:
     return f"{kind}: {error}"[:MAX_ERROR_LENGTH] + (f" (line {line})" if line else "")
 
 
-def _import_failed(what: str, error: BaseException) -> ConfigError:
+def _import_error(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
         f"{what} cannot be imported: {_error_with_location(error)}",
         remedy="Fix the module: `python -c 'import ...'` shows the traceback",
@@ -333,11 +333,11 @@ def _module_from_file(path: Path) -> ModuleType:
     module = sys.modules[spec.name] = module_from_spec(spec)
     assert spec.loader is not None
     try:
-        with _without_input():
+        with _empty_stdin():
             spec.loader.exec_module(module)
     except (Exception, SystemExit) as error:
         del sys.modules[spec.name]
-        raise _import_failed(str(path), error) from error
+        raise _import_error(str(path), error) from error
     return module
 
 
@@ -348,7 +348,7 @@ _FUNCTION_KEYS = ("model_fn", "batch_fn", "loss_fn", "policy", "loss_weight")
 
 @dataclass(frozen=True)
 class Pretrained:
-    """Model of a folder, a config.json or the hub. Call it to build the model. Picklable.
+    """Picklable function that builds a transformers model from a folder, a config.json or the hub.
 
     Args:
         where: the folder, the file, or the name on the hub.
@@ -406,7 +406,7 @@ class Pretrained:
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Builds a model that was found by its name, and its batches.
+    """Model that a command line argument names, with functions that build it and its batches.
 
     Args:
         title: name for messages.
@@ -424,12 +424,12 @@ class ModelSource:
 
     @property
     def model_type(self) -> str:
-        """transformers' name of the family, such as "bert". Empty without a config."""
+        """Model type of transformers, such as "bert", or "" for a model without a config."""
         return getattr(self.config, "model_type", None) or ""
 
     @property
     def heads(self) -> tuple[str, ...]:
-        """All head classes of the model's family. Raises ConfigError if they are unknown."""
+        """Names of all head classes of the model's family, such as BertForMaskedLM. Raises ConfigError if unknown."""
         if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"The head classes of {self.title} are unknown",
@@ -439,10 +439,10 @@ class ModelSource:
         return HEAD_CLASSES[self.model_type]
 
     def with_head(self, head: str) -> ModelSource:
-        """Return the same model with another head. Raises ConfigError if the family does not have it."""
+        """Return a source of the same model with another head class. Raises ConfigError for an unknown head."""
         if isinstance(self.model_fn, ReducedModelType):
-            _check_class(head, self.title)
-            return _source_of_type(self.model_type, head)
+            _check_class_exists(head, self.title)
+            return _make_source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
                 f"head={head!r} does not apply to {self.title}, which is built by a function",
@@ -454,12 +454,12 @@ class ModelSource:
                 rule=f"Its heads are {', '.join(HEAD_CLASSES[self.model_type])}",
                 remedy=did_you_mean(head, HEAD_CLASSES[self.model_type]),
             )
-        _check_class(head, self.title)
+        _check_class_exists(head, self.title)
         model_fn = replace(self.model_fn, head=head)
         return replace(self, model_fn=model_fn, head=head, config=model_fn.config())
 
     def deeper(self, layers: int) -> ModelSource:
-        """Return a small model with at least ``layers`` layers. Other models keep their depth."""
+        """Return a source with at least ``layers`` layers for a small model, or this source for other models."""
         if not isinstance(self.model_fn, SmallModel):
             return self
         if layers > MAX_STAGE_LAYERS:
@@ -469,11 +469,11 @@ class ModelSource:
                 remedy="Use fewer stages or a smaller --num-model-chunks",
             )
         model_fn = self.model_fn.deeper(layers)
-        title = f"{self.title}, {depth_of(model_fn.family, self.head, layers)} layers"
+        title = f"{self.title}, {supported_depth(model_fn.family, self.head, layers)} layers"
         return replace(self, title=title, model_fn=model_fn, config=model_fn.config())
 
     def batches(self, batch: int = 4, sequence: int = TOKENS) -> Callable[[int], Mapping[str, Any]]:
-        """Return step -> a global batch: the user function's own, or random tokens with labels.
+        """Return a function from the step to its global batch: the user's ``batch_fn``, or random tokens with labels.
 
         Images and sounds have the sizes of the config. Raises ConfigError for a model whose inputs are unknown, or
         that accepts fewer tokens.
@@ -492,7 +492,7 @@ class ModelSource:
                     remedy="Remove the option",
                 )
             return ExampleBatches(self.model_fn, batch)
-        vocab_size = _vocab_size(self.config)
+        vocab_size = _min_vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
                 f"The inputs of {self.title} are unknown: its config has no vocab_size",
@@ -509,14 +509,14 @@ class ModelSource:
 
     @property
     def loss_fn(self) -> Callable[[nn.Module, Mapping[str, Any]], Tensor] | None:
-        """The user function's loss, ``sample_loss`` for random batches, or None for ``model(**batch).loss``."""
+        """Loss function: the user's, ``sample_loss`` for random batches, or None for the model's own loss."""
         default = None if "batch_fn" in self.own else sample_loss
         loss_fn: Callable[[nn.Module, Mapping[str, Any]], Tensor] | None = self.own.get("loss_fn", default)
         return loss_fn
 
 
 def find_model(name: str, *, dropout: bool = True) -> ModelSource:
-    """Find the model that the command line argument MODEL names.
+    """Find the model that the command line argument MODEL names, and return how to build it.
 
     Args:
         name: a family, a model type, a folder, a config.json, a name on the hub, or ``module:function``.
@@ -530,24 +530,24 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         return ModelSource(f"the small random {name}", sample, sample.head_class, sample.config())
     path = Path(name).expanduser()
     if path.exists():
-        return _from_pretrained(name, Pretrained(str(path), "", path.is_file(), dropout))
+        return _make_pretrained_source(name, Pretrained(str(path), "", path.is_file(), dropout))
     if name in all_classes():
-        return _source_of_type(name)
+        return _make_source_of_type(name)
     if ":" in name:
-        return _from_function(name)
+        return _make_source_from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(
             f"There is no folder or file {name!r} in {str(Path.cwd())!r}",
             rule=MODULE_SPEC_FORMS,
             remedy="Correct the path",
         )
-    return _from_pretrained(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
+    return _make_pretrained_source(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
 
 
 def find_policy(name: str) -> type[Policy]:
-    """Find a policy by ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``. Raises ConfigError."""
+    """Import a policy class by ``path/to/file.py``, ``path/to/file.py:Class`` or ``module:Class``."""
     where, _, class_name = (name, "", "") if name.endswith(".py") else name.rpartition(":")
-    module = module_of(where or name)
+    module = import_module_or_file(where or name)
     kinds = {n: v for n, v in vars(module).items() if isinstance(v, type) and issubclass(v, Policy)}
     own = [n for n, kind in kinds.items() if kind.__module__ == module.__name__]
     if not class_name and len(own) == 1:
@@ -564,7 +564,7 @@ def find_policy(name: str) -> type[Policy]:
 
 
 def load_hf_config(where: str, local: bool = True) -> Any:
-    """Load the transformers config of a folder, a config.json or a name on the hub. Raises ConfigError."""
+    """Load a transformers config from a folder, a config.json or the hub. Raises ConfigError if it is not found."""
     transformers = load_transformers()
     try:
         config = transformers.AutoConfig.from_pretrained(where, trust_remote_code=False, local_files_only=local)
@@ -582,7 +582,7 @@ def load_hf_config(where: str, local: bool = True) -> Any:
                 else f"and {hub_url()} reports: {first_line(error)}"
             ),
             rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}",
-            remedy=f"{_did_you_mean(where)}Correct the name. Without a network, download the model on another machine "
+            remedy=f"{_suggest_names(where)}Correct the name. Without a network, download the model on another machine "
             f"with `hf download {where} --local-dir DIR` and pass DIR",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
@@ -596,49 +596,51 @@ def load_hf_config(where: str, local: bool = True) -> Any:
 
 
 def first_token(tokens: int | list[int] | None, default: int) -> int:
-    """Return the first of the token ids in a field such as eos_token_id."""
+    """Return the first token id of a config field such as ``eos_token_id``, which may be a list or None."""
     if isinstance(tokens, list):
         return tokens[0] if tokens else default
     return default if tokens is None else tokens
 
 
-def _source_of_type(model_type: str, head: str = "") -> ModelSource:
+def _make_source_of_type(model_type: str, head: str = "") -> ModelSource:
     small = ReducedModelType(model_type, head)
-    return ModelSource(f"the small random {model_type}", small, small.head_class, small.config(), small.own())
+    return ModelSource(
+        f"the small random {model_type}", small, small.head_class, small.config(), small.batches_and_loss()
+    )
 
 
-def _from_pretrained(title: str, found: Pretrained) -> ModelSource:
+def _make_pretrained_source(title: str, found: Pretrained) -> ModelSource:
     config = load_hf_config(found.where, found.local)
     head = get_first_architecture(config) or DEFAULT_HEAD.get(config.model_type, "")
-    _check_class(head, title)
+    _check_class_exists(head, title)
     return ModelSource(title, replace(found, head=head), head, config)
 
 
-def _vocab_size(config: Any) -> int | None:
-    """Return the smallest vocabulary of a model and its submodels, or None."""
+def _min_vocab_size(config: Any) -> int | None:
+    """Return the smallest ``vocab_size`` in a config and its subconfigs, or None if there is none."""
     parts = [config, getattr(config, "text_config", None), getattr(config, "qformer_config", None)]
     sizes = [getattr(part, "vocab_size", None) for part in parts]
     return min((size for size in sizes if isinstance(size, int)), default=None)
 
 
-def _check_class(head: str, title: str) -> None:
+def _check_class_exists(head: str, title: str) -> None:
     transformers = load_transformers()
 
     if model_class(head) is None:
         raise ConfigError(
             f"{title} has the class {head!r}, which transformers does not have" if head else f"{title} names no class",
-            remedy=f"{_did_you_mean(head, {*dir(transformers)} - {head})}Pass module:function for your own class",
+            remedy=f"{_suggest_names(head, {*dir(transformers)} - {head})}Pass module:function for your own class",
         )
 
 
-def _did_you_mean(name: str, known: Any = SMALL_CONFIGS) -> str:
+def _suggest_names(name: str, known: Any = SMALL_CONFIGS) -> str:
     hint = did_you_mean(name, known)
     return f"{hint} " if hint.startswith("Did") else ""
 
 
-def _from_function(name: str) -> ModelSource:
+def _make_source_from_function(name: str) -> ModelSource:
     where, _, function_name = name.rpartition(":")
-    module = module_of(where)
+    module = import_module_or_file(where)
     function = getattr(module, function_name, None)
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
@@ -664,7 +666,7 @@ def _from_function(name: str) -> ModelSource:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"{name} returned {_describe(returned)}",
+            f"{name} returned {_describe_returned(returned)}",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
             "functions from the top level of the module",
         )
@@ -675,7 +677,7 @@ def _from_function(name: str) -> ModelSource:
     return ModelSource(name, model_fn, type(model).__name__, getattr(model, "config", None), own)
 
 
-def _describe(returned: Any) -> str:
+def _describe_returned(returned: Any) -> str:
     if isinstance(returned, tuple | Mapping):
         content = ", ".join(map(str, returned)) if isinstance(returned, Mapping) else len(returned)
         return f"a {type(returned).__name__} of {content}"

@@ -1,4 +1,4 @@
-"""The result of ``verify``, its tolerances, and both as text."""
+"""Report of ``verify``: differences between sharded and unsharded model, their tolerances, and printed tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shardformer.errors import ConfigError
 
 @dataclass(frozen=True)
 class Tolerances:
-    """The largest allowed relative differences of losses and of gradients, and the machine epsilon of the dtype."""
+    """Largest allowed relative differences of losses and gradients, and the machine epsilon of their dtype."""
 
     loss: float
     gradient: float
@@ -26,7 +26,7 @@ class Tolerances:
 
 @dataclass(frozen=True)
 class Difference:
-    """The worst difference of one quantity between the sharded and the unsharded model.
+    """Largest difference in losses, gradients or weights between the sharded and the unsharded model.
 
     Args:
         relative: the relative difference.
@@ -42,7 +42,7 @@ class Difference:
 
 @dataclass
 class Report:
-    """Result of ``verify``: print it, or read ``passed`` and the largest differences.
+    """Result of ``verify``, which can be printed and has ``passed`` and the largest differences as attributes.
 
     ``collectives`` has the communication of one step: name -> (calls of rank 0, bytes sent by all ranks of its groups).
     """
@@ -66,8 +66,8 @@ class Report:
         return not self.missing and all(d.used <= 1 for d in (self.loss, self.gradient, self.weight, self.norm))
 
     @property
-    def kinds(self) -> list[tuple[str, Difference, float]]:
-        """Each compared quantity with its largest difference and its tolerance."""
+    def compared_quantities(self) -> list[tuple[str, Difference, float]]:
+        """Name, largest difference and tolerance of each compared quantity: losses, gradients, norms and weights."""
         return [
             ("losses", self.loss, self.bounds.loss),
             ("gradients", self.gradient, self.bounds.gradient),
@@ -77,9 +77,9 @@ class Report:
 
     @property
     def verdict(self) -> str:
-        """The reasons for a failure, if any, and the quantity that is closest to its tolerance, as text."""
-        kind, worst, bound = max(self.kinds, key=lambda compared: compared[1].used)
-        failed = [name for name, difference, _ in self.kinds if difference.used > 1]
+        """Sentence that reports which quantities differ, and the difference that is closest to its tolerance."""
+        kind, worst, bound = max(self.compared_quantities, key=lambda compared: compared[1].used)
+        failed = [name for name, difference, _ in self.compared_quantities if difference.used > 1]
         reasons = [f"{', '.join(failed)} differ"] if failed else []
         reasons += [f"{len(self.missing)} gradients or weights are missing"] if self.missing else []
         prefix = f"{', '.join(reasons)}. " if reasons else ""
@@ -90,14 +90,14 @@ class Report:
         return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        """Return the report without colors, with tables of at most 120 columns."""
+        """Format the report as plain text of at most 120 columns."""
         text = io.StringIO()
         print_report(Console(file=text, width=120, color_system=None, highlight=False, legacy_windows=False), self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())
 
 
 def tolerances_for(dtype: torch.dtype) -> Tolerances:
-    """Return the tolerances of a dtype. Raises ConfigError unless it is float32 or float64."""
+    """Return the tolerances for a comparison in float32 or float64. Raises ConfigError for other dtypes."""
     if dtype == torch.float64:
         return Tolerances(1e-10, 1e-10, 2.2e-16)
     if dtype == torch.float32:
@@ -110,7 +110,7 @@ def tolerances_for(dtype: torch.dtype) -> Tolerances:
 
 
 def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
-    """Return the tolerances of a run with 16-bit parameters and fp32 master weights.
+    """Return the tolerances for models with 16-bit parameters and fp32 master weights.
 
     They are wider than rounding, including a ReLU that rounding flips (T5), and narrower than the effect of a gradient
     that is left out or counted twice.
@@ -119,7 +119,7 @@ def tolerances_of_16_bits(dtype: torch.dtype) -> Tolerances:
 
 
 def print_report(console: Console, report: Report, title: str = "") -> None:
-    """Print a report.
+    """Print the report of a comparison as tables with a verdict.
 
     Args:
         title: where the model comes from.
@@ -145,7 +145,7 @@ def _print_differences(console: Console, report: Report) -> None:
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("where", overflow="fold")
-    for kind, difference, bound in report.kinds:
+    for kind, difference, bound in report.compared_quantities:
         mark = "[green]ok[/]" if difference.used <= 1 else "[bold red]too large[/]"
         table.add_row(kind, f"{difference.relative:.1e}", f"{bound:.0e}", mark, escape(difference.where))
     console.print(table)

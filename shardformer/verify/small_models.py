@@ -1,4 +1,4 @@
-"""Small random models of many families, with every head class, and batches for them.
+"""Small models with random weights and random batches, for each supported model family and head class.
 
 Their sizes are odd, to reveal sharding errors: a vocabulary of 127, six heads of size 8, two KV heads, MLPs of 70,
 images of 5 x 5 patches, windows that do not divide them. Dropout, stochastic depth, random masking and caches are off.
@@ -114,7 +114,7 @@ SMALL_CONFIGS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def _classes(prefix: str, *suffixes: str) -> tuple[str, ...]:
+def _class_names(prefix: str, *suffixes: str) -> tuple[str, ...]:
     return tuple(prefix + suffix for suffix in suffixes)
 
 
@@ -122,38 +122,38 @@ _CLASSIFY, _TAG, _ANSWER = "ForSequenceClassification", "ForTokenClassification"
 _IMAGES = ("Model", "ForImageClassification", "ForMaskedImageModeling")
 
 HEAD_CLASSES: dict[str, tuple[str, ...]] = {
-    "bert": _classes(
+    "bert": _class_names(
         "Bert", "Model", "ForPreTraining", "LMHeadModel", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
         "ForMultipleChoice", _TAG, _ANSWER,
     ),
-    "gpt2": _classes("GPT2", "Model", "LMHeadModel", "DoubleHeadsModel", _CLASSIFY, _TAG, _ANSWER),
-    "llama": _classes("Llama", "Model", "ForCausalLM", _CLASSIFY, _ANSWER, _TAG),
-    "t5": _classes("T5", "Model", "ForConditionalGeneration", "EncoderModel", _CLASSIFY, _TAG, _ANSWER),
-    "opt": _classes("OPT", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
-    "bloom": _classes("Bloom", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "falcon": _classes("Falcon", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "gpt_neo": _classes("GPTNeo", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "gptj": _classes("GPTJ", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
-    "qwen2": _classes("Qwen2", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "qwen3": _classes("Qwen3", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "mistral": _classes("Mistral", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
-    "roberta": _classes(
+    "gpt2": _class_names("GPT2", "Model", "LMHeadModel", "DoubleHeadsModel", _CLASSIFY, _TAG, _ANSWER),
+    "llama": _class_names("Llama", "Model", "ForCausalLM", _CLASSIFY, _ANSWER, _TAG),
+    "t5": _class_names("T5", "Model", "ForConditionalGeneration", "EncoderModel", _CLASSIFY, _TAG, _ANSWER),
+    "opt": _class_names("OPT", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "bloom": _class_names("Bloom", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "falcon": _class_names("Falcon", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gpt_neo": _class_names("GPTNeo", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "gptj": _class_names("GPTJ", "Model", "ForCausalLM", _CLASSIFY, _ANSWER),
+    "qwen2": _class_names("Qwen2", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "qwen3": _class_names("Qwen3", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "mistral": _class_names("Mistral", "Model", "ForCausalLM", _CLASSIFY, _TAG, _ANSWER),
+    "roberta": _class_names(
         "Roberta", "Model", "ForCausalLM", "ForMaskedLM", _CLASSIFY, "ForMultipleChoice", _TAG, _ANSWER
     ),
-    "albert": _classes(
+    "albert": _class_names(
         "Albert", "Model", "ForPreTraining", "ForMaskedLM", _CLASSIFY, _TAG, _ANSWER, "ForMultipleChoice"
     ),
-    "ernie": _classes(
+    "ernie": _class_names(
         "Ernie", "Model", "ForPreTraining", "ForCausalLM", "ForMaskedLM", "ForNextSentencePrediction", _CLASSIFY,
         "ForMultipleChoice", _TAG, _ANSWER,
     ),
-    "whisper": _classes("Whisper", "Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification"),
-    "vit": _classes("ViT", *_IMAGES),
-    "beit": _classes("Beit", *_IMAGES, "ForSemanticSegmentation", "Backbone"),
-    "swin": _classes("Swin", *_IMAGES, "Backbone"),
-    "swinv2": _classes("Swinv2", *_IMAGES, "Backbone"),
-    "sam": _classes("Sam", "Model", "VisionModel"),
-    "blip-2": _classes(
+    "whisper": _class_names("Whisper", "Model", "ForConditionalGeneration", "ForCausalLM", "ForAudioClassification"),
+    "vit": _class_names("ViT", *_IMAGES),
+    "beit": _class_names("Beit", *_IMAGES, "ForSemanticSegmentation", "Backbone"),
+    "swin": _class_names("Swin", *_IMAGES, "Backbone"),
+    "swinv2": _class_names("Swinv2", *_IMAGES, "Backbone"),
+    "sam": _class_names("Sam", "Model", "VisionModel"),
+    "blip-2": _class_names(
         "Blip2", "Model", "ForConditionalGeneration", "ForImageTextRetrieval", "VisionModel", "QFormerModel",
         "TextModelWithProjection", "VisionModelWithProjection",
     ),
@@ -208,12 +208,12 @@ _VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
 def is_vision_only(head: str) -> bool:
-    """Whether a head takes images and no tokens."""
+    """Whether a head class takes images and no text."""
     return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
-def settings_of(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
-    """Return the fields of a head's config in its small model, or of the submodel's config if it is one."""
+def head_config_fields(head: str, changes: Mapping[str, Any] = MappingProxyType({})) -> dict[str, Any]:
+    """Return the config fields for the small model of a head class, updated with ``changes``."""
     family = SMALL_CONFIGS[FAMILY_OF[head]]
     settings = {**family, **HEAD_CONFIG.get(head, {})}
     return {**(settings[SUBMODEL_FIELDS[head]] if head in SUBMODEL_FIELDS else settings), **changes}
@@ -227,8 +227,8 @@ IGNORED = 255
 def image_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], batch: int, num_labels: int
 ) -> dict[str, Tensor]:
-    """Return random images with the labels of the head: a class, masked patches, or a class per pixel."""
-    images_BCss = pixels(generator, settings, batch)
+    """Return a batch of random images, with labels for the head: a class, masked patches, or a class per pixel."""
+    images_BCss = random_images(generator, settings, batch)
     if head.endswith("ForImageClassification"):
         labels_B = torch.randint(num_labels, (batch,), generator=generator)
         return {"pixel_values": images_BCss, "labels": labels_B}
@@ -238,16 +238,16 @@ def image_batch(
         labels_Bss[:, :3] = settings.get("semantic_loss_ignore_index", IGNORED)
         return {"pixel_values": images_BCss, "labels": labels_Bss}
     if head.endswith("ForMaskedImageModeling"):
-        return {"pixel_values": images_BCss, **_masked(head, generator, settings, batch)}
+        return {"pixel_values": images_BCss, **_mask_patches(head, generator, settings, batch)}
     return {"pixel_values": images_BCss}
 
 
-def pixels(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
+def random_images(generator: Generator, settings: Mapping[str, Any], batch: int) -> Tensor:
     size = settings["image_size"]
     return torch.randn(batch, settings.get("num_channels", 3), size, size, generator=generator)
 
 
-def _masked(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
+def _mask_patches(head: str, generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
     num_patches = (settings["image_size"] // settings["patch_size"]) ** 2
     order_BP = torch.rand(batch, num_patches, generator=generator).argsort(dim=1)
     if head != "BeitForMaskedImageModeling":
@@ -258,12 +258,12 @@ def _masked(head: str, generator: Generator, settings: Mapping[str, Any], batch:
 
 
 def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> dict[str, Tensor]:
-    """Return images with two prompts each: points (foreground, background, none, padding), a box and a mask."""
+    """Return a batch for SAM: random images, each with two prompts of points, boxes and masks."""
     vision = settings["vision_config"]
     size, grid = vision["image_size"], vision["image_size"] // vision["patch_size"]
     kinds_BQK = torch.tensor([1, 0, -1, -10]).expand(batch, 2, 4).clone()
     return {
-        "pixel_values": pixels(generator, vision, batch),
+        "pixel_values": random_images(generator, vision, batch),
         "input_points": size * torch.rand(batch, 2, 4, 2, generator=generator),
         "input_labels": kinds_BQK,
         "input_boxes": size * torch.rand(batch, 2, 4, generator=generator),
@@ -274,7 +274,7 @@ def sam_batch(generator: Generator, settings: Mapping[str, Any], batch: int) -> 
 def blip_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor]
 ) -> dict[str, Tensor]:
-    """Return an image and a text for BLIP-2, or the inputs of one of its submodels."""
+    """Return a batch for a BLIP-2 head: random images with text, or the inputs of a submodel."""
     if head == "Blip2TextModelWithProjection":
         return dict(text)
     ids_BS, mask_BS = text["input_ids"], text["attention_mask"]
@@ -288,7 +288,7 @@ def blip_batch(
             "query_embeds": queries, "attention_mask": mask_BS, "encoder_hidden_states": states,
             "encoder_attention_mask": mask, "query_length": torch.tensor(5),
         }  # fmt: skip
-    images = pixels(generator, settings["vision_config"], batch)
+    images = random_images(generator, settings["vision_config"], batch)
     if head.startswith("Blip2Vision"):
         return {"pixel_values": images}
     image_tokens = torch.full((batch, settings["num_query_tokens"]), settings["image_token_index"])
@@ -311,7 +311,7 @@ def blip_batch(
 def sound_batch(
     head: str, generator: Generator, settings: Mapping[str, Any], text: Mapping[str, Tensor], num_labels: int
 ) -> dict[str, Tensor]:
-    """Return the inputs of a Whisper head: a spectrogram of full length, and text or a class label."""
+    """Return a batch for a Whisper head: random spectrograms, with text or class labels."""
     ids_BT, mask_BT = text["input_ids"], text["attention_mask"]
     batch, frames = len(ids_BT), 2 * settings["max_source_positions"]
     labels_BT = ids_BT.roll(-1, dims=1)
@@ -332,7 +332,7 @@ FIRST_TOKEN = 5  # smaller token ids are reserved for padding, start, end and im
 
 @dataclass(frozen=True)
 class RandomBatches:
-    """Random batches for a head class, with different samples in every row, padding, and ignored labels.
+    """Picklable function that returns a random batch for a head class and step, with padding and ignored labels.
 
     Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
 
@@ -355,31 +355,31 @@ class RandomBatches:
         generator = torch.Generator().manual_seed(1000 + step)
         family = FAMILY_OF.get(self.head, "")
         if self.head == "SamModel":
-            return sam_batch(generator, self._settings, self.batch)
+            return sam_batch(generator, self._config_fields, self.batch)
         if is_vision_only(self.head):
-            return image_batch(self.head, generator, self._settings, self.batch, self.num_labels)
-        ids = self._tokens(generator, self.batch, self.sequence)
+            return image_batch(self.head, generator, self._config_fields, self.batch, self.num_labels)
+        ids = self._random_tokens(generator, self.batch, self.sequence)
         mask = torch.ones_like(ids)
         mask[:, -2:] = 0
         if "T5" in self.head:
             ids[:, -3] = self.eos
         batch = {"input_ids": ids, "attention_mask": mask}
         if family == "whisper":
-            return sound_batch(self.head, generator, self._settings, batch, self.num_labels)
+            return sound_batch(self.head, generator, self._config_fields, batch, self.num_labels)
         if family == "blip-2":
-            return blip_batch(self.head, generator, self._settings, batch)
-        return {**batch, **self._labels(generator, ids)}
+            return blip_batch(self.head, generator, self._config_fields, batch)
+        return {**batch, **self._random_labels(generator, ids)}
 
     @property
-    def _settings(self) -> dict[str, Any]:
-        return settings_of(self.head, self.changes)
+    def _config_fields(self) -> dict[str, Any]:
+        return head_config_fields(self.head, self.changes)
 
-    def _tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
+    def _random_tokens(self, generator: torch.Generator, *shape: int) -> Tensor:
         return torch.randint(FIRST_TOKEN, self.vocab_size, shape, generator=generator)
 
-    def _labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
+    def _random_labels(self, generator: torch.Generator, ids: Tensor) -> dict[str, Tensor]:
         classes = torch.randint(self.num_labels, (self.batch,), generator=generator)
-        per_token = self._tokens(generator, self.batch, self.sequence)
+        per_token = self._random_tokens(generator, self.batch, self.sequence)
         per_token[:, :3] = -100
         starts = torch.randint(self.sequence - 2, (self.batch,), generator=generator)
         head = self.head
@@ -396,15 +396,15 @@ class RandomBatches:
         if head.endswith("ForQuestionAnswering"):
             return {"start_positions": starts, "end_positions": (starts + 1).clamp(max=self.sequence - 1)}
         if head.endswith(("ForMultipleChoice", "DoubleHeadsModel")):
-            return self._choices(generator, classes % 2)
+            return self._multiple_choice_batch(generator, classes % 2)
         if head == "T5Model":
-            return {"decoder_input_ids": self._tokens(generator, self.batch, self.sequence - 4)}
+            return {"decoder_input_ids": self._random_tokens(generator, self.batch, self.sequence - 4)}
         if head == "T5ForConditionalGeneration":
             return {"labels": per_token[:, : self.sequence - 4].contiguous()}
         return {} if head.endswith(("Model", "EncoderModel")) and "LMHead" not in head else {"labels": per_token}
 
-    def _choices(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
-        ids = self._tokens(generator, self.batch, 2, self.sequence)
+    def _multiple_choice_batch(self, generator: torch.Generator, choice: Tensor) -> dict[str, Tensor]:
+        ids = self._random_tokens(generator, self.batch, 2, self.sequence)
         if self.head.endswith("ForMultipleChoice"):
             return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": choice}
         labels = ids.clone()
@@ -417,7 +417,7 @@ class RandomBatches:
 
 
 def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
-    """Return the loss of a head, the sum of its losses, or the mean squared distance of its outputs from a cosine.
+    """Return the model's own loss or, without one, the mean squared distance of its outputs from a cosine.
 
     The cosine is the same in every row, so the loss of a batch is the mean of the losses of its shards. It is not
     constant, because the distance of a normalized output from a constant has no gradient.
@@ -428,7 +428,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     output = model(**batch)
     losses = [x for x in (getattr(output, "loss", None), getattr(output, "mc_loss", None)) if x is not None]
     outputs = _float_outputs(output) if isinstance(output, Mapping) else iter(())
-    distances = losses or [_distance(x) for x in _unique_tensors(outputs)]
+    distances = losses or [_distance_from_cosine(x) for x in _unique_tensors(outputs)]
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'",
@@ -438,7 +438,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def weights_loss_by_sample(head: str) -> bool:
-    """Whether ``sample_loss`` of a head averages over samples instead of labels.
+    """Whether ``sample_loss`` for a head class is a mean over samples, and not over labels.
 
     The losses of micro-batches must then be weighted by ``num_samples``.
     """
@@ -448,12 +448,12 @@ def weights_loss_by_sample(head: str) -> bool:
 
 
 def num_samples(batch: Mapping[str, Any]) -> float:
-    """Return the number of samples in a batch or micro-batch."""
+    """Return the number of samples in a batch, as the weight of its loss."""
     return float(next(v.shape[0] for v in batch.values() if isinstance(v, Tensor) and v.dim() > 0))
 
 
 def _float_outputs(output: Any) -> Iterator[Tensor]:
-    """Yield all floating-point tensors of an output. Caches of keys and values are ignored."""
+    """Yield all floating-point tensors in a nested model output, without those of key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output
@@ -466,7 +466,7 @@ def _float_outputs(output: Any) -> Iterator[Tensor]:
 
 
 def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
-    """Remove duplicates, such as logits and their transpose."""
+    """Return the tensors without those that share memory with an earlier one, such as logits and their transpose."""
     found: dict[tuple[int, int], Tensor] = {}
     for tensor in tensors:
         place = tensor.data_ptr() if has_data(tensor) else memory_of(tensor)
@@ -474,7 +474,7 @@ def _unique_tensors(tensors: Iterator[Tensor]) -> list[Tensor]:
     return list(found.values())
 
 
-def _distance(x: Tensor) -> Tensor:
+def _distance_from_cosine(x: Tensor) -> Tensor:
     row = x.shape[1:]
     wave = torch.arange(row.numel(), dtype=torch.float64, device=x.device).cos().view(row)
     return (x.double() - wave).square().mean()
@@ -493,17 +493,17 @@ STACKS: Mapping[str, int] = MappingProxyType(
 """Number of layer stacks in a head, if it is not one."""
 
 
-def depth_of(family: str, head: str, layers: int) -> int:
-    """Return the depth of a small model with at least ``layers`` layers, rounded up to what the family supports."""
+def supported_depth(family: str, head: str, layers: int) -> int:
+    """Round a number of layers up to a depth that the small model of a family supports."""
     stacks = STACKS.get(head, 1)
     least = {"swin": 3, "swinv2": 3}.get(family, 4 if head == "BeitForSemanticSegmentation" else 2)
     each = max(least, -(-layers // stacks))
     return stacks * (each + each % 2 if family == "gpt_neo" else each)
 
 
-def with_layers(family: str, head: str, layers: int) -> dict[str, Any]:
-    """Return the fields of the family's config for ``depth_of(family, head, layers)`` layers in total."""
-    each = depth_of(family, head, layers) // STACKS.get(head, 1)
+def depth_config_fields(family: str, head: str, layers: int) -> dict[str, Any]:
+    """Return the config fields that give the small model of a family at least ``layers`` layers in total."""
+    each = supported_depth(family, head, layers) // STACKS.get(head, 1)
     if family in ("sam", "blip-2"):
         settings = {**SMALL_CONFIGS[family], **HEAD_CONFIG.get(head, {})}
         return {part: {**settings[part], "num_hidden_layers": each} for part in _SUBMODEL_CONFIGS if part in settings}
@@ -523,7 +523,7 @@ LIBRARIES: dict[str, str] = {}
 
 
 def register_family(family: str, module: str, heads: tuple[str, ...], *, num_layers: str) -> None:
-    """Register a small model of a family that transformers does not have. Importing ``module`` must call this.
+    """Register a small model of a family that is not in transformers. Importing ``module`` must call this function.
 
     Args:
         family: the ``model_type`` of its config.
@@ -538,7 +538,7 @@ def register_family(family: str, module: str, heads: tuple[str, ...], *, num_lay
 
 @dataclass(frozen=True)
 class SmallModel:
-    """Small random model of a family. Call it to build the model. Picklable.
+    """Picklable function that builds the small model of a family with random weights.
 
     Args:
         family: one of ``SMALL_CONFIGS``.
@@ -560,11 +560,11 @@ class SmallModel:
         return self.head or DEFAULT_HEAD[self.family]
 
     def deeper(self, layers: int) -> SmallModel:
-        """Return the same model with at least ``layers`` layers, rounded up to what the family supports."""
-        return replace(self, changes={**self.changes, **with_layers(self.family, self.head_class, layers)})
+        """Return a copy that builds the model with at least ``layers`` layers."""
+        return replace(self, changes={**self.changes, **depth_config_fields(self.family, self.head_class, layers)})
 
     def config(self) -> Any:
-        """Return the config of the head. A head that is a submodel has the submodel's config."""
+        """Return the transformers config of the head class. For a submodel this is the submodel's own config."""
         if self.library != "transformers":
             return import_module(self.library).config(self.changes)
         transformers = load_transformers()
@@ -578,7 +578,7 @@ class SmallModel:
         with _IMPORT_LOCK:
             config, kind = self.config(), getattr(import_module(self.library), self.head_class)
         model: nn.Module = kind(config)
-        _randomize_zeros(model)
+        _randomize_zero_parameters(model)
         return model
 
 
@@ -586,8 +586,8 @@ _IMPORT_LOCK = threading.Lock()  # serializes the lazy imports of transformers w
 
 
 @torch.no_grad()
-def _randomize_zeros(model: nn.Module) -> None:
-    """Replace tables that are initialized to zero, such as relative positions, because zeros hide errors."""
+def _randomize_zero_parameters(model: nn.Module) -> None:
+    """Fill parameters that are initialized to zero with small random values, because zeros would hide errors."""
     for param in model.parameters():
         if param.dim() > 1 and has_data(param) and not param.any():
             param.normal_(std=0.02)

@@ -1,4 +1,4 @@
-"""Trains the unsharded model on the first worker and the sharded model on all workers, in fp64 where possible."""
+"""Training of the unsharded model on one worker and of the sharded model on all workers, for ``verify``."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ UNITS = 4  # maximum random error of an operation, in units in the last place
 
 
 class ForceFp64(TorchFunctionMode):
-    """Function mode that replaces casts to lower precision by fp64 (LLaMA's norm, upcast logits, fp32 softmax)."""
+    """Torch function mode that replaces casts to lower precision, such as LLaMA's fp32 norm, by casts to fp64."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -72,7 +72,7 @@ class ForceFp64(TorchFunctionMode):
         return out
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward in this mode, because activation checkpointing recomputes the forward's casts in it."""
+        """Run a backward in this mode, so that activation checkpointing recomputes the forward in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
             with temporarily(BACKWARD_PATCH, _patch_backward):
@@ -95,7 +95,7 @@ BACKWARD_PATCH = Patch(
 
 
 def _patch_backward() -> Undo:
-    """Patch autograd to run a backward in the mode of the thread that starts it."""
+    """Patch autograd to run each backward in the ``ForceFp64`` mode of the thread that started it."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
@@ -107,7 +107,7 @@ def _patch_backward() -> Undo:
 
 
 class RandomRounding(TorchDispatchMode):
-    """Dispatch mode that adds random rounding errors to every result, to estimate the noise of a computation.
+    """Torch dispatch mode that adds random rounding errors to every result, to estimate the rounding noise.
 
     A sum whose terms cancel then varies by the rounding of its terms (Monte Carlo arithmetic, Parker 1997).
     """
@@ -121,19 +121,19 @@ class RandomRounding(TorchDispatchMode):
         outputs = out if isinstance(out, tuple | list) else (out,)
         for returned, t in zip(schema_of(func).returns, outputs, strict=False):
             if returned.alias_info is None and isinstance(t, Tensor) and t.is_floating_point():
-                self._round(t)
+                self._add_rounding_error(t)
         return out
 
-    def _round(self, t: Tensor) -> None:
-        if t.layout == torch.strided:
-            if t.device not in self._generators:
-                self._generators[t.device] = torch.Generator(t.device).manual_seed(self._seed)
-            off = torch.empty_like(t).uniform_(-1, 1, generator=self._generators[t.device])
-            t.addcmul_(t, off, value=UNITS * torch.finfo(t.dtype).eps)
+    def _add_rounding_error(self, tensor: Tensor) -> None:
+        if tensor.layout == torch.strided:
+            if tensor.device not in self._generators:
+                self._generators[tensor.device] = torch.Generator(tensor.device).manual_seed(self._seed)
+            error = torch.empty_like(tensor).uniform_(-1, 1, generator=self._generators[tensor.device])
+            tensor.addcmul_(tensor, error, value=UNITS * torch.finfo(tensor.dtype).eps)
 
 
 def check_batch(job: VerifyJob) -> None:
-    """Raise ConfigError if data ranks and micro-batches cannot split the first batch.
+    """Raise ConfigError if the first batch cannot be split over data ranks and micro-batches.
 
     Errors of ``batch_fn`` itself are left to the workers.
     """
@@ -141,37 +141,37 @@ def check_batch(job: VerifyJob) -> None:
         batch = job.batch_fn(0)
     except Exception:
         return
-    _micro_batches(job, data_rank_batch(job, batch, 0, job.data))
+    _split_micro_batches(job, data_rank_batch(job, batch, 0, job.data))
 
 
-def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, parts: int) -> dict[str, Any]:
-    """Return the shard of a batch for one of ``parts`` data ranks, in the dtype of the models."""
+def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_shards: int) -> dict[str, Any]:
+    """Return one of ``num_shards`` equal shards of a global batch, in the dtype of the models."""
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
             remedy="Return the arguments of the model's forward from batch_fn",
         )
     size = batch_size_of(batch)
-    if size % parts:
+    if size % num_shards:
         raise ConfigError(
-            f"data={parts} does not divide the batch of {size} samples",
-            remedy=f"Return a multiple of {parts} samples from batch_fn",
+            f"data={num_shards} does not divide the batch of {size} samples",
+            remedy=f"Return a multiple of {num_shards} samples from batch_fn",
         )
-    part = split_batch(batch, [size // parts] * parts, ids=job.ids)[rank]
+    part = split_batch(batch, [size // num_shards] * num_shards, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
-    return {**part, **{name: x.to(job.computes_in) for name, x in floats.items()}}
+    return {**part, **{name: x.to(job.compute_dtype) for name, x in floats.items()}}
 
 
-def check_independent_samples(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError for a model that compares the samples of a batch with each other, if batches are split."""
+def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
+    """Raise ConfigError if batches are split but the model compares the samples of a batch with each other."""
     reference = data_rank_batch(job, job.batch_fn(0), 0, job.num_parts)
     part = data_rank_batch(job, job.batch_fn(0), 0, job.data)
     for larger, smaller, remedy in (
         (reference, part, "Set average_loss_over='ranks' (--average-loss-over ranks), or use one data rank"),
-        (part, _micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
+        (part, _split_micro_batches(job, part)[0], "Use one micro-batch (--micro-batches 1), or data ranks (--data 2)"),
     ):
         if batch_size_of(smaller) < batch_size_of(larger):
-            for name in _per_sample_matrices(model, larger, smaller):
+            for name in _outputs_with_sample_pairs(model, larger, smaller):
                 raise ConfigError(
                     f"{type(model).__name__} compares the samples of a batch with each other: its output {name} of "
                     f"{batch_size_of(larger)} samples has as many rows and columns",
@@ -180,8 +180,10 @@ def check_independent_samples(job: VerifyJob, model: nn.Module) -> None:
                 )
 
 
-def _per_sample_matrices(model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the names of outputs with one row and one column per sample."""
+def _outputs_with_sample_pairs(
+    model: nn.Module, larger: Mapping[str, Any], smaller: Mapping[str, Any]
+) -> Iterator[str]:
+    """Yield the names of model outputs with one row and one column per sample, as contrastive models return."""
     try:
         with torch.no_grad():
             both = [model(**batch) for batch in (larger, smaller)]
@@ -194,14 +196,14 @@ def _per_sample_matrices(model: nn.Module, larger: Mapping[str, Any], smaller: M
                 yield name
 
 
-def _micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[str, Any]]:
     if job.pipeline is None:
         return [dict(part)]
     return split_batch(part, micro_batch_sizes(batch_size_of(part), job.pipeline.num_parts, None), ids=job.ids)
 
 
 class PrecomputedForward(nn.Module):
-    """Substitute for the model in ``loss_fn`` after a pipeline has run it: its forward returns the stored output."""
+    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward returns the precomputed output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -232,7 +234,7 @@ DRAWS = 3  # Minimum number of backwards with random rounding over all steps. A 
 
 @dataclass(frozen=True)
 class VerifyPipeline:
-    """A pipeline to compare with the unsharded model.
+    """Pipeline options of ``verify``: stages, micro-batches and schedule.
 
     Args:
         pipe: the number of stages.
@@ -248,11 +250,11 @@ class VerifyPipeline:
 
     @property
     def num_parts(self) -> int:
-        """The number of micro-batches per batch."""
+        """Number of micro-batches per batch."""
         return self.pipe if self.micro_batches is None else self.micro_batches
 
     def stage_manager(self, context: ParallelContext | None = None) -> PipelineStageManager:
-        """Return the stage manager, without process groups if ``context`` is None. Raises ConfigError."""
+        """Create the pipeline stage manager, without process groups if ``context`` is None."""
         rule = "VerifyPipeline(stages=) takes the options of PipelineStageManager"
         check_names(self.stages, ("schedule", *STAGE_FIELDS), "There is no option", rule)
         make_schedule(
@@ -297,8 +299,8 @@ class VerifyJob:
             check_int(name, getattr(self, name))
 
     @property
-    def computes_in(self) -> torch.dtype:
-        """The dtype of the parameters and activations of both models."""
+    def compute_dtype(self) -> torch.dtype:
+        """Dtype of the parameters and activations of both models."""
         return self.training.dtype or self.dtype
 
     @property
@@ -311,13 +313,13 @@ class VerifyJob:
 
     @property
     def num_parts(self) -> int:
-        """The number of shards in which the unsharded model receives a batch."""
+        """Number of shards into which a batch is split for the loss of the unsharded model."""
         return 1 if self.training.average_loss_over == "tokens" else self.data
 
 
 @dataclass
 class TrainingTrace:
-    """Record of one training run: loss, gradients and gradient norm of each step, weights before and after."""
+    """Losses, gradients and gradient norms of each training step of a model, and its weights before and after."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -329,13 +331,15 @@ class TrainingTrace:
 
 
 def run_job(job: VerifyJob) -> tuple[TrainingTrace | None, TrainingTrace, str, str]:
-    """Train both models on a worker. Return the traces (the unsharded one on rank 0 only), model name and layout."""
+    """Train both models on this worker. Return their traces (unsharded: only on rank 0), model name and layout."""
     sizes = {"tensor": job.tensor, "pipe": job.pipe, "data": job.data, "sequence": num_ranks(job.sequence)}
     context = ParallelContext.from_world(sizes, torch.device(job.device))
     context = with_grid_axes(with_ring_axes(context, job.sequence), job.grid)
     world = context.flatten(*AXES)
-    plain = run_on_all_ranks(lambda: _run_plain(job) if world.rank == 0 else None, world, "Training in one process")
-    sharded, name = _run_sharded(job, context)
+    plain = run_on_all_ranks(
+        lambda: _train_unsharded(job) if world.rank == 0 else None, world, "Training in one process"
+    )
+    sharded, name = _train_sharded(job, context)
     layout = [str(context), *([str(job.pipeline)] if job.pipeline is not None else [])]
     mode = job.config.get("tensor_parallel_mode", "1d")
     layout += [str(TensorGrid.of(with_tensor_grid(context, mode), mode))] if mode != "1d" else []
@@ -351,12 +355,12 @@ def build(job: VerifyJob) -> nn.Module:
     disable_dropout(model)
     job.training.freeze(model)
     config: Any = getattr(model, "config", None)
-    if job.computes_in == torch.float64 and getattr(config, "_experts_implementation", None):
+    if job.compute_dtype == torch.float64 and getattr(config, "_experts_implementation", None):
         config._experts_implementation = "eager"  # the other implementations do not compute in fp64
     return model
 
 
-def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if job.loss_fn is not None:
         return job.loss_fn(model, batch)
     output = model(**batch)
@@ -374,41 +378,41 @@ def _loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 def _loss_of_step(
     job: VerifyJob, model: nn.Module, part: Mapping[str, Any], step: int, rank: int, seed: int = 0
 ) -> Tensor:
-    """Compute the loss with a seed of this step and data rank, so that both models draw the same random numbers."""
+    """Compute the loss with a seed for the step and data rank, so that both models draw the same random numbers."""
     seed_random(1 + step * job.data + rank + seed * 2**31)
-    return _loss(job, model, part)
+    return _compute_loss(job, model, part)
 
 
-def _arithmetic(job: VerifyJob) -> AbstractContextManager[Any]:
-    return ForceFp64() if job.computes_in == torch.float64 else nullcontext()
+def _precision_mode(job: VerifyJob) -> AbstractContextManager[Any]:
+    return ForceFp64() if job.compute_dtype == torch.float64 else nullcontext()
 
 
-def _run_plain(job: VerifyJob) -> TrainingTrace:
+def _train_unsharded(job: VerifyJob) -> TrainingTrace:
     model, trace = build(job), TrainingTrace()
     optimizer = ReferenceOptimizers(model, job.training)
-    _check_repeats(job, model)
-    check_independent_samples(job, model)
+    _check_loss_is_reproducible(job, model)
+    check_samples_are_independent(job, model)
     trace.before = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     for step in range(job.steps):
-        _backward(job, model, step, trace)
+        _record_backward(job, model, step, trace)
         trace.norms.append(optimizer.step(MAX_NORM))
         model.zero_grad()
     trace.after = {n: p.detach().clone().cpu() for n, p in model.named_parameters()}
     return trace
 
 
-def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
-    """Record a step's loss, its gradients (which stay in ``.grad``), and the rounding noise of each gradient."""
+def _record_backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace) -> None:
+    """Run forward and backward of the unsharded model, and record loss, gradients and their rounding noise."""
 
     def gradients(rounding: AbstractContextManager[Any]) -> dict[str, Tensor | None]:
         model.zero_grad()
         with rounding:
-            (loss * job.training.scale).backward(retain_graph=True)
+            (loss * job.training.loss_scale).backward(retain_graph=True)
         grads = {n: p.grad for n, p in model.named_parameters()}
-        return {n: None if grad is None else grad.clone() / job.training.scale for n, grad in grads.items()}
+        return {n: None if grad is None else grad.clone() / job.training.loss_scale for n, grad in grads.items()}
 
-    with _arithmetic(job):
-        loss = _plain_loss(job, model, step)
+    with _precision_mode(job):
+        loss = _unsharded_loss(job, model, step)
         rounded = [gradients(RandomRounding(seed)) for seed in range(step, step + DRAWS, job.steps)]
         grads = gradients(nullcontext())
     for name, grad in grads.items():
@@ -419,9 +423,9 @@ def _backward(job: VerifyJob, model: nn.Module, step: int, trace: TrainingTrace)
     trace.grads.append({name: None if grad is None else grad.cpu() for name, grad in grads.items()})
 
 
-def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
+def _unsharded_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> Tensor:
     losses = []
-    for backward in job.training.backwards(step):
+    for backward in job.training.backward_indices(step):
         batch = job.batch_fn(backward)
         for rank in range(job.num_parts):
             part = move_to_device(data_rank_batch(job, batch, rank, job.num_parts), torch.device(job.device))
@@ -429,11 +433,11 @@ def _plain_loss(job: VerifyJob, model: nn.Module, step: int, seed: int = 0) -> T
     return torch.stack(losses).mean()
 
 
-def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
-    """Raise ConfigError if the loss depends on random numbers that the sharded model cannot draw identically."""
+def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
+    """Raise ConfigError if the loss differs when it is recomputed, because of random numbers in the model."""
     draws_anew = job.pipeline is not None or job.num_parts < job.data
-    with torch.no_grad(), _arithmetic(job):
-        first, second = (float(_plain_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
+    with torch.no_grad(), _precision_mode(job):
+        first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
             f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is recomputed",
@@ -444,24 +448,26 @@ def _check_repeats(job: VerifyJob, model: nn.Module) -> None:
         )
 
 
-def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
+def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrace, str]:
     model, trace = build(job), TrainingTrace()
     options = {"check_consistency": False, **job.config}  # the comparison itself reports divergence
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
     model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
-    job.training.checkpoint(model)
+    job.training.enable_checkpointing(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (
-        optimizer[0] if job.training.zero_stage is None else shard_optimizer(model, optimizer, **job.training.of_zero())
+        optimizer[0]
+        if job.training.zero_stage is None
+        else shard_optimizer(model, optimizer, **job.training.zero_arguments())
     )
-    step_of: StepFn = partial(_plain_step, job, model, optimizer)
+    run_step: StepFn = partial(_forward_backward, job, model, optimizer)
     if job.pipeline is not None:
-        step_of = _pipelined_step(job, model, job.pipeline)
+        run_step = _make_pipeline_step(job, model, job.pipeline)
     for step in range(job.steps):
-        with CollectiveRecorder(context) as recorder, _arithmetic(job):
-            loss = _run_backwards(job, model, optimizer, step_of, step)
+        with CollectiveRecorder(context) as recorder, _precision_mode(job):
+            loss = _run_backwards(job, model, optimizer, run_step, step)
         mean = all_reduce(loss.detach().clone(), context.data, purpose="check") / context.data.size
         trace.losses.append(float(mean))
         trace.grads.append(
@@ -482,27 +488,27 @@ def _run_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTrac
     return trace, name
 
 
-def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, step_of: StepFn, step: int) -> Tensor:
-    """Run all forwards and backwards of a step. Return the mean of their losses."""
+def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
+    """Run all forwards and backwards of a step of the sharded model, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
-    rank, last = metadata_of(model).context.data.rank, job.training.backwards(step)[-1]
+    rank, last = metadata_of(model).context.data.rank, job.training.backward_indices(step)[-1]
     losses = []
-    for backward in job.training.backwards(step):
+    for backward in job.training.backward_indices(step):
         part = move_to_device(data_rank_batch(job, job.batch_fn(backward), rank, job.data), torch.device(job.device))
         waits = nullcontext() if backward == last else own.no_sync() if own is not None else no_sync(model)
         with waits:
-            losses.append(step_of(part, backward, rank).detach())
+            losses.append(run_step(part, backward, rank).detach())
     return torch.stack(losses).mean()
 
 
 def _full_gradient(optimizer: Any, name: str, param: Tensor) -> Tensor | None:
-    """Return the gradient that the next step uses, in the full shape of the parameter."""
+    """Return the full gradient of a parameter, which ZeRO may have sharded."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.full_gradient(name) if param.requires_grad else None
     return param.grad
 
 
-def _plain_step(
+def _forward_backward(
     job: VerifyJob, model: nn.Module, optimizer: Any, part: Mapping[str, Any], step: int, data_rank: int
 ) -> Tensor:
     loss = _loss_of_step(job, model, part, step, data_rank).double()
@@ -511,34 +517,34 @@ def _plain_step(
     return loss
 
 
-def _pipelined_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeline) -> StepFn:
-    def loss_of(output: Any, part: Mapping[str, Any]) -> Tensor:
+def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeline) -> StepFn:
+    def loss_of_output(output: Any, part: Mapping[str, Any]) -> Tensor:
         assert job.loss_fn is not None
         return job.loss_fn(PrecomputedForward(model, output, part), part)
 
     pipeline = Pipeline(
         model,
         settings.micro_batches,
-        loss_fn=None if job.loss_fn is None else loss_of,
+        loss_fn=None if job.loss_fn is None else loss_of_output,
         loss_weight=settings.loss_weight,
         average_loss_over=job.training.average_loss_over,
     )
 
-    def step_of(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
+    def run_step(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:
         seed_random(1 + step * job.data + data_rank)
         return pipeline.step(part)
 
-    return step_of
+    return run_step
 
 
 def _gather_full_tensors(
-    model: nn.Module, context: ParallelContext, own: Mapping[str, Tensor | None]
+    model: nn.Module, context: ParallelContext, local_tensors: Mapping[str, Tensor | None]
 ) -> dict[str, Tensor | None]:
-    """Gather the tensors of all stages, by the unsharded model's names. Tied tensors that differ become NaN."""
+    """Gather the full tensors of all ranks and stages, by parameter name. Tied tensors that differ become NaN."""
     specs, state = shard_specs(model), metadata_of(model)
-    present = [(name, t) for name, t in own.items() if t is not None]
+    present = [(name, t) for name, t in local_tensors.items() if t is not None]
     gathered = gather_full_tensors([t for _, t in present], [specs[name] for name, _ in present], state.axis)
-    full = {**own, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
+    full = {**local_tensors, **{name: x.cpu() for (name, _), x in zip(present, gathered, strict=True)}}
     stages = state.stages
     if stages is None or context.pipe.size == 1:
         return full

@@ -1,4 +1,4 @@
-"""``VerifyTraining``: how ``verify`` trains the sharded and the unsharded model."""
+"""Training options of ``verify``, and the optimizers of both models."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RENAMED_ARGUMENTS = {
 @renamed_arguments(RENAMED_ARGUMENTS, {"average_loss_over": {"parts": "ranks", "whole": "tokens"}}, RENAMED_ARGUMENTS)
 @dataclass(frozen=True)
 class VerifyTraining:
-    """How ``verify`` trains both models.
+    """Training options of ``verify``: optimizer, ZeRO stage, precision and gradient accumulation.
 
     Args:
         zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
@@ -88,12 +88,12 @@ class VerifyTraining:
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
-    def backwards(self, step: int) -> range:
-        """Return the indices of the backwards of a step, counted over all steps."""
+    def backward_indices(self, step: int) -> range:
+        """Return the indices of the backwards in a step, counted from the first backward of training."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
-        """Freeze the parameters that match ``frozen_pattern``. Raises ConfigError if none matches."""
+        """Freeze the model's parameters whose names match ``frozen_pattern``. Raises ConfigError if none matches."""
         names = [
             name
             for name, _ in model.named_parameters()
@@ -108,8 +108,8 @@ class VerifyTraining:
         for name in names:
             model.get_parameter(name).requires_grad_(False)
 
-    def checkpoint(self, model: Any) -> None:
-        """Enable activation checkpointing. Raises ConfigError if the model does not support it."""
+    def enable_checkpointing(self, model: Any) -> None:
+        """Enable activation checkpointing in a model if configured. Raises ConfigError if it is not supported."""
         if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
                 f"{type(model).__name__} does not support activation checkpointing",
@@ -121,16 +121,16 @@ class VerifyTraining:
 
     @property
     def dtype(self) -> torch.dtype | None:
-        """The dtype of 16-bit parameters, or None."""
+        """Dtype of the parameters if they have 16 bits, otherwise None."""
         return MixedPrecision.of(self.precision).dtype
 
     @property
-    def scale(self) -> float:
-        """The loss scale."""
+    def loss_scale(self) -> float:
+        """Factor of the loss before the backward, above 1 only in fp16."""
         return SCALE if self.precision == "fp16" else 1.0
 
-    def of_zero(self) -> dict[str, Any]:
-        """Return the arguments of ``shard_optimizer``."""
+    def zero_arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments for ``shard_optimizer``."""
         kept = MixedPrecision(self.precision, loss_scale=LossScale(SCALE))
         return {"stage": self.zero_stage, "precision": kept, "offload": self.offload}
 
@@ -153,7 +153,7 @@ def _optimizer_classes() -> dict[str, Any]:
 
 
 class ReferenceOptimizers:
-    """Optimizers of the unsharded model. They update fp32 master weights if its parameters have 16 bits."""
+    """Optimizers of the unsharded model, with fp32 master weights if its parameters have 16 bits."""
 
     def __init__(self, model: nn.Module, training: VerifyTraining) -> None:
         self._training = training
@@ -167,10 +167,10 @@ class ReferenceOptimizers:
             accept_wide_inputs(model)
 
     def step(self, max_norm: float) -> float:
-        """Clip the gradients and update. Return the gradient norm before clipping."""
+        """Clip the gradients and step. Return the gradient norm before clipping."""
         for p, master in self._pairs:
             if master is not p:
-                master.grad = None if p.grad is None else p.grad.float() / self._training.scale
+                master.grad = None if p.grad is None else p.grad.float() / self._training.loss_scale
         norm = float(torch.nn.utils.clip_grad_norm_([master for _, master in self._pairs], max_norm))
         for optimizer in self._optimizers:
             optimizer.step()
@@ -182,7 +182,7 @@ class ReferenceOptimizers:
 
 
 def make_verify_optimizers(params: Iterable[nn.Parameter], training: VerifyTraining) -> list[Optimizer]:
-    """Return SGD with momentum, or the configured optimizers under ZeRO, with a group for 1-D parameters."""
+    """Create the optimizers of a model: SGD with momentum, or under ZeRO the configured optimizer."""
     trainable = [p for p in params if p.requires_grad]
     if training.zero_stage is None or not trainable:  # a stage may have no trainable parameters
         return [torch.optim.SGD([{"params": trainable}], lr=LEARNING_RATE, momentum=0.9)]

@@ -1,4 +1,4 @@
-"""``verify``: compare loss, every gradient and every weight of a sharded model with the unsharded model."""
+"""Comparison of the loss, each gradient and each weight of a sharded model with the unsharded model."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def check_layout(
     options: Mapping[str, Any] | None = None,
     stages: PipelineStageManager | None = None,
 ) -> Any:
-    """Build the model once in this process, and check the sharding plan of the first of ``tensor`` ranks.
+    """Build the model in this process, and check that its policy can shard it over ``tensor`` ranks.
 
     Args:
         stages: the pipeline stages into which the model is split.
@@ -100,20 +100,20 @@ def compare(job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, name: 
     bounds = job.bounds
     if job.training.is_adaptive and job.training.dtype is None:
         bounds = replace(bounds, loss=ADAPTIVE_BOUND, gradient=ADAPTIVE_BOUND)
-    loss = _worst_scalar(plain.losses, sharded.losses, bounds.loss)
-    norm = _worst_scalar(plain.norms, sharded.norms, bounds.gradient)
-    gradient, missing = _worst_gradient(plain, sharded, bounds)
-    weight, gone = _worst_weight(job, plain, sharded, bounds)
+    loss = _worst_scalar_difference(plain.losses, sharded.losses, bounds.loss)
+    norm = _worst_scalar_difference(plain.norms, sharded.norms, bounds.gradient)
+    gradient, missing = _worst_gradient_difference(plain, sharded, bounds)
+    weight, gone = _worst_weight_difference(job, plain, sharded, bounds)
     missing += [f"{name} (weight)" for name in gone]
     layout = ", ".join([layout, *(k.removeprefix("enable_") for k, v in job.config.items() if v is True)])
-    dtype, losses = str(job.computes_in).removeprefix("torch."), list(zip(plain.losses, sharded.losses, strict=True))
+    dtype, losses = str(job.compute_dtype).removeprefix("torch."), list(zip(plain.losses, sharded.losses, strict=True))
     return Report(
         name, layout, job.steps, dtype, bounds, loss, gradient, weight, norm, sharded.collectives, losses,
         missing=missing,
     )  # fmt: skip
 
 
-def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Difference:
+def _worst_scalar_difference(plain: list[float], sharded: list[float], bound: float) -> Difference:
     found = []
     for step, (a, b) in enumerate(zip(plain, sharded, strict=True)):
         relative = abs(a - b) / max(abs(a), 1e-30) if a == a and b == b else float("inf")
@@ -121,12 +121,14 @@ def _worst_scalar(plain: list[float], sharded: list[float], bound: float) -> Dif
     return max(found, key=lambda d: d.used)
 
 
-def _worst_gradient(plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances) -> tuple[Difference, list[str]]:
+def _worst_gradient_difference(
+    plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
+) -> tuple[Difference, list[str]]:
     worst, missing = NO_DIFFERENCE, []
-    for step, (ours, theirs) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
-        largest = max((float(g.abs().max()) for g in theirs.values() if g is not None and g.numel()), default=0.0)
-        for name in {**theirs, **ours}:
-            a, b = theirs.get(name), ours.get(name)
+    for step, (sharded_grads, plain_grads) in enumerate(zip(sharded.grads, plain.grads, strict=True)):
+        largest = max((float(g.abs().max()) for g in plain_grads.values() if g is not None and g.numel()), default=0.0)
+        for name in {**plain_grads, **sharded_grads}:
+            a, b = plain_grads.get(name), sharded_grads.get(name)
             if a is None or b is None:
                 if a is not b:
                     missing.append(f"{name} (step {step})")
@@ -136,15 +138,15 @@ def _worst_gradient(plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolera
     return worst, missing
 
 
-def _worst_weight(
+def _worst_weight_difference(
     job: VerifyJob, plain: TrainingTrace, sharded: TrainingTrace, bounds: Tolerances
 ) -> tuple[Difference, list[str]]:
-    """Compare each weight relative to its change since the start, not to its magnitude."""
+    """Return the largest difference of a weight, relative to its change in training, and the missing weights."""
     worst = NO_DIFFERENCE
     gone = [name for name in {**plain.after, **sharded.after} if (name in plain.after) != (name in sharded.after)]
     steps = len(plain.losses)
     for name, after in plain.after.items():
-        if name in gone or (job.training.is_adaptive and _is_rounding(plain, name)):
+        if name in gone or (job.training.is_adaptive and _is_only_rounding(plain, name)):
             continue
         moved = after - plain.before[name]
         rounding = bounds.eps * float(after.abs().max()) if after.numel() else 0.0
@@ -154,20 +156,22 @@ def _worst_weight(
     return worst, gone
 
 
-def _is_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Whether a gradient is 0 except for rounding (key biases). An adaptive optimizer scales it to a full step."""
+def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
+    """Whether a gradient contains only rounding errors, as for key biases, so that its update is not comparable."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
 
 def _larger_difference(
-    worst: Difference, a: Tensor, b: Tensor, size: Tensor, bound: float, noise: float, where: str
+    worst: Difference, expected: Tensor, actual: Tensor, reference: Tensor, bound: float, noise: float, where: str
 ) -> Difference:
-    if a.shape != b.shape:
-        return Difference(float("inf"), f"{where}: {tuple(b.shape)} instead of {tuple(a.shape)}", float("inf"))
-    if not a.numel():
+    if expected.shape != actual.shape:
+        return Difference(
+            float("inf"), f"{where}: {tuple(actual.shape)} instead of {tuple(expected.shape)}", float("inf")
+        )
+    if not expected.numel():
         return worst
-    difference, magnitude = max_difference(a, b), float(size.abs().max())
+    difference, magnitude = max_difference(expected, actual), float(reference.abs().max())
     allowed = bound * magnitude + noise
     used = difference / allowed if allowed > 0 else (0.0 if difference == 0 else float("inf"))
     if used <= worst.used:
@@ -179,7 +183,7 @@ NOTE_VARIABLE = "SHARDFORMER_UNGUARDED"
 
 
 def check_main_guard() -> None:
-    """End a worker that is importing its parent's script; raise ConfigError if the parent is not ``verify``."""
+    """Exit, or raise ConfigError, if a worker calls ``verify`` because it imports a script without a main guard."""
     if not getattr(process.current_process(), "_inheriting", False):
         return
     place = _main_module_location()
@@ -192,7 +196,7 @@ def check_main_guard() -> None:
 
 @contextmanager
 def report_main_guard() -> Iterator[None]:
-    """Raise ConfigError instead of WorkerError if a worker found that the script has no main guard."""
+    """Convert a WorkerError in the block to ConfigError if its cause is a script without a main guard."""
     before = os.environ.get(NOTE_VARIABLE)
     with TemporaryDirectory(prefix="shardformer-") as folder:
         note = Path(folder, "unguarded")
@@ -239,7 +243,7 @@ def verify(
     training: VerifyTraining | None = None,
     pool: WorkerPool | None = None,
 ) -> Report:
-    """Train the unsharded and the sharded model and compare losses, gradients and weights.
+    """Train a model unsharded and sharded, and compare all losses, gradients and weights.
 
     Args:
         model_fn: builds the unsharded model. Every process calls it with the same seed. Picklable.
@@ -263,7 +267,7 @@ def verify(
     """
     check_main_guard()
     tolerances_for(dtype)
-    options = _changed_options(config)
+    options = _non_default_options(config)
     how = training or VerifyTraining()
     grid, sequence = _tensor_and_sequence_sizes(tensor)
     tensor = num_ranks(grid, "tensor")
@@ -272,22 +276,22 @@ def verify(
     )
     stages = None if pipeline is None else pipeline.stage_manager()
     start = time.perf_counter()
-    RemoteCall.of(report_here, (job,), {})  # raises if an argument cannot be pickled
+    RemoteCall.of(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
     job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
     check_batch(job)
     if pool is not None:
-        report = _run_in_pool(pool, job)
+        report = _run_job_in_pool(pool, job)
     else:
         with WorkerPool(tensor * job.pipe * data * num_ranks(sequence), timeout_s=3600.0) as own:
-            report = _run_in_pool(own, job)
+            report = _run_job_in_pool(own, job)
     report.seconds = time.perf_counter() - start
     return report
 
 
-def _run_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
+def _run_job_in_pool(pool: WorkerPool, job: VerifyJob) -> Report:
     try:
         with report_main_guard():
-            report = pool.run(report_here, job)[0]
+            report = pool.run(run_job_and_report, job)[0]
     except WorkerError:
         raise
     except ShardFormerError as error:
@@ -305,19 +309,19 @@ def _tensor_and_sequence_sizes(tensor: int | Mapping[str, Any]) -> tuple[int | t
     return tensor.get("tensor", 1), tensor.get("sequence", 1)
 
 
-def _changed_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
+def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict[str, Any]:
     if not isinstance(config, ShardConfig):
         config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "The config of verify has a process group",
+            "The config passed to verify has a context or a process group",
             remedy="Remove context and tensor_parallel_process_group, and use tensor= and data=",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}
 
 
-def report_here(job: VerifyJob) -> Report | None:
-    """Run the job on a worker. Return the report on the first worker and None on the others."""
+def run_job_and_report(job: VerifyJob) -> Report | None:
+    """Train both models on this worker, and return the report on the first worker and None on other workers."""
     plain, sharded, name, layout = run_job(job)
     return compare(job, plain, sharded, name, layout) if plain is not None else None

@@ -87,7 +87,9 @@ def export_pretrained(
     target = run_on_all_ranks(lambda: _resolve_export_directory(directory, tensors, max_file_bytes), world, what)
     place = Path(os.path.abspath(target))
     # the first rank creates a hidden directory, whose unique name identifies it to all ranks
-    hidden = place.parent / run_on_first_rank(lambda: MODEL_DIRECTORY.begin(place, place).name, world, what)
+    hidden = place.parent / run_on_first_rank(
+        lambda: MODEL_DIRECTORY.create_temporary_directory(place, place).name, world, what
+    )
     try:
         run_on_all_ranks(lambda: checkpoint_directory.check_folder_is_visible(hidden), world, what)
         with prepare_save(hidden / EXPORT_FILE_NAME, model) as job:
@@ -217,7 +219,7 @@ def _complete_export(
     _save_config_and_tokenizer(temporary_directory, model, tokenizer)
     sync(temporary_directory)
     check_target(target, model)  # it may have changed during the export
-    MODEL_DIRECTORY.put_in_place(temporary_directory, target)
+    MODEL_DIRECTORY.replace_target(temporary_directory, target)
     sync(target.parent)
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import broadcast
-from shardformer.consistency.usage_checks import check_ddp, check_parameters, install_wrapper_guards
+from shardformer.consistency.usage_checks import check_ddp, check_no_new_parameters, install_wrapper_guards
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.clipping import patch_clip_grad_norm
@@ -182,7 +182,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
 
     def check_before_forward(module: nn.Module, args: tuple[Any, ...]) -> None:
         check_ddp(model, context)
-        check_parameters(model, table)
+        check_no_new_parameters(model, table)
         for reducer in table.reducers:
             reducer.refresh()
 

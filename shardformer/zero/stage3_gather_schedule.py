@@ -24,7 +24,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import HostMemory
 from shardformer.offload.saved_tensors import SavedTensorHooks, check_version
-from shardformer.transformers_compat import decode_together
+from shardformer.transformers_compat import synchronize_generation
 from shardformer.zero.config import ZeroOptions
 from shardformer.zero.flat_shards import FlatShard, UnshardOptions
 from shardformer.zero.stage3_parameters import (
@@ -496,7 +496,7 @@ def set_up_stage3(
     table.reducers = [walk.reducer, *rest]
     table.parameter_owner = walk
     axis = walk.axis
-    decode_together(
+    synchronize_generation(
         model,
         lambda: wait_for_all_ranks("generate", axis),
         lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),

@@ -3,7 +3,7 @@
 ``torch.amp.GradScaler`` skips a step if gradients are not finite. Here all ranks of the model skip it if one rank has
 to, as torch's ``ShardedGradScaler`` does for FSDP.
 
-Before a step, gradients that ranks have not reduced are reduced or rejected: see ``agree_before_step``.
+Before a step, gradients that ranks have not reduced are reduced or rejected: see ``check_gradients_before_step``.
 
 An optimizer that is not element-wise (Adafactor, Muon, LAMB) computes a different update for a shard of a matrix. A
 warning reports this at the first step.
@@ -22,7 +22,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.consistency.rank_divergence import models_trained_by
-from shardformer.consistency.usage_checks import agree_before_step
+from shardformer.consistency.usage_checks import check_gradients_before_step
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
@@ -81,7 +81,7 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if isinstance(optimizer, ZeroOptimizer):
         return
     if holder is None:
-        agree_before_step(optimizer)
+        check_gradients_before_step(optimizer)
     if CHECKED_ATTRIBUTE in optimizer.__dict__:
         return
     optimizer.__dict__[CHECKED_ATTRIBUTE] = True

@@ -21,7 +21,7 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
-from shardformer.torch_compat import hooked_load, hooked_state, is_true
+from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true
 from shardformer.zero.config import ZeroOptions, offload_directory_error
 from shardformer.zero.device_placement import DevicePlacement
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
@@ -402,7 +402,7 @@ class ZeroOptimizer(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's shard of the optimizer states and master weights, which each rank saves separately."""
-        return hooked_state(self, self._state_dict)
+        return call_with_state_dict_hooks(self, self._state_dict)
 
     def _state_dict(self) -> dict[str, Any]:
         context = self.table.context
@@ -425,7 +425,7 @@ class ZeroOptimizer(Optimizer):
         Raises:
             ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.
         """
-        hooked_load(self, state_dict, self._load_state_dict)
+        call_with_load_hooks(self, state_dict, self._load_state_dict)
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         context, doing = self.table.context, "load this optimizer's state"

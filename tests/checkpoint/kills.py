@@ -23,7 +23,7 @@ from torch import nn
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError
-from shardformer.filesystem.atomic_write import private
+from shardformer.filesystem.atomic_write import parse_temporary_name
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.zero.shard_optimizer import shard_optimizer
 
@@ -113,7 +113,7 @@ def main() -> None:
     for number in range(asked.rounds):
         returned, found = one_round(number, folder, step, random.uniform(0, 0.25))
         assert found >= returned, f"step {returned} was saved, and {found} is the newest"
-        left += any(private(path) is not None for path in folder.iterdir())
+        left += any(parse_temporary_name(path) is not None for path in folder.iterdir())
         step = found
     print(
         f"{asked.rounds} kills, {step} saves, {left} left something unfinished: each time the newest whole one loaded"

@@ -29,7 +29,7 @@ from shardformer.checkpoint.load import LoadedCheckpoint, load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write as writing
-from shardformer.filesystem.atomic_write import SAVING, Process, private_path
+from shardformer.filesystem.atomic_write import SAVING, Process, temporary_path
 from shardformer.filesystem.lock import LOCK
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -99,7 +99,7 @@ def names(path: Path) -> list[str]:
 def left_by_a_killed_process(path: Path, kind: str = SAVING) -> Path:
     """Return a private name for ``path`` of a process that no longer runs."""
     here = Process.this()
-    name = private_path(path, kind).name
+    name = temporary_path(path, kind).name
     return path.with_name(name.replace(f"-{here.pid}-{here.start}-", f"-{here.pid}-{here.start - 1}-"))
 
 

@@ -21,7 +21,7 @@ from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import DROPPED, private
+from shardformer.filesystem.atomic_write import DROPPED, parse_temporary_name
 from shardformer.filesystem.lock import LOCK
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -97,7 +97,7 @@ def test_job_that_lost_its_lock_publishes_nothing(tmp_path: Path, monkeypatch: p
     with pytest.raises(InputError, match="was taken over by process 17 of someone on a-host"):
         save(tmp_path, 5)
     assert steps(tmp_path) == [3]
-    assert not [path for path in tmp_path.iterdir() if private(path)]
+    assert not [path for path in tmp_path.iterdir() if parse_temporary_name(path)]
 
 
 def test_async_save_writes_to_original_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -238,13 +238,13 @@ def test_user_files_next_to_checkpoint_are_kept(how: str, tmp_path: Path) -> Non
 def test_killed_deletion_loses_no_user_file(tmp_path: Path) -> None:
     path = save(tmp_path, 1)
     (path / "NOTES.md").write_text("my notes")
-    name = atomic_write.private_path(path, DROPPED).name
-    here = atomic_write.private(tmp_path / name)
+    name = atomic_write.temporary_path(path, DROPPED).name
+    here = atomic_write.parse_temporary_name(tmp_path / name)
     assert here is not None
     path.rename(tmp_path / name.replace(f"-{here.owner.start}-", f"-{here.owner.start - 1}-"))
     save(tmp_path, 2)
     assert [p.name for p in path.iterdir()] == ["NOTES.md"]
-    assert not [p for p in tmp_path.iterdir() if private(p)]
+    assert not [p for p in tmp_path.iterdir() if parse_temporary_name(p)]
 
 
 def test_linked_checkpoint_is_loaded_and_not_deleted(tmp_path: Path) -> None:
@@ -300,7 +300,7 @@ def test_link_in_hidden_folder_is_not_followed(tmp_path: Path, monkeypatch: pyte
 
     def planted(self: Path, *args: Any, **kwargs: Any) -> None:
         real(self, *args, **kwargs)
-        if private(self):
+        if parse_temporary_name(self):
             (self / "rank-00000.safetensors").symlink_to(tmp_path / "precious")
 
     monkeypatch.setattr(Path, "mkdir", planted)

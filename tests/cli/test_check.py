@@ -91,14 +91,14 @@ def test_a_failed_requirement_exits_with_status_1(
 def test_an_old_version_fails_with_the_command_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
     real = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda name: "2.10.1+cpu" if name == "torch" else real(name))
-    torch = next(finding for finding in cli_check._versions() if finding.name == "torch")
+    torch = next(finding for finding in cli_check._check_versions() if finding.name == "torch")
     assert torch == CheckResult("versions", "torch", "failed", "2.10.1+cpu", "pip install 'torch>=2.11'")
 
 
 def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(cli_check.shutil, "which", lambda name: None)
-    findings = cli_check._optional_parts()
+    findings = cli_check._list_optional_packages()
     assert {finding.status for finding in findings} == {"missing"}
     assert all("install" in finding.remedy for finding in findings)
 

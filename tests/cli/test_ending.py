@@ -19,9 +19,9 @@ from shardformer.launcher.shutdown import (
     SHUTDOWN_TIMEOUT_S,
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    _process_states,
-    finishes_on_signals,
-    is_ended,
+    _record_stuck_processes,
+    is_aborted_by_launcher,
+    register_graceful_shutdown,
     set_shutdown_timeout,
 )
 from shardformer.launcher.worker import record_failure
@@ -34,7 +34,9 @@ def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
     """Return for each close: the timeout of torch's launcher, and whether processes see that one of them failed."""
     found: list[tuple[int, bool]] = []
     monkeypatch.delenv(SHUTDOWN_TIMEOUT_VARIABLE, raising=False)
-    monkeypatch.setattr(PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_ended())))
+    monkeypatch.setattr(
+        PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_aborted_by_launcher()))
+    )
     return found
 
 
@@ -52,7 +54,7 @@ def close(by_signal: bool) -> None:
 def test_a_saving_process_gets_time_after_a_signal_but_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
     with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
         if saves:
-            with finishes_on_signals():
+            with register_graceful_shutdown():
                 close(by_signal=False)
                 close(by_signal=True)
                 close(by_signal=True)
@@ -82,7 +84,7 @@ def test_ctrl_c_prints_no_traceback_per_rank(
 
 
 def test_shutdown_timeout_overrides_the_default(waits: list[Any]) -> None:
-    with set_shutdown_timeout(Namespace(shutdown_timeout=77)), finishes_on_signals():
+    with set_shutdown_timeout(Namespace(shutdown_timeout=77)), register_graceful_shutdown():
         close(by_signal=True)
     assert waits == [(77, False)]
 
@@ -91,6 +93,6 @@ def test_a_process_killed_while_saving_is_reported(tmp_path: Path, monkeypatch: 
     import signal
 
     monkeypatch.setenv(FOLDER, str(tmp_path))
-    with finishes_on_signals():
-        _process_states([os.getpid()], signal.SIGINT, 77)
+    with register_graceful_shutdown():
+        _record_stuck_processes([os.getpid()], signal.SIGINT, 77)
     assert "did not finish its step and save within 77 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())

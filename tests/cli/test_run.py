@@ -342,7 +342,7 @@ def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(socket, "gethostname", lambda: "node2")
     monkeypatch.setattr(socket, "getfqdn", lambda: "node2.cluster")
     # without a name server, only 127.0.0.1 is an address of this machine
-    monkeypatch.setattr(launcher_hostfile, "_is_local", lambda name: name == "127.0.0.1")
+    monkeypatch.setattr(launcher_hostfile, "_is_local_address", lambda name: name == "127.0.0.1")
     assert find_this_host([HostEntry("node1"), HostEntry("node2"), HostEntry("127.0.0.1")]) == 1
     assert find_this_host([HostEntry("node1.cluster"), HostEntry("NODE2.cluster")]) == 1
     assert find_this_host([HostEntry("node1.other"), HostEntry("node2.other")]) == 1
@@ -354,8 +354,8 @@ def test_this_machine_is_found_by_name_or_address(monkeypatch: pytest.MonkeyPatc
 
 
 def test_local_addresses_are_recognized() -> None:
-    assert launcher_hostfile._is_local("127.0.0.1")
-    assert not launcher_hostfile._is_local("192.0.2.1")  # reserved for documentation
+    assert launcher_hostfile._is_local_address("127.0.0.1")
+    assert not launcher_hostfile._is_local_address("192.0.2.1")  # reserved for documentation
 
 
 def test_a_host_file_sets_missing_options(tmp_path: Path) -> None:
@@ -427,7 +427,7 @@ def test_invalid_options_raise(arguments: list[str], value: str) -> None:
 def test_errors_of_torchs_launcher_become_launch_errors(tmp_path: Path, options: list[str], said: str) -> None:
     (tmp_path / "a.py").touch()
     with pytest.raises(LaunchError) as caught:
-        cli_run._launch(parse([*options, str(tmp_path / "a.py")]))
+        cli_run._run_processes(parse([*options, str(tmp_path / "a.py")]))
     assert_four_parts(caught.value, said)
 
 

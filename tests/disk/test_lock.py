@@ -14,7 +14,7 @@ import pytest
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write
 from shardformer.filesystem import lock as locks
-from shardformer.filesystem.lock import LOCK, check_held, hold, release
+from shardformer.filesystem.lock import LOCK, check_lock_is_held, hold, release
 from tests.disk.locks import elsewhere, killed, lock_of, parent
 
 FORKS = pytest.mark.filterwarnings("ignore:.*multi-threaded:DeprecationWarning")  # the children end at once
@@ -111,13 +111,13 @@ def test_only_own_lock_is_refreshed(tmp_path: Path) -> None:
     while path.stat().st_mtime < 2 and time.monotonic() < end:
         time.sleep(0.01)
     assert path.stat().st_mtime > 2
-    check_held(tmp_path)
+    check_lock_is_held(tmp_path)
     lock_of(elsewhere(), tmp_path)
     os.utime(path, (1, 1))
     time.sleep(0.2)
     assert path.stat().st_mtime < 2
     with pytest.raises(InputError, match="was taken over by process 17 of someone on a-host"):
-        check_held(tmp_path)
+        check_lock_is_held(tmp_path)
     release(tmp_path, holder)
     assert path.exists(), "it is not this process's lock"
 
@@ -126,7 +126,7 @@ def test_removed_lock_is_recreated(tmp_path: Path) -> None:
     holder = Holder()
     hold(tmp_path, holder)
     (tmp_path / LOCK).unlink()
-    check_held(tmp_path)
+    check_lock_is_held(tmp_path)
     assert owner(tmp_path) == os.getpid()
 
 

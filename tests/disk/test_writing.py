@@ -11,27 +11,27 @@ from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import (
     SAVING,
     Process,
+    create_file,
     make_folder,
-    new_file,
+    parse_temporary_name,
     path_of,
-    private,
-    private_path,
     remove,
-    remove_left,
+    remove_leftovers,
+    replace_atomically,
     replace_text,
-    replacing,
+    temporary_path,
     write_new,
 )
 
 
 def test_private_name_is_unique_and_contains_its_owner(tmp_path: Path) -> None:
-    one, two = private_path(tmp_path / "step-00000005"), private_path(tmp_path / "step-00000005")
+    one, two = temporary_path(tmp_path / "step-00000005"), temporary_path(tmp_path / "step-00000005")
     assert one != two and one.parent == tmp_path
-    found = private(one)
+    found = parse_temporary_name(one)
     assert found is not None
     assert (found.kind, found.name, found.owner) == (SAVING, "step-00000005", Process.this())
-    assert private(tmp_path / ".saving-step-00000005") is None
-    assert len(private_path(tmp_path / ("x" * 250)).name) < 255
+    assert parse_temporary_name(tmp_path / ".saving-step-00000005") is None
+    assert len(temporary_path(tmp_path / ("x" * 250)).name) < 255
 
 
 def test_user_path_is_expanded_and_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,7 +61,7 @@ def test_file_in_place_of_directory_is_named(tmp_path: Path) -> None:
 
 def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) -> None:
     here = Process.this()
-    own = private_path(tmp_path / "model")
+    own = temporary_path(tmp_path / "model")
     dead = tmp_path / own.name.replace(f"-{here.start}-", f"-{here.start - 1}-")
     other = tmp_path / dead.name.replace(here.machine, "0" * 12)
     another = tmp_path / dead.name.replace("-model-", "-other-")
@@ -70,7 +70,7 @@ def test_only_leftovers_of_killed_local_processes_are_removed(tmp_path: Path) ->
         path.mkdir()
     link = dead.with_name(dead.name[:-1] + ("0" if dead.name[-1] != "0" else "1"))
     link.symlink_to(tmp_path / "elsewhere")
-    remove_left(tmp_path, "model")
+    remove_leftovers(tmp_path, "model")
     assert not dead.exists()
     assert all(path.exists() for path in kept) and link.is_symlink()
 
@@ -80,7 +80,7 @@ def test_new_file_does_not_follow_link(tmp_path: Path) -> None:
         link = tmp_path / f"link to {target}"
         link.symlink_to(tmp_path / target)
         with pytest.raises(FileExistsError):
-            new_file(link)
+            create_file(link)
     assert not (tmp_path / "not there").exists()
 
 
@@ -95,7 +95,7 @@ def test_link_is_replaced_and_not_followed(tmp_path: Path) -> None:
 def test_failed_replacement_keeps_file(tmp_path: Path) -> None:
     path = tmp_path / "picture.png"
     path.write_text("old")
-    with pytest.raises(OSError, match="full"), replacing(path) as hidden:
+    with pytest.raises(OSError, match="full"), replace_atomically(path) as hidden:
         assert hidden.suffix == ".png"
         write_new(hidden, b"half")
         raise OSError("full")

@@ -153,7 +153,7 @@ def test_thread_ranks_draw_random_numbers_one_after_another() -> None:
         thread.start()
         thread.join()
 
-    own = random_state.PrivateRandomState(1)
+    own = random_state.ContinuedRandomState(1)
     with own.drawing():
         ask()
         first = torch.rand(3)

@@ -140,8 +140,9 @@ def test_all_bytes_are_compared_on_request(folders: list[Path], all_bytes: bool)
 
 
 def test_ranks_with_different_all_bytes_options_are_refused(folders: list[Path]) -> None:
-    said = outcomes([load(folders[0]), load(folders[1], all_bytes=True)])
-    assert all("Rank 1 loaded its weights with all_bytes=True, rank 0 with all_bytes=False" in each for each in said)
+    texts = outcomes([load(folders[0]), load(folders[1], all_bytes=True)])
+    expected = "Rank 1 loaded its weights with all_bytes=True, but rank 0 with all_bytes=False"
+    assert all(expected in text for text in texts)
     with pytest.raises(ConfigError, match="all_bytes='yes'"):
         load(folders[0], all_bytes="yes")
 
@@ -249,7 +250,7 @@ def test_samples_of_a_large_file_cover_every_tensor_and_the_whole_file(tmp_path:
     middles = [start + sum(tensors[name]["data_offsets"]) // 2 for name in "abc"]
     chunks = [(size - safetensors_source.CHUNK_BYTES) * number // 15 for number in range(1, 16)]
     assert [differs(where) for where in (*middles, *chunks)] == [True] * 18
-    between = chunks[4] - 1000  # after the middle of "a", in no sampled chunk
+    between = chunks[4] - 1000  # after the middle of "a", between the sampled chunks
     assert not differs(between) and differs(between, all_bytes=True)
     assert WeightsFile(str(path)).contents == before
 

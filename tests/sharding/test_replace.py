@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from shardformer.filesystem import atomic_write
-from shardformer.filesystem.atomic_write import REPLACED, Process, private, private_path
+from shardformer.filesystem.atomic_write import REPLACED, Process, parse_temporary_name, temporary_path
 from shardformer.weights.save_pretrained import MODEL_DIRECTORY
 
 OLD = (
@@ -72,7 +72,7 @@ def test_file_created_during_the_exchange_is_kept(tmp_path: Path, monkeypatch: p
 
 
 def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
-    others = [".saving-model", ".replaced-model", private_path(tmp_path / "model").name]
+    others = [".saving-model", ".replaced-model", temporary_path(tmp_path / "model").name]
     for name in others:
         (tmp_path / name).mkdir()
         (tmp_path / name / "file").write_text("mine")
@@ -84,7 +84,7 @@ def test_adjacent_directories_are_unchanged(tmp_path: Path) -> None:
 @pytest.mark.parametrize("is_there", [False, True])
 def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, tmp_path: Path) -> None:
     target, here = tmp_path / "model", Process.this()
-    left = private_path(target, REPLACED)
+    left = temporary_path(target, REPLACED)
     left = left.with_name(left.name.replace(f"-{here.start}-", f"-{here.start - 1}-"))
     fill(left)
     (left / "late.txt").write_text("late")
@@ -97,7 +97,7 @@ def test_leftovers_of_a_killed_process_are_restored_or_removed(is_there: bool, t
     with pytest.raises(OSError, match="No space left"):
         MODEL_DIRECTORY.replace(target, fails)
     assert contents(target) == {**dict.fromkeys((*OLD, *MINE), "old"), "late.txt": "late"}
-    assert not [path for path in tmp_path.iterdir() if private(path)]
+    assert not [path for path in tmp_path.iterdir() if parse_temporary_name(path)]
 
 
 def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +106,11 @@ def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch:
     before = contents(target)
 
     def fails(source: Any, to: Any) -> None:
-        if Path(to) == target and private(Path(source)) and private(Path(source)).kind == "saving":  # type: ignore[union-attr]
+        if (
+            Path(to) == target
+            and parse_temporary_name(Path(source))
+            and parse_temporary_name(Path(source)).kind == "saving"
+        ):  # type: ignore[union-attr]
             raise OSError("Input/output error")
         real(source, to)
 

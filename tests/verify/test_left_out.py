@@ -21,7 +21,7 @@ from shardformer.pipeline import micro_batch_loss, runtime, stage_forward
 from shardformer.sharding import apply_tensor_parallel as gradients
 from shardformer.verify.report import Report
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline
-from shardformer.verify.verification import report_here
+from shardformer.verify.verification import run_job_and_report
 from tests.verify.deep import Uneven, deep
 
 
@@ -130,7 +130,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 
 def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
-        return report_here(job)
+        return run_job_and_report(job)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from shardformer.pipeline.micro_batches import special_token_ids
 from shardformer.verify import model_source
 from shardformer.verify import model_source as any_type
 from shardformer.verify.model_source import ReducedModelType, all_classes, find_model
-from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_independent_samples, data_rank_batch
+from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, data_rank_batch
 from shardformer.verify.training_options import VerifyTraining
 
 IMAGE = 126
@@ -104,10 +104,10 @@ def test_data_ranks_get_the_patches_of_their_own_images() -> None:
 )
 def test_contrastive_batches_are_not_split(cut: dict[str, Any], remedy: str) -> None:
     whole = VerifyJob(clip, of_clip, 1, 1, 1, torch.float64, None, None, {})
-    check_independent_samples(whole, clip())
-    check_independent_samples(replace(whole, data=2), clip())  # compared with the plain model on the same shards
+    check_samples_are_independent(whole, clip())
+    check_samples_are_independent(replace(whole, data=2), clip())  # compared with the plain model on the same shards
     with pytest.raises(ConfigError, match=r"CLIPModel compares the samples of a batch.*logits_per_") as caught:
-        check_independent_samples(replace(whole, **cut), clip())
+        check_samples_are_independent(replace(whole, **cut), clip())
     assert remedy in caught.value.remedy
 
 

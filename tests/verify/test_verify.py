@@ -40,7 +40,7 @@ from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.verify.report import Report, Tolerances
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel, sample_loss
 from shardformer.verify.train_both import VerifyJob
-from shardformer.verify.verification import report_here, verify
+from shardformer.verify.verification import run_job_and_report, verify
 from tests.pools import WorkerPools
 from tests.verify.tower import ForgetfulPolicy, Tower, TowerPolicy, distance, numbers
 
@@ -225,7 +225,7 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
 
 def report_without(mutation: str, job: VerifyJob) -> Report | None:
     with MUTATIONS[mutation]():
-        return report_here(job)
+        return run_job_and_report(job)
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError, check_int
-from shardformer.filesystem.atomic_write import path_of, replace_text, replacing
+from shardformer.filesystem.atomic_write import path_of, replace_atomically, replace_text
 from shardformer.training.hook import Hook, TrainerProtocol
 
 ROWS = 25
@@ -87,7 +87,7 @@ class Profiler(Hook):
         if self._is_ending and self._steps_profiled % self._cycle <= self._cycle - self._active:
             return  # the run ended before the end of the warm-up
         trace = self._rank_folder / f"step-{self._step}.json"
-        with replacing(trace) as hidden:
+        with replace_atomically(trace) as hidden:
             profiler.export_chrome_trace(str(hidden))
         order = "self_cuda_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
         text = profiler.key_averages().table(sort_by=order, row_limit=ROWS)
@@ -119,7 +119,7 @@ def plot_memory(trace: Path, image: Path) -> None:
     axes.set_xlabel("ms")
     axes.set_ylabel("MB")
     axes.spines[["top", "right"]].set_visible(False)
-    with replacing(image) as hidden:
+    with replace_atomically(image) as hidden:
         figure.savefig(hidden, dpi=130)
 
 
