@@ -432,7 +432,9 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
     bound = copy.copy(policy)
     bound.set_model(reduced.model)
     bound.set_shard_config(ShardConfig(context=ParallelContext.of({})))
-    samples = _find_batch_dims(reduced, larger_batch_run, find_full_input_modules(bound), [s.layers for s in bound.stacks()])
+    samples = _find_batch_dims(
+        reduced, larger_batch_run, find_full_input_modules(bound), [s.layers for s in bound.stacks()]
+    )
 
     def shard(model: nn.Module, context: ParallelContext) -> None:
         config = ShardConfig(context=context.reshape_axis("tensor", **sizes), tensor_parallel_mode=mode)

@@ -245,4 +245,8 @@ class _LocalSamplesHook:
     def _select_local_samples(self, argument: str, tensor: Tensor) -> Tensor:
         default = 0 if tensor.dim() > 1 and tensor.shape[0] == self._stream.samples else None
         dim = self._samples.get(make_argument_key(self._arguments.at, argument), default)
-        return tensor if dim is None or not self._stream.is_sharded else self._stream.shard_samples(tensor, dim, self._rows)
+        return (
+            tensor
+            if dim is None or not self._stream.is_sharded
+            else self._stream.shard_samples(tensor, dim, self._rows)
+        )

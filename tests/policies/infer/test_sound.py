@@ -146,7 +146,9 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     lowering = LayerLowering(layer, "layers.*", ParallelContext.of({"tensor": 2}).tensor)
     with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
         lowering.describe_experts(Experts("experts", "up", "down", fused=2))
-    parameters = lowering.describe_experts(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
+    parameters = lowering.describe_experts(
+        Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})
+    ).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
         "experts.up": [2],
         "experts.down": [1],
