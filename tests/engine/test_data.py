@@ -264,7 +264,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (list(range(4)), {}, "without batch_size"),
+        (list(range(4)), {}, "called without batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
         (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data ranks, 2"),
