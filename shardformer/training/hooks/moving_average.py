@@ -32,9 +32,9 @@ class MovingAverage(Hook):
     ...     engine.export("averaged")
 
     Averages are stored in fp32 or a wider dtype. Each rank averages the weights that its optimizer updates: the master
-    weights, if there are any. The result is the same under every layout. Checkpoints store the average as an optimizer state, which any layout can load. Buffers,
-    such as the statistics of batch norms, are not averaged. While the average is applied, a rank keeps its weights
-    twice.
+    weights, if there are any. The result is the same under every layout. Checkpoints store the average as an optimizer
+    state, which any layout can load. Buffers, such as the statistics of batch norms, are not averaged. While the
+    average is applied, a rank keeps its weights twice.
 
     Steps communicate nothing. To apply the average under ZeRO, the parameters are all-gathered once.
 

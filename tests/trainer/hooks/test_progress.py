@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.hooks.progress import Progress, format_metrics, with_unit_prefix
+from shardformer.training.hooks.progress import Progress, format_metrics, scale_to_unit_prefix
 from shardformer.training.hooks.throughput import Throughput
 from shardformer.training.trainer import Trainer
 from tests.trainer.hooks.runs import engine_of, pairs
@@ -46,7 +46,7 @@ def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[st
 
 
 def test_numbers_have_unit_prefixes() -> None:
-    assert [" ".join(with_unit_prefix(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == [
+    assert [" ".join(scale_to_unit_prefix(v)) for v in (0.5, 12, 51200, 1.5e6, 2e12)] == [
         "0.5 ",
         "12 ",
         "51.2 k",
