@@ -142,7 +142,9 @@ def test_missing_attention_dropout_is_accepted() -> None:
 
 def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
-        other = attention_registration.AttentionOverride(method, attention_registration.gptj, "attention_dropout")
+        other = attention_registration.AttentionOverride(
+            method, attention_registration.gptj_attention, "attention_dropout"
+        )
         monkeypatch.setitem(attention_registration.OVERRIDES, "BloomAttention", other)
         with pytest.raises(ConfigError, match=rf"BloomAttention\), whose {method} takes {takes}"):
             use_flash_attention(build("bloom", {}), CPU)
@@ -152,7 +154,7 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GPT-J dispatches its attention from transformers 5.24 on."""
-    own = attention_registration.AttentionOverride("_attn", attention_registration.gptj, "attn_dropout")
+    own = attention_registration.AttentionOverride("_attn", attention_registration.gptj_attention, "attn_dropout")
     monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
