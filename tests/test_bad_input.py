@@ -162,13 +162,13 @@ CASES: dict[str, Case] = {
         one_head, {}, ConfigError, ("tensor size of 2", "1 attention heads", "tensor=1")
     ),
     "more ranks than MLP features": Case(
-        narrow, OWN, ConfigError, ("tensor size of 2", "1 features of layers.*.mlp.fc1", "Use a tensor size of at most 1")
+        narrow, OWN, ConfigError, ("tensor size of 2", "1 features of layers.*.mlp.fc1", "a tensor size of at most 1")
     ),
     "an unknown family": Case(
         unknown,
         {},
         PolicyError,
-        ("No layer of MambaModel can be sharded over tensor=2", "nothing of its layers can be cut", "data=2", "stage=3"),
+        ("No layer of MambaModel can be sharded over tensor=2", "finds no stack of layers", "data=2", "stage=3"),
     ),
     "no family at all": Case(ToyLM, {}, PolicyError, ("No policy for ToyLM", "takes ids", 'batch={"ids": ...}')),
     "a rule without a match": Case(
@@ -509,7 +509,7 @@ def _members_give_different_groups() -> Refusal:
 def test_ranks_with_different_groups_raise(pool4: WorkerPool) -> None:
     *two, third, _ = pool4.run(_members_give_different_groups)
     refused(two, ConfigError, "[0, 1]", "[0, 1, 2]", "Pass the same group")
-    refused([third], LostPeerError, "Process 0 did not come", "[0, 1, 2]")
+    refused([third], LostPeerError, "Process 0 did not reach shard_model", "[0, 1, 2]")
 
 
 def _one_has_a_model_of_its_own(order: str) -> list[str]:
@@ -571,7 +571,7 @@ def _shard_again(wrap: bool, ranks: int) -> Refusal:
 @pytest.mark.parametrize("wrap", [False, True])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_sharding_a_model_twice_raises(pool2: WorkerPool, wrap: bool, ranks: int) -> None:
-    refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "already sharded", "once")
+    refused(pool2.run(_shard_again, wrap, ranks), ConfigError, "already sharded", "Build the model again")
 
 
 def _use(how: str) -> Refusal:
@@ -615,7 +615,7 @@ def _use(how: str) -> Refusal:
         ("hidden states", ConfigError, ("output_hidden_states=True", "each rank has a shard of the sequence")),
         ("resize", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
         ("resize inside", ConfigError, ("resize_token_embeddings", "Resize the plain model, then shard it")),
-        ("save inside", ConfigError, ("save_pretrained is not supported on a GPT2Model", "Save the whole model")),
+        ("save inside", ConfigError, ("save_pretrained is not supported on a GPT2Model", "Save the full model")),
     ],
 )
 def test_an_invalid_batch_or_call_raises(pool2: WorkerPool, how: str, kind: Any, words: tuple[str, ...]) -> None:

@@ -140,8 +140,8 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     is_full = {bool(contents.full_hash) for contents in (contents_of[rank][0], usual[0])}
     if len(is_full) > 1:
         raise ConfigError(
-            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} with "
-            f"all_bytes={bool(usual[0].full_hash)}",
+            f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} "
+            f"with all_bytes={bool(usual[0].full_hash)}",
             remedy="Pass the same value of all_bytes on all ranks",
         )
     raise ConfigError(

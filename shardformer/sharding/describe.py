@@ -31,7 +31,7 @@ def format_table(head: tuple[str, ...], rows: Sequence[TableRow], layers: Mappin
         head: the titles of the columns.
         layers: ``transformer.h.*`` -> number of layers in that stack.
 
-    >>> print("n".join(format_table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
+    >>> print("\n".join(format_table(("", "was", "is"), [("head", ("6", "3"), 1), ("h.*.q", ("6", "3"), 2),
     ...                                           ("h.*.k", ("6", "3"), 2), ("h.*.t", ("9", "5"), 1)], {"h.*": 2})))
             was  is
     head    6    3
