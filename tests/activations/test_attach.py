@@ -210,7 +210,7 @@ def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:
 def test_sharded_sequences_can_only_be_stored_on_the_host() -> None:
     options = {"enable_sequence_parallelism": True}
     with pytest.raises(
-        ConfigError, match=r"on='tensor' .* shards the hidden states between its layers .sequence over tensor"
+        ConfigError, match=r"to='tensor' .* shards the hidden states between its layers .sequence over tensor"
     ):
         over_ranks("llama", "tensor", 2, False, **options)
     expected, found = (over_ranks("llama", on, 2, False, **options) for on in ("device", "host"))
