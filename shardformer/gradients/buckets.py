@@ -3,7 +3,7 @@
 AllReduceToGrad        writes the sum into ``.grad`` on every rank     one all-reduce per bucket
 ReduceScatterToShards  gives each rank's optimizer a shard of the sum  one reduce-scatter per bucket
 
-If an optimizer needs full matrices, one rank owns each matrix, and the ranks send it their slices (``SlicesToOwners``).
+If an optimizer needs full matrices, one rank owns each matrix, and the ranks send it slices (``OwnerRankTransfer``).
 Example: tensor=2, data=2, and a matrix of N elements on rank 3. Each of the other three ranks sends N/2 elements and
 receives N/2. A reduce-scatter followed by an all-gather of the full matrix would send N in each direction.
 """
@@ -29,77 +29,82 @@ from shardformer.mesh.parallel_context import Axis
 from shardformer.torch_compat import to_list
 
 
-class SlicesToOwners:
+class OwnerRankTransfer:
     """Sends slices of gradients to the ranks that own the parameters, and slices of updated parameters back.
 
     Args:
         holders: Coordinates of each rank of the axis.
     """
 
-    def __init__(self, gradients: Sequence[GradientSlot], holders: Sequence[Coords]) -> None:
-        self._gradients, self._holders = gradients, holders
+    def __init__(self, gradients: Sequence[GradientSlot], coords_by_rank: Sequence[Coords]) -> None:
+        self._gradients, self._coords_by_rank = gradients, coords_by_rank
         self._axis = gradients[0].axis
         self._ranks = range(self._axis.size)
 
-    def start_sum(self, each: int, places: Sequence[slice], had: Tensor) -> PendingCollective:
+    def start_sum(self, shard_numel: int, ranges: Sequence[slice], gradient_flags: Tensor) -> PendingCollective:
         """Start to sum the gradients of each parameter on its owner rank.
 
-        Communicates each slice of a gradient once, and the numbers ``had`` to all ranks.
+        Communicates each slice of a gradient once, and the numbers ``gradient_flags`` to all ranks.
 
         Args:
-            each: Number of elements that each rank owns.
-            places: Range of each gradient among the elements of all ranks.
-            had: One number for each gradient. Every owner gets their sums after its shard.
+            shard_numel: Number of elements that each rank owns.
+            ranges: Range of each gradient among the elements of all ranks.
+            gradient_flags: One number for each gradient. Every owner gets their sums after its shard.
         """
-        packed = [self._pack_slice(gradient, had) for gradient in self._gradients]
+        packed = [self._pack_slice(gradient, gradient_flags) for gradient in self._gradients]
         outgoing = [
-            torch.cat([*(packed[n] for n in self._indices_owned_by(r, each, places)), had]) for r in self._ranks
+            torch.cat([*(packed[n] for n in self._indices_owned_by(r, shard_numel, ranges)), gradient_flags])
+            for r in self._ranks
         ]
-        owned = self._indices_owned_by(self._axis.rank, each, places)
-        arriving = [sum(self._slice_sizes(r, owned)) + len(had) for r in self._ranks]
+        owned = self._indices_owned_by(self._axis.rank, shard_numel, ranges)
+        arriving = [sum(self._slice_sizes(r, owned)) + len(gradient_flags) for r in self._ranks]
 
-        def add_slices(received: Tensor) -> Tensor:
-            shard = had.new_zeros(each + len(had))
+        def add_received_slices(received: Tensor) -> Tensor:
+            shard = gradient_flags.new_zeros(shard_numel + len(gradient_flags))
             for rank, part in enumerate(received.split(arriving)):
-                for n, local in zip(owned, part[: -len(had)].split(self._slice_sizes(rank, owned)), strict=True):
-                    begin = places[n].start - self._axis.rank * each
+                for n, local in zip(
+                    owned, part[: -len(gradient_flags)].split(self._slice_sizes(rank, owned)), strict=True
+                ):
+                    begin = ranges[n].start - self._axis.rank * shard_numel
                     spec = self._gradients[n].entry.spec
                     full = shard[begin : begin + self._gradients[n].numel].view(spec.shape)
-                    local = local.view(spec.local_shape(self._holders[rank]))
-                    for box in spec.boxes(self._holders[rank]):
+                    local = local.view(spec.local_shape(self._coords_by_rank[rank]))
+                    for box in spec.boxes(self._coords_by_rank[rank]):
                         box.of_full(full).add_(box.of_local(local))
-                shard[each:] += part[-len(had) :]
+                shard[shard_numel:] += part[-len(gradient_flags) :]
             return shard
 
-        return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_slices)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "gradients").then(add_received_slices)
 
-    def start_parameter_exchange(self, own: Tensor, whole: Tensor, places: Sequence[slice]) -> PendingCollective:
+    def start_parameter_transfer(self, shard: Tensor, full: Tensor, ranges: Sequence[slice]) -> PendingCollective:
         """Start to send each rank its slices of the parameters that this rank owns.
 
         Communicates each slice of a parameter once.
-        Writes into ``whole`` only the elements that this rank stores.
+        Writes into ``full`` only the elements that this rank stores.
         """
-        each, here = len(own), self._axis.rank
-        owned = self._indices_owned_by(here, each, places)
-        outgoing = [torch.cat([own[:0], *(self._slice(own, n, r, each, places) for n in owned)]) for r in self._ranks]
-        owned_by_rank = [self._indices_owned_by(r, each, places) for r in self._ranks]
+        shard_numel, here = len(shard), self._axis.rank
+        owned = self._indices_owned_by(here, shard_numel, ranges)
+        outgoing = [
+            torch.cat([shard[:0], *(self._slice(shard, n, r, shard_numel, ranges) for n in owned)]) for r in self._ranks
+        ]
+        owned_by_rank = [self._indices_owned_by(r, shard_numel, ranges) for r in self._ranks]
         arriving = [sum(self._slice_sizes(here, numbers)) for numbers in owned_by_rank]
 
-        def place_slices(received: Tensor) -> Tensor:
-            coords = self._holders[here]
+        def place_received_slices(received: Tensor) -> Tensor:
+            coords = self._coords_by_rank[here]
             for numbers, part in zip(owned_by_rank, received.split(arriving), strict=True):
                 for n, local in zip(numbers, part.split(self._slice_sizes(here, numbers)), strict=True):
                     spec = self._gradients[n].entry.spec
-                    spec.place(local.view(spec.local_shape(coords)), whole[places[n]].view(spec.shape), coords)
-            return whole
+                    spec.place(local.view(spec.local_shape(coords)), full[ranges[n]].view(spec.shape), coords)
+            return full
 
-        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_slices)
+        return collectives.start_all_to_all(outgoing, arriving, self._axis, "parameters").then(place_received_slices)
 
-    def _indices_owned_by(self, rank: int, each: int, places: Sequence[slice]) -> list[int]:
-        return [n for n, place in enumerate(places) if each and place.start // each == rank]
+    def _indices_owned_by(self, rank: int, shard_numel: int, ranges: Sequence[slice]) -> list[int]:
+        return [n for n, place in enumerate(ranges) if shard_numel and place.start // shard_numel == rank]
 
-    def _slice_sizes(self, rank: int, numbers: Sequence[int]) -> list[int]:
-        return [prod(self._gradients[n].entry.spec.local_shape(self._holders[rank])) for n in numbers]
+    def _slice_sizes(self, rank: int, indices: Sequence[int]) -> list[int]:
+        return [prod(self._gradients[n].entry.spec.local_shape(self._coords_by_rank[rank])) for n in indices]
 
     def _pack_slice(self, gradient: GradientSlot, like: Tensor) -> Tensor:
         grad = gradient.param.grad
@@ -107,10 +112,10 @@ class SlicesToOwners:
             return like.new_zeros(gradient.param.numel())
         return torch.div(grad.reshape(-1), gradient.divisor).to(like.dtype)
 
-    def _slice(self, own: Tensor, n: int, rank: int, each: int, places: Sequence[slice]) -> Tensor:
-        begin, gradient = places[n].start - self._axis.rank * each, self._gradients[n]
-        full = own[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
-        return gradient.entry.spec.slice(full, self._holders[rank]).reshape(-1)
+    def _slice(self, shard: Tensor, index: int, rank: int, shard_numel: int, ranges: Sequence[slice]) -> Tensor:
+        begin, gradient = ranges[index].start - self._axis.rank * shard_numel, self._gradients[index]
+        full = shard[begin : begin + gradient.numel].view(gradient.entry.spec.shape)
+        return gradient.entry.spec.slice(full, self._coords_by_rank[rank]).reshape(-1)
 
 
 ALIGNMENT_ELEMENTS = 32
@@ -149,16 +154,16 @@ class GradientSlot:
         self.copies = spec.num_copies() * (self.axis.size // (prod(summed) if is_shared else 1))
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
-    def gather_to_owner(self, axis: Axis | None, holders: Sequence[Coords] = ()) -> None:
+    def gather_to_owner(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
         """Let one rank receive the full gradient, for an optimizer that needs full matrices.
 
         Args:
             axis: For a sharded parameter, the axis over which the slices of the gradient are gathered.
-            holders: Coordinates of each rank of the axis.
+            coords_by_rank: Coordinates of each rank of the axis.
         """
         self.is_full = True
         if axis is not None:
-            self.axis, self.shard_coords = axis, holders
+            self.axis, self.shard_coords = axis, coords_by_rank
             self._set_copies(True)
 
     @property
@@ -171,7 +176,7 @@ class GradientSlot:
         return self.entry.param
 
     @property
-    def is_new(self) -> bool:
+    def is_unreduced(self) -> bool:
         """Whether this rank has a gradient that was not reduced over ranks yet."""
         return self.changed and self.param.grad is not None
 
@@ -233,18 +238,18 @@ class Bucket:
         return self.work is None or self.work.is_completed()
 
     @property
-    def slices(self) -> SlicesToOwners | None:
+    def slices(self) -> OwnerRankTransfer | None:
         """Exchange of gradient slices with owner ranks, or None if the bucket uses a reduce-scatter."""
         first = self.gradients[0]
         is_direct = self.axis.size > 1 and self.axis.transport.exchanges_directly(first.param)
         if not is_direct or not all(gradient.shard_coords for gradient in self.gradients):
             return None
-        return SlicesToOwners(self.gradients, first.shard_coords)
+        return OwnerRankTransfer(self.gradients, first.shard_coords)
 
     @property
     def has_gradient(self) -> list[float]:
         """Flag of each gradient: 1 if this rank has a new dense gradient, -1 if a new sparse one, otherwise 0."""
-        return [(-1.0 if g.is_sparse else 1.0) if g.is_new else 0.0 for g in self.gradients]
+        return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
         """Return the numbers that are summed together with the gradients.
@@ -255,23 +260,23 @@ class Bucket:
             return self.has_gradient
         return self.has_gradient + self.watch.bits_to_reduce(self.axis)
 
-    def check_extra_values(self, tail: Tensor) -> Tensor:
+    def check_extra_values(self, summed: Tensor) -> Tensor:
         """Check the summed extra values, and return for each gradient the number of ranks that had one.
 
         Raises:
             InputError: The consistency monitor found that the ranks diverged. Raised on every rank.
         """
-        count, tail = len(self.gradients), tail.real if tail.is_complex() else tail
-        if self.watch is not None and len(tail) > count:
-            self.watch.check_reduced_bits(tail[count:], self.axis)
-        return tail[:count]
+        count, summed = len(self.gradients), summed.real if summed.is_complex() else summed
+        if self.watch is not None and len(summed) > count:
+            self.watch.check_reduced_bits(summed[count:], self.axis)
+        return summed[:count]
 
-    def packed_offsets(self) -> tuple[int, list[slice]]:
+    def packed_ranges(self) -> tuple[int, list[slice]]:
         """Return the number of elements of the bucket without alignment padding, and the range of each gradient."""
         *begins, end = accumulate((gradient.numel for gradient in self.gradients), initial=0)
         return end, [slice(at, at + gradient.numel) for at, gradient in zip(begins, self.gradients, strict=True)]
 
-    def offsets(self, ranks: int = 1) -> tuple[int, list[slice]]:
+    def shard_ranges(self, ranks: int = 1) -> tuple[int, list[slice]]:
         """Return the number of elements in each rank's shard of the bucket, and the range of each gradient.
 
         The ranges are relative to the concatenated shards of all ranks.
@@ -281,19 +286,19 @@ class Bucket:
         """
         sizes = [gradient.numel for gradient in self.gradients]
         if ranks == 1 or not any(gradient.is_full for gradient in self.gradients):
-            *begins, end = accumulate(map(_align, sizes), initial=0)
-            end -= _align(sizes[-1]) - sizes[-1]
+            *begins, end = accumulate(map(_round_up_to_alignment, sizes), initial=0)
+            end -= _round_up_to_alignment(sizes[-1]) - sizes[-1]
             each = max(1, -(-end // ranks))  # at least one element, because collectives cannot be empty
             return each, [slice(at, at + size) for at, size in zip(begins, sizes, strict=True)]
         used, starts = [0] * ranks, [(0, 0)] * len(sizes)
         for n in sorted(range(len(sizes)), key=lambda n: -sizes[n]):
             rank = min(range(ranks), key=lambda rank: used[rank])
             starts[n] = rank, used[rank]
-            used[rank] += _align(sizes[n])
+            used[rank] += _round_up_to_alignment(sizes[n])
         each = max(1, *used)
         return each, [slice(r * each + at, r * each + at + n) for (r, at), n in zip(starts, sizes, strict=True)]
 
-    def new_flat(self, numel: int) -> Tensor:
+    def allocate_flat(self, numel: int) -> Tensor:
         first = self.gradients[0].param
         dtype = first.dtype if self.dtype is None else torch.promote_types(first.dtype, self.dtype)
         if self.memory is not None:
@@ -301,15 +306,15 @@ class Bucket:
         return torch.empty(numel, dtype=dtype, device=first.device)
 
     def start_all_reduce(
-        self, total: int, places: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
+        self, numel: int, ranges: Sequence[slice], divisors: Sequence[Tensor | float], *, clears_grads: bool = False
     ) -> None:
         """Start to all-reduce the gradients, divided by ``divisors``, together with the extra values."""
         tail = self.extra_values()
-        self.flat = flat = self.new_flat(total + len(tail))
-        for gap in _gaps(places, total):
+        self.flat = flat = self.allocate_flat(numel + len(tail))
+        for gap in _unused_ranges(ranges, numel):
             flat[gap] = 0
-        flat[total:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
-        for gradient, place, divisor in zip(self.gradients, places, divisors, strict=True):
+        flat[numel:] = torch.tensor(tail, dtype=flat.dtype, device=flat.device)
+        for gradient, place, divisor in zip(self.gradients, ranges, divisors, strict=True):
             gradient.pack(flat[place], divisor)
             if clears_grads:
                 gradient.param.grad = None
@@ -337,7 +342,7 @@ class AllReduceToGrad:
     backward pass this communicates their indices.
     """
 
-    takes_sparse = True  # otherwise a sparse gradient is converted to a dense one
+    supports_sparse = True  # otherwise a sparse gradient is converted to a dense one
 
     def __init__(self) -> None:
         self._sparse: list[tuple[GradientSlot, Tensor]] = []  # sparse gradients and their dense sums
@@ -350,7 +355,7 @@ class AllReduceToGrad:
         return copies / gradient.divisor
 
     def start(self, bucket: Bucket) -> None:
-        bucket.start_all_reduce(*bucket.packed_offsets(), [gradient.copies for gradient in bucket.gradients])
+        bucket.start_all_reduce(*bucket.packed_ranges(), [gradient.copies for gradient in bucket.gradients])
 
     def finish(self, bucket: Bucket) -> None:
         """Wait for the all-reduce, and write the summed gradients into ``.grad``."""
@@ -358,7 +363,7 @@ class AllReduceToGrad:
         assert flat is not None
         if bucket.work is not None:
             bucket.work.wait()
-        total, places = bucket.packed_offsets()
+        total, places = bucket.packed_ranges()
         counts = bucket.check_extra_values(flat[total:])
         # counts are not needed for gradients of this rank, and reading them would synchronize a GPU
         had = None if all(n > 0 for n in bucket.has_gradient) else to_list(counts)
@@ -371,7 +376,7 @@ class AllReduceToGrad:
                     gradient.param.grad = value.clone()
                 else:
                     gradient.param.grad.copy_(value)
-            elif gradient.is_new:
+            elif gradient.is_unreduced:
                 raise InputError(
                     f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others",
                     remedy="Use the parameter in the same way on all ranks, or remove sparse=True",
@@ -400,7 +405,7 @@ class ReduceScatterToShards:
 
     The last shard is padded with zeros.
     Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. For
-    slices of owner ranks see ``SlicesToOwners``.
+    slices of owner ranks see ``OwnerRankTransfer``.
 
     Args:
         receive: Called with (bucket, this rank's shard, number of ranks with a gradient for each parameter).
@@ -409,7 +414,7 @@ class ReduceScatterToShards:
         ends: Called at the end of a backward pass.
     """
 
-    takes_sparse = False
+    supports_sparse = False
 
     def __init__(
         self,
@@ -432,16 +437,16 @@ class ReduceScatterToShards:
 
     def _start(self, bucket: Bucket) -> None:
         ranks, tail = bucket.axis.size, bucket.extra_values()
-        each, places = bucket.offsets(ranks)
+        each, places = bucket.shard_ranges(ranks)
         if (slices := bucket.slices) is not None:
-            bucket.work = slices.start_sum(each, places, bucket.new_flat(len(tail)).copy_(torch.tensor(tail)))
+            bucket.work = slices.start_sum(each, places, bucket.allocate_flat(len(tail)).copy_(torch.tensor(tail)))
             for gradient in bucket.gradients:
                 gradient.param.grad = None
             return
-        bucket.flat = bucket.new_flat(ranks * (each + len(tail)))
+        bucket.flat = bucket.allocate_flat(ranks * (each + len(tail)))
         rows = bucket.flat.view(ranks, each + len(tail))
         rows[:, each:] = torch.tensor(tail, dtype=rows.dtype, device=rows.device)
-        for gap in _gaps(places, ranks * each):
+        for gap in _unused_ranges(places, ranks * each):
             for rank, at, _ in _split_at_rows(gap, each):
                 rows[rank, at] = 0
         for gradient, place in zip(bucket.gradients, places, strict=True):
@@ -450,7 +455,7 @@ class ReduceScatterToShards:
         bucket.work = collectives.start_reduce_scatter(bucket.flat, bucket.axis, 0, purpose="gradients")
 
     def finish(self, bucket: Bucket) -> None:
-        shard, each = bucket.work.wait(), bucket.offsets(bucket.axis.size)[0]
+        shard, each = bucket.work.wait(), bucket.shard_ranges(bucket.axis.size)[0]
         self._receive(bucket, shard[:each], bucket.check_extra_values(shard[each:]))
 
 
@@ -462,44 +467,45 @@ class AllReduceToShards(ReduceScatterToShards):
 
     def _start(self, bucket: Bucket) -> None:
         divisors = [gradient.divisor for gradient in bucket.gradients]
-        bucket.start_all_reduce(*bucket.offsets(), divisors, clears_grads=True)
+        bucket.start_all_reduce(*bucket.shard_ranges(), divisors, clears_grads=True)
 
     def finish(self, bucket: Bucket) -> None:
         assert bucket.flat is not None
         flat = bucket.flat if bucket.work is None else bucket.work.wait()
-        total = bucket.offsets()[0]
+        total = bucket.shard_ranges()[0]
         self._receive(bucket, flat[:total], bucket.check_extra_values(flat[total:]))
 
 
 BucketReduction = AllReduceToGrad | ReduceScatterToShards
 
 
-def _align(numel: int) -> int:
+def _round_up_to_alignment(numel: int) -> int:
     return -(-numel // ALIGNMENT_ELEMENTS) * ALIGNMENT_ELEMENTS
 
 
-def _gaps(places: Sequence[slice], total: int) -> Iterator[slice]:
-    """Yield the ranges of a bucket of ``total`` elements that no gradient uses."""
+def _unused_ranges(ranges: Sequence[slice], numel: int) -> Iterator[slice]:
+    """Yield the ranges of a bucket of ``numel`` elements that no gradient uses."""
     end = 0
-    for place in [*sorted(places, key=lambda place: place.start), slice(total, total)]:
+    for place in [*sorted(ranges, key=lambda place: place.start), slice(numel, numel)]:
         if place.start > end:
             yield slice(end, place.start)
         end = max(end, place.stop)
 
 
-def _split_at_rows(place: slice, each: int) -> Iterator[tuple[int, slice, slice]]:
-    """Split a range of a flat tensor at the boundaries of rows of ``each`` elements.
+def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, slice, slice]]:
+    """Split a range of a flat tensor at the boundaries of rows of ``row_numel`` elements.
 
-    Yields (row, range in the row, range in ``place``) for each row that the range overlaps.
+    Yields (row, range in the row, range in ``flat_range``) for each row that the range overlaps.
     """
-    for row in range(place.start // each, -(-place.stop // each)):
-        low, high = max(place.start, row * each), min(place.stop, (row + 1) * each)
-        yield row, slice(low - row * each, high - row * each), slice(low - place.start, high - place.start)
+    for row in range(flat_range.start // row_numel, -(-flat_range.stop // row_numel)):
+        low, high = max(flat_range.start, row * row_numel), min(flat_range.stop, (row + 1) * row_numel)
+        in_row = slice(low - row * row_numel, high - row * row_numel)
+        yield row, in_row, slice(low - flat_range.start, high - flat_range.start)
 
 
-def _pack_rows(gradient: GradientSlot, place: slice, rows: Tensor) -> None:
+def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
     """Write a gradient, divided by its divisor, into its range of a bucket whose rows are not contiguous."""
-    grad, parts = gradient.param.grad, list(_split_at_rows(place, rows.shape[1]))
+    grad, parts = gradient.param.grad, list(_split_at_rows(flat_range, rows.shape[1]))
     if len(parts) == 1:
         gradient.pack(rows[parts[0][:2]], gradient.divisor)
         return

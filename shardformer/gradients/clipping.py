@@ -47,14 +47,14 @@ def clip_grad_norm_(
             rule="The model's metadata is needed to compute the norm over all shards",
             remedy="Use clip_grad_norm_(model, max_norm), without .parameters()",
         )
-    kept = find_metadata(model).gradient_owner
-    if kept is None:
+    owner = find_metadata(model).gradient_owner
+    if owner is None:
         total = grad_norm(model, norm_type)
     else:
-        total = kept.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
+        total = owner.clip_grad_norm_(max_norm, norm_type, error_if_nonfinite)
     if error_if_nonfinite:
         _check_finite(total)
-    if kept is None:
+    if owner is None:
         scale_gradients(model, total, max_norm)
     return total
 
@@ -75,8 +75,8 @@ def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)
     entries = state.by_param()
-    asked = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
-    return norm_of_entries(asked, state, norm_type)
+    model_entries = [entries.get(id(p)) or ParamEntry("", p, ShardSpec(p.shape)) for p in model.parameters()]
+    return norm_of_entries(model_entries, state, norm_type)
 
 
 def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm_type: float) -> Tensor:
@@ -88,7 +88,7 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
     op = "max" if math.isinf(norm_type) else "sum"
     coords = state.coords
     names = [name for name in coords if any(name in e.reduction.norm_over for e in state.entries)]
-    terms = [t for e in entries if (t := _term(e, norm_type, coords, names)) is not None]
+    terms = [t for e in entries if (t := _compute_local_norm_term(e, norm_type, coords, names)) is not None]
     # use information that all ranks share: a rank or a stage may have no gradient
     is_wide = any(e.param.dtype in (torch.float64, torch.complex128) for e in state.entries)
     device = next((e.param.device for e in state.entries), torch.device("cpu"))
@@ -102,25 +102,27 @@ def norm_of_entries(entries: Sequence[ParamEntry], state: ShardingMetadata, norm
     return total if is_wide else total.float()
 
 
-def _term(entry: ParamEntry, norm_type: float, coords: Coords, names: Sequence[str]) -> Tensor | None:
+def _compute_local_norm_term(
+    entry: ParamEntry, norm_type: float, coords: Coords, axis_names: Sequence[str]
+) -> Tensor | None:
     """Return the sum of p-th powers of this rank's gradient elements, or for ``inf`` their largest absolute value.
 
     Return None if there is no gradient, or if another rank with the same values counts it.
     """
     grad, reduction = entry.param.grad, entry.reduction
-    others = [coords[name] for name in names if name not in reduction.norm_over]
+    others = [coords[name] for name in axis_names if name not in reduction.norm_over]
     if grad is None or any(others) or (reduction.stages and reduction.stages[0] != coords["pipe"]):
         return None
-    held_by = entry.spec.num_copies(coords)
+    num_copies = entry.spec.num_copies(coords)
     if grad.is_sparse:
-        grad = grad.to_dense() if isinstance(held_by, Tensor) else grad.coalesce().values()
+        grad = grad.to_dense() if isinstance(num_copies, Tensor) else grad.coalesce().values()
     magnitude = grad.detach().abs()
     if magnitude.dtype in (torch.float16, torch.bfloat16):
         magnitude = magnitude.float()
     if math.isinf(norm_type):
         return magnitude.max() if magnitude.numel() else magnitude.new_zeros(())
     powers = magnitude**norm_type
-    return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()
+    return (powers / num_copies.to(powers) if isinstance(num_copies, Tensor) else powers).sum()
 
 
 _CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=None)
@@ -147,11 +149,11 @@ def patch_clip_grad_norm() -> None:
     norm, clip = utils.get_total_norm, utils.clip_grad_norm_
     norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
     clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
-    install(NORM_PATCH, lambda: replace_decorated(norm, _patched_norm, *norm_places))
-    install(CLIP_PATCH, lambda: replace_decorated(clip, _patched_clip, *clip_places))
+    install(NORM_PATCH, lambda: replace_decorated(norm, _patch_total_norm, *norm_places))
+    install(CLIP_PATCH, lambda: replace_decorated(clip, _patch_clip, *clip_places))
 
 
-def _patched_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def clip_grad_norm_(parameters: Tensor | Iterable[Tensor], *args: Any, **kwargs: Any) -> Tensor:
         params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -168,7 +170,7 @@ def _patched_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return clip_grad_norm_
 
 
-def _patched_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def _patch_total_norm(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @wraps(original)
     def total_norm(
         tensors: Tensor | Iterable[Tensor],
@@ -210,7 +212,7 @@ def _check_model_params(params: Sequence[Tensor], grads: Sequence[Tensor]) -> No
     for owner in (state.gradient_owner for state in tables_here() if state.gradient_owner is not None):
         for p in (p for group in owner.param_groups for p in group["params"]):
             if id(p) in clipped or (p.grad is not None and id(p.grad) in clipped):
-                raise _zero_error("parameters of a ZeroOptimizer, which are slices of the model's")
+                raise _zero_gradients_error("parameters of a ZeroOptimizer, which are slices of the model's")
 
 
 def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
@@ -226,7 +228,7 @@ def _entries_of_params(params: Sequence[Tensor]) -> dict[ShardingMetadata, list[
 def _entries_of_grads(grads: Sequence[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the metadata entries of the parameters with these gradients, for each sharded model."""
     if not grads:
-        return _model_of_other_stage()
+        return _find_model_of_other_stages()
     missing = {id(g) for g in grads}
     found = {}
     for state in filter(_is_sharded, tables_here()):
@@ -245,13 +247,13 @@ def _is_sharded(state: ShardingMetadata) -> bool:
     )
 
 
-def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
+def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
     """Return the pipeline model whose gradients other stages clip, if this stage has no gradients to clip."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]
     if not states and any(state.gradient_owner is not None for state in tables_here()):
-        raise _zero_error("no gradients")
+        raise _zero_gradients_error("no gradients")
     if len(states) > 1:
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ received no gradients, so it cannot determine which of the "
@@ -261,9 +263,9 @@ def _model_of_other_stage() -> dict[ShardingMetadata, list[ParamEntry]]:
     return {state: [] for state in states}
 
 
-def _zero_error(what: str) -> ConfigError:
+def _zero_gradients_error(received: str) -> ConfigError:
     return ConfigError(
-        f"torch.nn.utils.clip_grad_norm_ received {what}, but ZeRO stores the gradients separately from .grad",
+        f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad",
         remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )

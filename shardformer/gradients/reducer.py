@@ -32,22 +32,22 @@ class PausableReducer:
         finally:
             self.is_paused = before
 
-    def _hook(self, gradient: GradientSlot) -> tuple[Any, ...]:
+    def _register_gradient_hooks(self, gradient: GradientSlot) -> tuple[Any, ...]:
         # Hooks use weak references, because the garbage collector cannot traverse the autograd node that keeps them.
         # The model and its process groups would never be freed.
         reducer, slot = weakref.ref(self), weakref.ref(gradient)
 
-        def arriving(grad: Tensor) -> Tensor | None:
+        def before_accumulation(grad: Tensor) -> Tensor | None:
             me, one = reducer(), slot()
             return me._on_gradient(one, grad) if me is not None and one is not None else None
 
-        def accumulated(param: Tensor) -> None:
+        def after_accumulation(param: Tensor) -> None:
             me, one = reducer(), slot()
             if me is not None and one is not None:
                 me._on_accumulated(one)
 
         param: Any = gradient.param
-        return param.register_hook(arriving), param.register_post_accumulate_grad_hook(accumulated)
+        return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         """Handle a new gradient before autograd accumulates it. Return a tensor that replaces it, or None."""
@@ -101,7 +101,7 @@ class GradientReducer(PausableReducer):
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or AllReduceToGrad()
-        self._is_initialized = self._queued = self._dirty = False
+        self._is_initialized = self._is_end_callback_registered = self._has_unreduced_gradients = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
         self._num_started = self._num_finished = 0  # number of buckets whose reduction started, and finished
@@ -109,8 +109,8 @@ class GradientReducer(PausableReducer):
 
     def refresh(self) -> None:
         """Register hooks on parameters that were unfrozen, and reset the buckets after an interrupted backward pass."""
-        if self._queued:
-            self._queued = self._dirty = False
+        if self._is_end_callback_registered:
+            self._is_end_callback_registered = self._has_unreduced_gradients = False
             self._num_started = self._num_finished = 0
             for bucket in self._buckets:
                 bucket.reset()
@@ -126,7 +126,7 @@ class GradientReducer(PausableReducer):
                 remedy="Unfreeze it before creating the optimizer and calling shard_optimizer",
             )
         self.close()
-        self._hooked = {id(g.param): self._hook(g) for g in trainable}
+        self._hooked = {id(g.param): self._register_gradient_hooks(g) for g in trainable}
         self._buckets = _fill_buckets(trainable, self._bucket_bytes)
         if self._buckets:
             self._buckets[-1].watch = self._watch  # the last bucket to be reduced
@@ -164,20 +164,20 @@ class GradientReducer(PausableReducer):
         All ranks call it, including ranks without gradients. ``finish`` waits for the result.
         """
         while self._num_started < len(self._buckets):
-            self._start_next()
+            self._start_next_bucket()
 
     def finish(self) -> None:
         """Wait for the reduction of all buckets, and deliver the reduced gradients."""
         while self._num_finished < self._num_started:
-            self._finish_next()
+            self._finish_next_bucket()
         for bucket in self._buckets:
             bucket.reset()
         self._num_started = self._num_finished = 0
-        self._dirty = self.was_paused = False
+        self._has_unreduced_gradients = self.was_paused = False
         self.passes += 1
         self._end.end_pass()
 
-    def _start_next(self) -> None:
+    def _start_next_bucket(self) -> None:
         bucket = self._buckets[self._num_started]
         bucket.is_sent = True
         self._end.start(bucket)
@@ -186,11 +186,11 @@ class GradientReducer(PausableReducer):
             self._num_started - self._num_finished > MAX_REDUCTIONS_IN_FLIGHT
             or self._buckets[self._num_finished].is_summed
         ):
-            self._finish_next()
+            self._finish_next_bucket()
             if self._num_finished == self._num_started:
                 return
 
-    def _finish_next(self) -> None:
+    def _finish_next_bucket(self) -> None:
         bucket = self._buckets[self._num_finished]
         self._end.finish(bucket)
         for gradient in bucket.gradients:
@@ -200,7 +200,7 @@ class GradientReducer(PausableReducer):
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
         if gradient.bucket is not None and gradient.bucket.is_sent:
-            self._flush()  # a second gradient in one backward pass: the reduction in flight must finish first
+            self._reduce_all_buckets()  # second gradient in one backward pass: the reduction in flight must finish
         scale = self._end.scale(gradient)
         if isinstance(scale, Tensor):
             return grad * scale.to(grad)
@@ -210,15 +210,15 @@ class GradientReducer(PausableReducer):
         if not self.is_paused and self._overlaps:
             # earlier buckets only: other hooks of this parameter may still change its gradient
             while self._num_started < len(self._buckets) and self._buckets[self._num_started].pending == 0:
-                self._start_next()
+                self._start_next_bucket()
         gradient.changed = True
-        if gradient.is_sparse and not self._end.takes_sparse:
+        if gradient.is_sparse and not self._end.supports_sparse:
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_paused:
             return
-        self._dirty = True
-        if not self._queued:
-            self._queued = True
+        self._has_unreduced_gradients = True
+        if not self._is_end_callback_registered:
+            self._is_end_callback_registered = True
             at_end_of_backward(self._end_backward)
         if not gradient.arrived:
             gradient.arrived = True
@@ -226,11 +226,11 @@ class GradientReducer(PausableReducer):
             gradient.bucket.pending -= 1
 
     def _end_backward(self) -> None:
-        self._queued = False
-        if self._dirty:
-            self._flush()
+        self._is_end_callback_registered = False
+        if self._has_unreduced_gradients:
+            self._reduce_all_buckets()
 
-    def _flush(self) -> None:
+    def _reduce_all_buckets(self) -> None:
         self.start()
         self.finish()
 

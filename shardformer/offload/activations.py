@@ -57,11 +57,11 @@ def local_partition(full: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
     """Copy this rank's shard of a saved tensor. Return it with a checksum of the full tensor. Communicates nothing."""
     each = partition_bytes(len(full), axis)
     stored = full[axis.rank * each : (axis.rank + 1) * each]
-    part = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
-    return part, digest(full)
+    shard = stored.clone() if len(stored) == each else torch.cat([stored, full.new_zeros(each - len(stored))])
+    return shard, digest(full)
 
 
-def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Tensor:
+def gather_partitions(shard: Tensor, checksum: Tensor, axis: Axis, tensor_name: str) -> Tensor:
     """All-gather the shards of a saved tensor, including the padding of the last shard.
 
     Communicates one all-gather of T * ceil(size / T) bytes and, at the same time, one of 8 T bytes: the checksum that
@@ -70,20 +70,20 @@ def gather_partitions(part: Tensor, number: Tensor, axis: Axis, what: str) -> Te
     Raises:
         InputError: The checksums differ. Raised on every rank.
     """
-    full, numbers = part.new_empty(axis.size * len(part)), number.new_empty(axis.size)
-    pending = start_all_gather_into(numbers, number.view(1), axis, PURPOSE)
-    start_all_gather_into(full, part, axis, PURPOSE).wait()
-    check_replicated(torch_compat.to_list(pending.wait()), axis, what)
+    full, checksums = shard.new_empty(axis.size * len(shard)), checksum.new_empty(axis.size)
+    pending = start_all_gather_into(checksums, checksum.view(1), axis, PURPOSE)
+    start_all_gather_into(full, shard, axis, PURPOSE).wait()
+    check_replicated(torch_compat.to_list(pending.wait()), axis, tensor_name)
     return full
 
 
-def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
-    if len(set(numbers)) > 1:
-        usual = max(set(numbers), key=lambda number: (list(numbers).count(number), number == numbers[0]))
-        others = [rank for rank, number in enumerate(numbers) if number != usual]
+def check_replicated(checksums: Sequence[int], axis: Axis, tensor_name: str) -> None:
+    if len(set(checksums)) > 1:
+        usual = max(set(checksums), key=lambda checksum: (list(checksums).count(checksum), checksum == checksums[0]))
+        others = [rank for rank, checksum in enumerate(checksums) if checksum != usual]
         raise InputError(
-            f"{what} differed between ranks of {axis.name}: rank "
-            f"{', '.join(map(str, others))} of {axis.size} had other values",
+            f"{tensor_name} must be identical on all {axis.name} ranks, but rank "
+            f"{', '.join(map(str, others))} of {axis.size} had different values",
             rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all ranks",
             remedy='Use the same batch and random seed on all tensor ranks, or use to="host"',
         )
@@ -92,7 +92,7 @@ def check_replicated(numbers: Sequence[int], axis: Axis, what: str) -> None:
 PREFETCH_COUNT = 2
 """Copies to the host in progress, and prefetches for the backward pass, are each limited to this many times the size of
 the largest storage."""
-MAX_UNDECIDED = 8
+MAX_POSSIBLE_INPUTS = 8
 """Number of tensors that may be saved before one of them is known to be a layer input: the arguments of a checkpoint.
 Tensors of all sizes count, because sizes may differ between ranks."""
 PARAMETER_VIEW_NODES = {
@@ -118,18 +118,18 @@ class ActivationStore:
     def __init__(self, to_host: bool, axis: Axis | None, min_bytes: int, link: HostDeviceCopier | None = None) -> None:
         self._to_host, self._min_bytes, self._link = to_host, min_bytes, link
         self._axis = axis if axis is not None and axis.size > 1 else None
-        self.account = ActivationCounter()
+        self.counter = ActivationCounter()
         self._hooks = SavedTensorHooks(self._pack, self._unpack)
         self.undo: list[Callable[[], Any]] = []
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
         self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
         self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs of this forward
-        self._undecided: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
-        self._leaving: deque[StoredStorage] = deque()
-        self._ahead: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
+        self._possible_inputs: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
+        self._copying_to_host: deque[StoredStorage] = deque()
+        self._prefetched: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
         self._graphs: WeakSet[ForwardRecord] = WeakSet()  # graphs of the current backward pass
-        self._brought: WeakSet[StoredStorage] = WeakSet()
+        self._fetched: WeakSet[StoredStorage] = WeakSet()
         self._read: list[tuple[StorageWeakRef, int]] = []  # fetched memory that the backward pass now owns
         self._largest = 0
         self._task = -1
@@ -144,13 +144,13 @@ class ActivationStore:
             way: self._link.bandwidth(way) if self._link is not None else None
             for way in (DEVICE_TO_HOST, HOST_TO_DEVICE)
         }
-        account = self.account
-        return ActivationStats(dict(account.now), account.host, account.most, account.most_host, rates)
+        counter = self.counter
+        return ActivationStats(dict(counter.now), counter.host, counter.most, counter.most_host, rates)
 
     def reset(self) -> None:
         """Reset the maximum number of bytes to the current number."""
         self._update_counts()
-        self.account.reset()
+        self.counter.reset()
 
     def remove(self) -> None:
         """Stop storing the activations of later forward passes. Stored ones remain available to their backward pass."""
@@ -185,12 +185,12 @@ class ActivationStore:
         if not self._hooks.is_entered:
             return
         self._hooks.leave()
-        self._move_undecided(0)
+        self._offload_undecided(0)
         self._inputs.clear()
         self._graph.fetched = len(self._graph.order)
         self._update_counts()
 
-    def enter_layer(self, name: str, x: Any) -> None:
+    def register_layer_input(self, name: str, x: Any) -> None:
         """Register a tensor as the input of a layer, which is identical on all ranks and can be sharded over them."""
         if not self._hooks.is_entered or not _is_plain(x) or not is_dense(x):
             return
@@ -198,17 +198,17 @@ class ActivationStore:
         if key in self._inputs:
             return
         self._inputs[key] = StorageWeakRef(x.untyped_storage()), (start, end), name
-        for item in list(self._undecided):
+        for item in list(self._possible_inputs):
             stored = item[1]
             is_of_x = (stored.source.cdata, stored.version) == key
             if is_of_x and start <= stored.start and stored.start + stored.size <= end:
-                self._undecided.remove(item)
-                self._shard(stored, name)
+                self._possible_inputs.remove(item)
+                self._shard_layer_input(stored, name)
 
-    def _move_undecided(self, among: int) -> None:
+    def _offload_undecided(self, keep_last: int) -> None:
         """Offload saved tensors that did not become layer inputs, except for the most recently saved ones."""
-        while self._undecided and self._undecided[0][0] + among <= len(self._graph.order):
-            self._move(self._undecided.popleft()[1])
+        while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
+            self._start_offload(self._possible_inputs.popleft()[1])
 
     def _pack(self, x: Tensor) -> SavedTensorHandle | None:
         """Store a saved tensor and return its handle. Return None for parameters and unsupported tensors."""
@@ -224,32 +224,32 @@ class ActivationStore:
         is_input = input_range[0] <= start and end <= input_range[1]
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
-        self._move_undecided(MAX_UNDECIDED)
+        self._offload_undecided(MAX_POSSIBLE_INPUTS)
         # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
         stored = self._stored.get(key)
         if stored is None:
-            stored = self._stored[key] = StoredStorage(self.account, x, start, end)
+            stored = self._stored[key] = StoredStorage(self.counter, x, start, end)
             if stored.size >= self._min_bytes:
                 if self._axis is None:
-                    self._move(stored)
+                    self._start_offload(stored)
                 elif is_input:
-                    self._shard(stored, name)
+                    self._shard_layer_input(stored, name)
                 else:
-                    self._undecided.append((len(self._graph.order), stored))
+                    self._possible_inputs.append((len(self._graph.order), stored))
         return SavedTensorHandle(stored, self._graph, x)
 
-    def _shard(self, stored: StoredStorage, name: str) -> None:
+    def _shard_layer_input(self, stored: StoredStorage, name: str) -> None:
         """Replace the stored data of a layer input by this rank's shard."""
         assert self._axis is not None and stored.data is not None
         with torch.no_grad():
             stored.data, stored.number = local_partition(stored.data, self._axis)
         stored.name, stored.base = name, stored.start
         stored.count_data(PARTITIONED)
-        self._move(stored)
+        self._start_offload(stored)
 
-    def _move(self, stored: StoredStorage) -> None:
+    def _start_offload(self, stored: StoredStorage) -> None:
         """Start to copy stored data to the host. If too many copies are in progress, wait for an earlier one."""
         if not self._to_host:
             return
@@ -257,15 +257,18 @@ class ActivationStore:
         size = len(stored.data)
         self._largest = max(self._largest, size)
         limit = PREFETCH_COUNT * self._largest
-        while self._leaving and sum(len(p.host) for p in self._leaving if p.host is not None) + size > limit:
-            self._release(self._leaving.popleft())
+        while (
+            self._copying_to_host
+            and sum(len(p.host) for p in self._copying_to_host if p.host is not None) + size > limit
+        ):
+            self._finish_offload(self._copying_to_host.popleft())
         stored.host = self._link.new_host(size, torch.uint8)
-        self.account.add_host(size)
+        self.counter.add_host(size)
         stored.copy, stored.is_leaving = self._link.to_host(stored.host, stored.data), True
         stored.count_data(COPYING_TO_HOST)
-        self._leaving.append(stored)
+        self._copying_to_host.append(stored)
 
-    def _release(self, stored: StoredStorage) -> None:
+    def _finish_offload(self, stored: StoredStorage) -> None:
         """Wait for a copy to the host, then free the device memory unless the backward pass needs it next."""
         assert stored.copy is not None and stored.data is not None
         stored.copy.finish()
@@ -279,22 +282,26 @@ class ActivationStore:
 
     def _update_counts(self) -> None:
         """Update the byte counters after completed copies to the host and freed device memory."""
-        while self._leaving and self._leaving[0].copy is not None and self._leaving[0].copy.is_done():
-            self._release(self._leaving.popleft())
+        while (
+            self._copying_to_host
+            and self._copying_to_host[0].copy is not None
+            and self._copying_to_host[0].copy.is_done()
+        ):
+            self._finish_offload(self._copying_to_host.popleft())
         if any(source.expired() for source, _ in self._read):
             left = [(source, size) for source, size in self._read if not source.expired()]
-            self.account.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
+            self.counter.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
             self._read = left
 
     # --- the backward
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
-        check_version(stored.witness, stored.version, handle.shape)
+        check_version(stored.version_tensor, stored.version, handle.shape)
         self._update_counts()
         self._register_end_callback(handle.graph)
-        self._ahead.pop(stored, None)
-        stored.waits.discard(id(handle))
+        self._prefetched.pop(stored, None)
+        stored.unread_handles.discard(id(handle))
         self._fetch(stored)
         if stored.copy is not None and not stored.is_leaving:
             stored.copy.wait()
@@ -302,7 +309,7 @@ class ActivationStore:
         full = self._gather_full(stored) if stored.is_sharded else stored.data
         assert full is not None
         out = handle.tensor(full, stored.base)
-        if not stored.waits:
+        if not stored.unread_handles:
             self._transfer_to_backward(stored)
         self._prefetch(handle.graph, handle.place)
         return out
@@ -310,7 +317,7 @@ class ActivationStore:
     def _fetch(self, stored: StoredStorage) -> None:
         if stored.is_leaving:
             stored.is_wanted = True
-        if not stored.is_on_host or stored.joined is not None:
+        if not stored.is_on_host or stored.gathered is not None:
             return
         assert stored.host is not None and self._link is not None
         stored.data = torch.empty(len(stored.host), dtype=torch.uint8, device=self._link.device)
@@ -319,42 +326,47 @@ class ActivationStore:
 
     def _count_fetched(self, stored: StoredStorage, size: int) -> None:
         stored.count(FETCHED, size)
-        self._brought.add(stored)
+        self._fetched.add(stored)
 
     def _gather_full(self, stored: StoredStorage) -> Tensor:
         """Return the full data of a sharded layer input. The first call all-gathers the shards."""
-        if stored.joined is None:
+        if stored.gathered is None:
             assert self._axis is not None and stored.data is not None and stored.number is not None
             with torch.no_grad():
-                stored.joined = gather_partitions(
+                stored.gathered = gather_partitions(
                     stored.data, stored.number, self._axis, f"The input of layer {stored.name}"
                 )
-            self._count_fetched(stored, len(stored.joined))
-        return stored.joined
+            self._count_fetched(stored, len(stored.gathered))
+        return stored.gathered
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
         """Drop the references to fetched memory, which the backward pass then owns and frees."""
-        fetched_memory = [stored.joined]
-        stored.joined, stored.is_wanted = None, False
+        fetched_memory = [stored.gathered]
+        stored.gathered, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
             fetched_memory.append(stored.data)
             stored.data = None
         for x in fetched_memory:
             if x is not None:
-                stored.release_count(FETCHED, len(x))
+                stored.keep_count_in_model(FETCHED, len(x))
                 self._read.append((StorageWeakRef(x.untyped_storage()), len(x)))
         del fetched_memory
-        self._brought.discard(stored)
+        self._fetched.discard(stored)
 
-    def _prefetch(self, graph: ForwardRecord, place: int) -> None:
-        at = min(graph.fetched, place)
+    def _prefetch(self, graph: ForwardRecord, end: int) -> None:
+        at = min(graph.fetched, end)
         while at > 0:
             stored = graph.order[at - 1]()
-            if stored is not None and stored.host is not None and stored.waits and stored not in self._ahead:
-                if sum(self._ahead.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
+            if (
+                stored is not None
+                and stored.host is not None
+                and stored.unread_handles
+                and stored not in self._prefetched
+            ):
+                if sum(self._prefetched.values()) + len(stored.host) > PREFETCH_COUNT * self._largest:
                     break
                 if stored.is_on_host or stored.is_leaving:
-                    self._ahead[stored] = len(stored.host)
+                    self._prefetched[stored] = len(stored.host)
                     self._fetch(stored)
             at -= 1
         graph.fetched = at
@@ -371,8 +383,8 @@ class ActivationStore:
     def _end_backward(self) -> None:
         """Release fetched memory at the end of a backward pass. Another backward pass can fetch it again."""
         self._task = -1
-        self._ahead.clear()
-        for stored in list(self._brought):
+        self._prefetched.clear()
+        for stored in list(self._fetched):
             self._transfer_to_backward(stored)
         for graph in self._graphs:
             graph.fetched = len(graph.order)
@@ -434,17 +446,17 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
         ConfigError: The model already has a store. Or ``to`` is ``"tensor"`` and no layer has an input that is
             identical on all tensor ranks: the model was not sharded, or the sequence is sharded between its layers.
     """
-    check_choice("on", to, OFFLOAD_TARGETS)
+    check_choice("to", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
             f"The activations of this {type(model).__name__} are already stored by offload_activations",
             remedy="Call .remove() on the result of the first call before calling it again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
-    layers = _replicated_layers(model, to) if axis is not None else {}
+    layers = _find_replicated_layers(model, to) if axis is not None else {}
     store = ActivationStore("host" in to, axis, min_bytes)
-    _attach(model, store, layers)
-    for _, state in _sharded_models(model):
+    _register_store_hooks(model, store, layers)
+    for _, state in _find_sharded_models(model):
         stage_forward = getattr(state.stages, "stage_forward", None)
         if stage_forward is not None:
             stage_forward.boundary_callbacks.append(store.leave)
@@ -452,40 +464,46 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     return store
 
 
-def _sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMetadata]]:
+def _find_sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMetadata]]:
     found = [(module, module.__dict__.get(METADATA_ATTRIBUTE)) for module in model.modules()]
     return [(module, state) for module, state in found if isinstance(state, ShardingMetadata)]
 
 
-def _attach(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
+def _register_store_hooks(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
     model.__dict__[STORE] = store
     store.undo.append(partial(model.__dict__.pop, STORE, None))
     store.undo.append(model.register_forward_pre_hook(store.enter, prepend=True).remove)
     store.undo.append(model.register_forward_hook(store.leave, always_call=True).remove)
     for path, layer in layers.items():
-        store.undo.append(layer.register_forward_pre_hook(partial(_enter_layer, store, path), with_kwargs=True).remove)
+        store.undo.append(
+            layer.register_forward_pre_hook(partial(_register_layer_input, store, path), with_kwargs=True).remove
+        )
 
 
-def _enter_layer(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
-    store.enter_layer(path, first_tensor(args, kwargs))
+def _register_layer_input(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
+    store.register_layer_input(path, first_tensor(args, kwargs))
 
 
-def _replicated_layers(model: nn.Module, on: str) -> dict[str, nn.Module]:
+def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
     """Return the layers, by module path, whose hidden states are identical on all tensor ranks."""
-    layers, cut = dict[str, nn.Module](), ""
-    for module, state in _sharded_models(model):
+    layers, sharded_layout = dict[str, nn.Module](), ""
+    for module, state in _find_sharded_models(model):
         policy: Any = state.request.policy
         for stack in policy.layer_sequence().stacks:
             layout = stack.get_activation_layout(state.activations)
             if layout.shards_stacks:
-                cut = str(layout)
+                sharded_layout = str(layout)
             else:
                 layers |= {path: module.get_submodule(path) for path in stack.layer_calls}
     if not layers:
-        has = f"shards the hidden states between its layers ({cut})" if cut else "has no known layers"
+        has = (
+            f"shards the hidden states between its layers ({sharded_layout})"
+            if sharded_layout
+            else "has no known layers"
+        )
         raise ConfigError(
-            f"on={on!r} is not supported, because this {type(model).__name__} {has}",
+            f"to={to!r} is not supported, because this {type(model).__name__} {has}",
             rule="Only hidden states that are identical on all tensor ranks can be sharded over them",
-            remedy='Use on="host", or shard the model with tensor parallelism without sequence parallelism',
+            remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism',
         )
     return layers

@@ -121,7 +121,7 @@ class OffloadFile:
             self._finish_oldest_write()
 
 
-def check_room(folder: str, size: int) -> None:
+def check_disk_space(folder: str, size: int) -> None:
     """Raise OSError if a directory does not exist, or has no disk space for a file of ``size`` bytes."""
     with tempfile.TemporaryFile(dir=folder, buffering=0) as file:
         os.posix_fallocate(file.fileno(), 0, max(size, 1))

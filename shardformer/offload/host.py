@@ -50,9 +50,14 @@ class AsyncCopy:
     """
 
     def __init__(
-        self, out: Tensor, x: Tensor, wait: Callable[[], Any], finish: Callable[[], Any], is_done: Callable[[], bool]
+        self,
+        target: Tensor,
+        source: Tensor,
+        wait: Callable[[], Any],
+        finish: Callable[[], Any],
+        is_done: Callable[[], bool],
     ) -> None:
-        self._out, self._read = out, [x]
+        self._out, self._read = target, [source]
         self._wait, self._finish, self._is_done = wait, finish, is_done
 
     def wait(self) -> Tensor:
@@ -95,13 +100,13 @@ class HostDeviceCopier:
         """Allocate host memory, pinned if the device is a GPU."""
         return torch.empty(numel, dtype=dtype, device="cpu", pin_memory=self._is_cuda)
 
-    def to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start to copy a tensor from the device to the host. It must not change until the copy is complete."""
-        return self._start(DEVICE_TO_HOST, out, x)
+        return self._start(DEVICE_TO_HOST, target, source)
 
-    def to_device(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def to_device(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start to copy a tensor from the host to the device. It must not change until the copy is complete."""
-        return self._start(HOST_TO_DEVICE, out, x)
+        return self._start(HOST_TO_DEVICE, target, source)
 
     def bandwidth(self, way: str) -> float | None:
         """Return the measured bytes per second in one direction, or None before the first copy."""
@@ -112,39 +117,41 @@ class HostDeviceCopier:
         seconds = sum(copied.end - copied.begin for copied in done)
         return sum(copied.size for copied in done) / seconds if seconds else None
 
-    def _start(self, way: str, out: Tensor, x: Tensor) -> AsyncCopy:
-        x = x.detach()
-        return self._start_on_stream(way, out, x) if self._is_cuda else self._start_on_thread(way, out, x)
+    def _start(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
+        source = source.detach()
+        return (
+            self._start_on_stream(way, target, source) if self._is_cuda else self._start_on_thread(way, target, source)
+        )
 
-    def _start_on_thread(self, way: str, out: Tensor, x: Tensor) -> AsyncCopy:
-        if not has_data(x):  # fake tensors; threads cannot trace concurrently
-            out.copy_(x)
-            return AsyncCopy(out, x, bool, bool, lambda: True)
-        future: Future[None] = self._workers[way].submit(self._copy, way, out, x)
-        return AsyncCopy(out, x, future.result, future.result, future.done)
+    def _start_on_thread(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
+        if not has_data(source):  # fake tensors; threads cannot trace concurrently
+            target.copy_(source)
+            return AsyncCopy(target, source, bool, bool, lambda: True)
+        future: Future[None] = self._workers[way].submit(self._copy, way, target, source)
+        return AsyncCopy(target, source, future.result, future.result, future.done)
 
-    def _copy(self, way: str, out: Tensor, x: Tensor) -> None:
+    def _copy(self, way: str, target: Tensor, source: Tensor) -> None:
         begin = time.perf_counter()
-        out.copy_(x)
+        target.copy_(source)
         if self._bandwidth is not None:
-            time.sleep(max(0.0, begin + x.nbytes / self._bandwidth - time.perf_counter()))
-        self.log.append(FinishedCopy(way, x.nbytes, begin, time.perf_counter()))
+            time.sleep(max(0.0, begin + source.nbytes / self._bandwidth - time.perf_counter()))
+        self.log.append(FinishedCopy(way, source.nbytes, begin, time.perf_counter()))
 
-    def _start_on_stream(self, way: str, out: Tensor, x: Tensor) -> AsyncCopy:
-        stream, on_device = self._streams[way], x if way == DEVICE_TO_HOST else out
+    def _start_on_stream(self, way: str, target: Tensor, source: Tensor) -> AsyncCopy:
+        stream, on_device = self._streams[way], source if way == DEVICE_TO_HOST else target
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             begin.record(stream)
-            out.copy_(x, non_blocking=True)
+            target.copy_(source, non_blocking=True)
             end.record(stream)
         on_device.record_stream(stream)
-        self._timed.append((way, x.nbytes, begin, end))
+        self._timed.append((way, source.nbytes, begin, end))
 
         def wait() -> None:
             torch.cuda.current_stream(self.device).wait_event(end)
 
-        return AsyncCopy(out, x, end.synchronize if way == DEVICE_TO_HOST else wait, end.synchronize, end.query)
+        return AsyncCopy(target, source, end.synchronize if way == DEVICE_TO_HOST else wait, end.synchronize, end.query)
 
 
 FREE_MEMORY, TO_CPU, TO_NVME = "free", "cpu", "nvme:"
@@ -226,9 +233,9 @@ class HostMemory:
         if config.threads is None and device.type != "cpu":
             self._threads = max(1, len(os.sched_getaffinity(0)) // _processes_on_host())
 
-    def copy_to_host(self, out: Tensor, x: Tensor) -> AsyncCopy:
+    def copy_to_host(self, target: Tensor, source: Tensor) -> AsyncCopy:
         """Start to copy a gradient to the host. If too many copies are in progress, wait for an earlier one."""
-        copy = self.link.to_host(out, x)
+        copy = self.link.to_host(target, source)
         self._under_way.append(copy)
         while self._under_way and (len(self._under_way) > self._most or self._under_way[0].is_done()):
             self._under_way.popleft().finish()
@@ -239,7 +246,7 @@ class HostMemory:
         return HostShard(self, length, dtype)
 
     @contextmanager
-    def updating(self) -> Iterator[None]:
+    def use_update_threads(self) -> Iterator[None]:
         """Use more CPU threads for the optimizer step in this context, because launchers limit each process to one."""
         before = torch.get_num_threads()
         try:
@@ -306,10 +313,10 @@ class HostShard(WeightStore):
         """Return the tensors in host memory that belong to this shard, without shared buffers."""
         return [x for x in (self.values, self._sum, self._staging) if x is not None]
 
-    def receive(self, part: Tensor, scale: float) -> None:
+    def receive(self, reduced: Tensor, scale: float) -> None:
         """Start to copy reduced gradients to the host, where they are divided by the loss scale and accumulated."""
         self._accumulate_copied()
-        self._arriving = self.host.copy_to_host(self._staging_buffer(part.dtype), part), scale
+        self._arriving = self.host.copy_to_host(self._staging_buffer(reduced.dtype), reduced), scale
 
     def _staging_buffer(self, dtype: torch.dtype) -> Tensor:
         if self._staging is None or self._staging.dtype != dtype:
@@ -339,14 +346,18 @@ class HostShard(WeightStore):
         self._accumulate_copied()
         self._has_sum = False
 
-    def copy_to_device(self, own: Tensor) -> AsyncCopy:
+    def copy_to_device(self, local_params: Tensor) -> AsyncCopy:
         """Start to copy the master weights to this rank's shard of the parameters on the device, in its dtype.
 
         The master weights must not change until ``wait`` returns.
         """
         self.wait()
-        values = self.values if own.dtype == self.dtype else self._staging_buffer(own.dtype).copy_(self.values)
-        self._leaving = self.host.link.to_device(own, values)
+        values = (
+            self.values
+            if local_params.dtype == self.dtype
+            else self._staging_buffer(local_params.dtype).copy_(self.values)
+        )
+        self._leaving = self.host.link.to_device(local_params, values)
         return self._leaving
 
     def wait(self) -> None:

@@ -43,7 +43,7 @@ class SavedTensorHooks:
         self.is_entered = False
 
     def enter(self) -> None:
-        around = _as_own_hooks(torch_compat.top_saved_tensors_hooks())
+        around = _get_hooks_object(torch_compat.top_saved_tensors_hooks())
         self._asked = sorted([self, *(around._asked if around else [])], key=lambda hooks: not hooks._goes_first)
         self.is_entered = True
         torch_compat.push_saved_tensors_hooks(*self._torch_hooks())
@@ -57,7 +57,7 @@ class SavedTensorHooks:
         above: list[HookPair] = []
         while (top := torch_compat.top_saved_tensors_hooks()) is not None:
             torch_compat.pop_saved_tensors_hooks()
-            if _as_own_hooks(top) is self:
+            if _get_hooks_object(top) is self:
                 break
             above.append(top)
         for pair in reversed(above):
@@ -84,7 +84,7 @@ class SavedTensorHooks:
 def has_foreign_hooks() -> bool:
     """Whether saved-tensor hooks of other code are active, such as an activation checkpoint or ``save_on_cpu``."""
     top = torch_compat.top_saved_tensors_hooks()
-    return top is not None and _as_own_hooks(top) is None
+    return top is not None and _get_hooks_object(top) is None
 
 
 def check_version(x: Tensor, version: int, shape: torch.Size | None = None) -> None:
@@ -103,7 +103,7 @@ def _unpack_plain(packed: tuple[Tensor, int]) -> Tensor:
     return x
 
 
-def _as_own_hooks(pair: HookPair | None) -> SavedTensorHooks | None:
+def _get_hooks_object(pair: HookPair | None) -> SavedTensorHooks | None:
     hooks = None if pair is None else getattr(unwrap(pair[0]), "__self__", None)
     return hooks if isinstance(hooks, SavedTensorHooks) else None
 
@@ -112,7 +112,7 @@ ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "
 """Kinds of bytes on the device: not moved, being copied to the host, this rank's shards, fetched for the backward."""
 
 
-def _rate(value: float | None) -> str:
+def _format_bandwidth(value: float | None) -> str:
     return "not measured" if value is None else f"{value / 1e9:.2f} GB/s"
 
 
@@ -136,7 +136,7 @@ class ActivationStats:
 
     def __str__(self) -> str:
         kinds = ", ".join(f"{n:,} {kind}" for kind, n in self.device.items() if n) or "none"
-        rates = "; ".join(f"{way} {_rate(value)}" for way, value in self.bandwidth.items())
+        rates = "; ".join(f"{way} {_format_bandwidth(value)}" for way, value in self.bandwidth.items())
         return (
             f"Activations on the device: {sum(self.device.values()):,} bytes ({kinds}), at most {self.most:,}. "
             f"On the host: {self.host:,} bytes, at most {self.most_host:,}. Bandwidth {rates}."
@@ -184,32 +184,32 @@ class StoredStorage:
 
     Attributes:
         source: The storage. This reference prevents another storage from getting the same address.
-        witness: Tensor without memory that shares the version counter of the saved tensor.
+        version_tensor: Tensor without memory that shares the version counter of the saved tensor.
         data: The stored bytes on the device, or this rank's shard of them. None while they are on the host.
         base: Offset in the original storage of the first byte that the backward pass receives.
         number: Checksum of the full data if it is sharded.
         name: Name of the layer whose input it is.
         host: The stored bytes on the host.
         copy: Copy of ``data`` in progress.
-        joined: Full data of a sharded storage, while the backward pass needs it.
-        waits: Handles that the backward pass has not read.
+        gathered: Full data of a sharded storage, while the backward pass needs it.
+        unread_handles: Handles that the backward pass has not read.
         is_wanted: Whether the backward pass needs the data although they are being copied to the host.
     """
 
-    def __init__(self, account: ActivationCounter, x: Tensor, start: int, end: int) -> None:
+    def __init__(self, counter: ActivationCounter, x: Tensor, start: int, end: int) -> None:
         storage = x.untyped_storage()
         with torch.no_grad():
             data = torch.empty(0, dtype=torch.uint8, device=x.device).set_(storage, start, (end - start,), (1,))
-            self.witness = x.detach()
-            self.witness.data = torch.empty(0, dtype=x.dtype, device=x.device)
-        self.account, self.source, self.version = account, StorageWeakRef(storage), x._version
+            self.version_tensor = x.detach()
+            self.version_tensor.data = torch.empty(0, dtype=x.dtype, device=x.device)
+        self.counter, self.source, self.version = counter, StorageWeakRef(storage), x._version
         self.size, self.start, self.base, self.name = len(data), start, 0, ""
         self.data: Tensor | None = data
         self.number: Tensor | None = None
         self.host: Tensor | None = None
         self.copy: AsyncCopy | None = None
-        self.joined: Tensor | None = None
-        self.waits: set[int] = set()
+        self.gathered: Tensor | None = None
+        self.unread_handles: set[int] = set()
         self.is_wanted = self.is_leaving = False
         self._counted = {ON_DEVICE: 0, COPYING_TO_HOST: 0, PARTITIONED: 0, FETCHED: 0}
         self.count(ON_DEVICE, self.size)
@@ -217,7 +217,7 @@ class StoredStorage:
     def count(self, kind: str, size: int) -> None:
         """Add bytes of one kind to the counters of this storage and of its model."""
         self._counted[kind] += size
-        self.account.add(kind, size)
+        self.counter.add(kind, size)
 
     def count_data(self, kind: str) -> None:
         """Count the stored bytes on the device as another kind, such as being copied to the host."""
@@ -226,7 +226,7 @@ class StoredStorage:
             self.count(was, -self._counted[was])
         self.count(kind, size)
 
-    def release_count(self, kind: str, size: int) -> None:
+    def keep_count_in_model(self, kind: str, size: int) -> None:
         """Leave fetched bytes in the counter of the model when this storage is deleted."""
         self._counted[kind] -= size
 
@@ -241,9 +241,9 @@ class StoredStorage:
 
     def __del__(self) -> None:
         for kind, size in self._counted.items():
-            self.account.now[kind] -= size
+            self.counter.now[kind] -= size
         if self.host is not None:
-            self.account.host -= len(self.host)
+            self.counter.host -= len(self.host)
 
 
 class SavedTensorHandle:
@@ -260,7 +260,7 @@ class SavedTensorHandle:
         self.shape, self.stride, self.dtype = x.shape, x.stride(), x.dtype
         self.offset = x.storage_offset() * x.element_size()
         graph.order.append(ReferenceType(stored))
-        stored.waits.add(id(self))
+        stored.unread_handles.add(id(self))
 
     def tensor(self, full: Tensor, base: int) -> Tensor:
         """Return the saved tensor as a view of restored bytes, which start at byte ``base`` of its original storage."""
@@ -269,7 +269,7 @@ class SavedTensorHandle:
         return out.set_(full.untyped_storage(), offset, self.shape, self.stride)
 
     def __del__(self) -> None:
-        self.stored.waits.discard(id(self))
+        self.stored.unread_handles.discard(id(self))
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:

@@ -35,7 +35,7 @@ from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import create_data_loader, wrap_loss_function
 from shardformer.training.engine import Engine
 from shardformer.training.reshape import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
-from shardformer.zero.optimizer_state_view import let_go, unchanged_on_error
+from shardformer.zero.optimizer_state_view import detach_zero_optimizer, unchanged_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
@@ -251,7 +251,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
         tensors: dict[str, Any] = ModelTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.groups, strict=True):
-            let_go(optimizer)
+            detach_zero_optimizer(optimizer)
             optimizer.state.clear()
             for group, names in zip(optimizer.param_groups, names_of_groups, strict=True):
                 group["params"][:] = [tensors[name] for name in names if name in tensors]

@@ -45,22 +45,22 @@ class DevicePlacement:
 
     Args:
         shards: The offloaded shards, in reverse order of their gradient reduction.
-        residents: Cache of the gathered layers of stage 3. None for other stages.
+        unsharded_cache: Cache of the gathered layers of stage 3. None for other stages.
     """
 
     def __init__(
         self,
         settings: ZeroOptions,
         shards: Sequence[FlatShard],
-        residents: UnshardedCache | None,
+        unsharded_cache: UnshardedCache | None,
         optimizers: Sequence[Optimizer],
         context: ParallelContext,
     ) -> None:
         on_device = settings.offload.on_device
         self._shards, self._optimizers, self._context = shards, optimizers, context
         self._moves_shards = on_device == FREE_MEMORY and bool(shards)
-        self._residents = residents if settings.reshard_after_forward == FREE_MEMORY else None
-        self._is_open = self._moves_shards or self._residents is not None
+        self._unsharded_cache = unsharded_cache if settings.reshard_after_forward == FREE_MEMORY else None
+        self._is_open = self._moves_shards or self._unsharded_cache is not None
         if self._is_open:
             torch.cuda.reset_peak_memory_stats(context.device)
         if not isinstance(on_device, str):
@@ -74,21 +74,21 @@ class DevicePlacement:
         if not self._is_open:
             return
         self._is_open = False
-        room: float = free_bytes(self._context.device) * MARGIN
+        max_bytes: float = free_bytes(self._context.device) * MARGIN
         for axis in self._context.base_axes:
-            room = min(all_gather_objects(room, axis))
+            max_bytes = min(all_gather_objects(max_bytes, axis))
         if self._moves_shards:
-            room = self._move_shards(room, [self._device_bytes(shard) for shard in self._shards])
-        if self._residents is not None:
-            self._residents.room = room
+            max_bytes = self._move_shards(max_bytes, [self._device_bytes(shard) for shard in self._shards])
+        if self._unsharded_cache is not None:
+            self._unsharded_cache.max_bytes = max_bytes
 
-    def _move_shards(self, room: float, sizes: Sequence[float]) -> float:
+    def _move_shards(self, max_bytes: float, shard_sizes: Sequence[float]) -> float:
         """Move the offloaded shards that fit into a memory budget to the device, and return the remaining budget."""
-        for shard, size in zip(self._shards, sizes, strict=True):
-            if size <= room:
-                room -= size
+        for shard, size in zip(self._shards, shard_sizes, strict=True):
+            if size <= max_bytes:
+                max_bytes -= size
                 move_shard_to_device(shard, self._optimizers)
-        return room
+        return max_bytes
 
     def _device_bytes(self, shard: FlatShard) -> float:
         found = shard.length * shard.wide.itemsize * (1 + (shard.wide != shard.dtype))

@@ -99,7 +99,7 @@ class FlatShard:
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.device = first.device
         self.wide = torch.promote_types(self.dtype, torch.float32)
-        self.length, self.places = bucket.offsets(self.axis.size)
+        self.length, self.places = bucket.shard_ranges(self.axis.size)
         self.gathered, self.keeps = gathered, gathered is not None
         self._link = gathered.link if gathered is not None else None
         lasts = not self.keeps and not any(gradient.is_shared for gradient in self.gradients)
@@ -107,7 +107,7 @@ class FlatShard:
         if self._link is not None:
             self.local = self._link.new_host(self.length, self.dtype).zero_()
         else:
-            self.local = self._new(self.length) if self.full is None else self._local_part(self.full)
+            self.local = self._new(self.length) if self.full is None else self._get_local_shard(self.full)
         self.host = host.part(self.length, self.wide) if host is not None else None
         rounds = rounding is not None and self.wide != self.dtype and host is None
         self.rounded = RoundedWeights(self.local, rests=rounding == KAHAN) if rounds else None
@@ -143,7 +143,7 @@ class FlatShard:
         return self.host or self.rounded or self._always_loaded
 
     @property
-    def rests_on_host(self) -> bool:
+    def is_offloaded(self) -> bool:
         """Whether this rank's shard of the parameters is stored in host memory."""
         return self._link is not None
 
@@ -165,7 +165,7 @@ class FlatShard:
         """Whether any parameter of the shard received a gradient, even if the user discarded it. Same on all ranks."""
         return any(self.has_gradient) or self._is_discarded
 
-    def find_moved_param(self) -> str | None:
+    def find_param_with_moved_memory(self) -> str | None:
         """Return the name of a parameter that no longer uses the memory of this shard, or None."""
         if self.full is None or not has_data(self.full):
             return None
@@ -175,7 +175,7 @@ class FlatShard:
                 return gradient.entry.name
         return None
 
-    def adopt_written_params(self) -> None:
+    def copy_written_params_to_shard(self) -> None:
         """Copy parameters that changed outside of the optimizer, as by ``model.load_state_dict``, into the shard.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
@@ -185,10 +185,10 @@ class FlatShard:
             return
         with self.changing():
             for number in written:
-                self._adopt(number)
+                self._copy_param_to_shard(number)
         self.sync_versions()
 
-    def _adopt(self, number: int) -> None:
+    def _copy_param_to_shard(self, number: int) -> None:
         gradient = self.gradients[number]
         flat = _flatten(gradient, gradient.param.detach()) if self.full is None else None
         if (param_slice := self._slice_of.get(number)) is None:
@@ -207,7 +207,7 @@ class FlatShard:
     def _new(self, numel: int) -> Tensor:
         return torch.zeros(numel, dtype=self.dtype, device=self.device)
 
-    def _local_range(self, number: int) -> slice:
+    def _get_local_range(self, number: int) -> slice:
         place, begin = self.places[number], self.axis.rank * self.length
         low, high = max(place.start, begin), min(place.stop, begin + self.length)
         return slice(low - place.start, high - place.start) if low < high else slice(0, 0)
@@ -219,7 +219,7 @@ class FlatShard:
         several ranks store slices of the parameter.
         """
         flat = _flatten(gradient, gradient.param.detach())
-        place, here = self.places[number], self._local_range(number)
+        place, here = self.places[number], self._get_local_range(number)
         if self.full is not None:
             self.full[place] = flat
             gradient.param.data = gradient.unpack(self.full[place])
@@ -238,7 +238,7 @@ class FlatShard:
 
     def shard_state(self, number: int, state: dict[str, Any]) -> dict[str, Any]:
         """Return this rank's slice of the optimizer state of an unsharded parameter."""
-        gradient, here = self.gradients[number], self._local_range(number)
+        gradient, here = self.gradients[number], self._get_local_range(number)
         found = {}
         for name, x in state.items():
             if isinstance(x, Tensor) and x.shape == gradient.param.shape and (x.dim() or name != "step"):
@@ -248,20 +248,22 @@ class FlatShard:
             found[name] = x.to("cpu") if self.host is not None and isinstance(x, Tensor) else x
         return found
 
-    def receive(self, part: Tensor, had: Tensor, scale: float = 1.0) -> None:
+    def receive(self, reduced: Tensor, gradient_counts: Tensor, scale: float = 1.0) -> None:
         """Accumulate this rank's shard of the reduced gradients, divided by the loss scale.
 
         Args:
-            had: Number of ranks that had a gradient, for each parameter.
+            gradient_counts: Number of ranks that had a gradient, for each parameter.
         """
-        self._counts = had.clone() if self._counts is None else self._counts + had  # a view would keep the bucket alive
+        self._counts = (
+            gradient_counts.clone() if self._counts is None else self._counts + gradient_counts
+        )  # a view would keep the bucket alive
         if self.host is not None:
-            self.host.receive(part, scale)
+            self.host.receive(reduced, scale)
             return
-        part = part.to(self.wide) if scale == 1 else part.to(self.wide) / scale
-        self._sum = part if self._sum is None else self._sum.add_(part)
+        reduced = reduced.to(self.wide) if scale == 1 else reduced.to(self.wide) / scale
+        self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
-    def give_gradients(self) -> None:
+    def set_optimizer_gradients(self) -> None:
         """Set ``.grad`` of the optimizer's parameters, or None for parameters without a gradient on any rank."""
         total = self.sum
         for param_slice in self.slices:
@@ -272,7 +274,7 @@ class FlatShard:
 
     # --- gradients as the user sees them between backward and zero_grad
 
-    def show_gradients(self) -> None:
+    def show_gradients_to_user(self) -> None:
         """Set ``.grad`` of the model's parameters to views of the reduced gradients, and that of the optimizer's.
 
         On a GPU, missing gradients are zeros.
@@ -290,14 +292,14 @@ class FlatShard:
                 seen = gradient.param.grad = ShardedGradient(self, number)
                 self._shown[number] = seen, view
 
-    def hide_gradient(self, number: int) -> None:
+    def apply_user_edit(self, number: int) -> None:
         """Apply the user's edits of a gradient to the shard, and clear ``.grad`` for the next backward pass.
 
         Raises:
             ConfigError: ``.grad`` was replaced by a tensor that was not computed from it.
         """
         gradient, grad = self.gradients[number], self.gradients[number].param.grad
-        is_own = isinstance(grad, ShardedGradient) and grad.is_of(self, number)
+        is_own = isinstance(grad, ShardedGradient) and grad.is_gradient_of(self, number)
         result = grad.result if isinstance(grad, ShardedGradient) and is_own else None
         if (shown := self._shown.get(number)) is None:
             if gradient.changed and grad is None:
@@ -322,14 +324,14 @@ class FlatShard:
         elif local is not None and local is not shown[1]:
             self.local_gradient(number).copy_(local.reshape(-1))
 
-    def _assign_gradient(self, number: int, numbers: Tensor) -> None:
+    def _assign_gradient(self, number: int, values: Tensor) -> None:
         """Store a gradient that the user assigned to ``p.grad`` after zero_grad, computed from earlier gradients."""
         self.gradients[number].param.grad = None
         self.record_edit(number, "put back")
         if self.sum is None:
             self.receive(self._new(self.length), torch.zeros(len(self.gradients)))
         self.has_gradient[number] = True
-        self.local_gradient(number).copy_(numbers)
+        self.local_gradient(number).copy_(values)
 
     def discard_gradient(self, number: int) -> None:
         self._shown.pop(number, None)
@@ -340,9 +342,9 @@ class FlatShard:
         if (param_slice := self._slice_of.get(number)) is not None:
             param_slice.value.grad = None
 
-    def record_edit(self, number: int, what: str) -> None:
+    def record_edit(self, number: int, edit: str) -> None:
         """Add a user's edit of ``p.grad`` to the fingerprint of edits that the step compares across ranks."""
-        self.edits = (self.edits + crc32(f"{what} {self.gradients[number].entry.name}".encode())) % EDITS
+        self.edits = (self.edits + crc32(f"{edit} {self.gradients[number].entry.name}".encode())) % EDITS
 
     def local_gradient(self, number: int) -> Tensor:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
@@ -367,7 +369,7 @@ class FlatShard:
                 rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
                 remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
             )
-        return x.reshape(-1)[self._local_range(number)]
+        return x.reshape(-1)[self._get_local_range(number)]
 
     def zero(self) -> None:
         """Set the gradients of the shard to zero, so that the optimizer still steps their parameters."""
@@ -405,7 +407,7 @@ class FlatShard:
         assert self.host is not None
         self.host.load()
         self.host.wait()
-        self.host, self.has_masters = None, self.wide != self.dtype or self.rests_on_host
+        self.host, self.has_masters = None, self.wide != self.dtype or self.is_offloaded
         for param_slice in self.slices:
             if self.has_masters:
                 param_slice.value.data = param_slice.value.detach().to(self.device)
@@ -431,32 +433,32 @@ class FlatShard:
         if self._fetched is not None:
             (full_buffer, copy), self._fetched = self._fetched, None
             copy.wait()
-            local = self._local_part(full_buffer)
+            local = self._get_local_shard(full_buffer)
         else:
-            full_buffer, local = self._new_full() if self.full is None else self.full, self.local
+            full_buffer, local = self._allocate_full() if self.full is None else self.full, self.local
         if self._slices is not None:
-            return self._slices.start_parameter_exchange(local, full_buffer, self.places)
+            return self._slices.start_parameter_transfer(local, full_buffer, self.places)
         return start_all_gather_into(full_buffer, local, self.axis, "parameters")
 
     def fetch_parameters(self) -> None:
         """Start to copy this rank's shard of the parameters to the device, if it is offloaded to the host."""
         if self._link is not None and self._fetched is None:
-            full_buffer = self._new_full()
-            self._fetched = full_buffer, self._link.to_device(self._local_part(full_buffer), self.local)
+            full_buffer = self._allocate_full()
+            self._fetched = full_buffer, self._link.to_device(self._get_local_shard(full_buffer), self.local)
 
-    def forget_fetched(self) -> None:
+    def release_fetched_parameters(self) -> None:
         """Free the device copy of the parameters that ``fetch_parameters`` made."""
         if self._fetched is not None:
             self._fetched[1].finish()
             self._fetched = None
 
-    def _new_full(self) -> Tensor:
+    def _allocate_full(self) -> Tensor:
         numel = self.length * self.axis.size
         if self.gathered is not None:
             return self.gathered.memory(numel, self.dtype, self.device)
         return self.local.new_empty(numel)
 
-    def _local_part(self, full: Tensor) -> Tensor:
+    def _get_local_shard(self, full: Tensor) -> Tensor:
         return full[self.axis.rank * self.length : (self.axis.rank + 1) * self.length]
 
     def gather_gradient(self, number: int) -> Tensor | None:

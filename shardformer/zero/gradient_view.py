@@ -30,10 +30,10 @@ class GradientStorage(Protocol):
     def gradients(self) -> Sequence[GradientSlot]: ...
     @property
     def wide(self) -> torch.dtype: ...
-    def local_gradient(self, number: int) -> Tensor: ...
-    def has_full_gradient(self, number: int) -> bool: ...
-    def local_slice_of(self, number: int, x: Tensor) -> Tensor: ...
-    def record_edit(self, number: int, what: str) -> None: ...
+    def local_gradient(self, param_index: int) -> Tensor: ...
+    def has_full_gradient(self, param_index: int) -> bool: ...
+    def local_slice_of(self, param_index: int, x: Tensor) -> Tensor: ...
+    def record_edit(self, param_index: int, edit: str) -> None: ...
 
 
 class ShardedGradient(Tensor):
@@ -43,21 +43,21 @@ class ShardedGradient(Tensor):
 
     Attributes:
         shard: Weak reference to the storage of the gradient. A strong one would be a cycle through the parameter.
-        number: Index of the gradient in the shard.
+        param_index: Index of the gradient in the shard.
         result: This rank's slice of a computed result. None for the gradient itself.
     """
 
     shard: ref[GradientStorage]
-    number: int
+    param_index: int
     result: Tensor | None
 
     @staticmethod
-    def __new__(cls, shard: GradientStorage, number: int, result: Tensor | None = None) -> ShardedGradient:
-        param, dtype = shard.gradients[number].param, result.dtype if result is not None else None
+    def __new__(cls, shard: GradientStorage, param_index: int, result: Tensor | None = None) -> ShardedGradient:
+        param, dtype = shard.gradients[param_index].param, result.dtype if result is not None else None
         if dtype is None or dtype == shard.wide:
             dtype = param.dtype  # torch requires .grad to have the dtype of the parameter; the sum may be wider
         self: ShardedGradient = torch_compat.make_wrapper_subclass(cls, param.shape, dtype=dtype, device=param.device)
-        self.shard, self.number, self.result = ref(shard), number, result
+        self.shard, self.param_index, self.result = ref(shard), param_index, result
         return self
 
     def __init__(self, *args: Any) -> None:
@@ -80,30 +80,30 @@ class ShardedGradient(Tensor):
     @property
     def local(self) -> Tensor:
         """This rank's slice of the gradient, as a flat tensor."""
-        return self.result if self.result is not None else self.owner.local_gradient(self.number)
+        return self.result if self.result is not None else self.owner.local_gradient(self.param_index)
 
-    def is_of(self, shard: GradientStorage, number: int) -> bool:
-        return self.shard() is shard and self.number == number
+    def is_gradient_of(self, shard: GradientStorage, param_index: int) -> bool:
+        return self.shard() is shard and self.param_index == param_index
 
-    def with_result(self, x: Tensor) -> ShardedGradient:
-        return ShardedGradient(self.owner, self.number, x)
+    def create_result(self, x: Tensor) -> ShardedGradient:
+        return ShardedGradient(self.owner, self.param_index, x)
 
     def record_edit(self, func: Any) -> None:
         if self.result is None:
-            self.owner.record_edit(self.number, str(func))
+            self.owner.record_edit(self.param_index, str(func))
 
-    def local_operand(self, x: Tensor, func: Any) -> Tensor:
+    def slice_operand(self, x: Tensor, func: Any) -> Tensor:
         """Return the slice of another operand of a function that matches this rank's slice of the gradient."""
         local = self.local
         if isinstance(x, ShardedGradient):
-            if not x.is_of(self.owner, self.number):
+            if not x.is_gradient_of(self.owner, self.param_index):
                 raise _unsupported_function(self, f"{func} with the gradient of another parameter")
             return x.local
         if x.dim() == 0:
             return x.to(local.device) if x.device != local.device else x
         if torch.broadcast_shapes(x.shape, self.shape) != self.shape:
             raise _unsupported_function(self, f"{func} with a tensor of shape {tuple(x.shape)}")
-        return self.owner.local_slice_of(self.number, x.expand(self.shape)).to(local.device)
+        return self.owner.local_slice_of(self.param_index, x.expand(self.shape)).to(local.device)
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch declares what it has where there is none
@@ -115,14 +115,14 @@ class ShardedGradient(Tensor):
             return _apply_foreach(func, args, kwargs)
         first = next(x for x in torch_compat.tree_leaves((args, kwargs)) if isinstance(x, ShardedGradient))
         if name.endswith("_like"):
-            return _call_mapped(func, args, kwargs, _empty_like)
+            return _call_with_replaced_tensors(func, args, kwargs, _empty_like)
         writes = torch_compat.schema_of(func).is_mutable
         if (torch.Tag.pointwise in func.tags or name in UNTAGGED_ELEMENTWISE) and (
             not writes or isinstance(kwargs.get("out", args[0]), ShardedGradient)
         ):
             return _apply_elementwise(func, first, args, kwargs, writes=writes)
-        if first.owner.has_full_gradient(first.number) and first.local.device == first.device:
-            return _call_mapped(
+        if first.owner.has_full_gradient(first.param_index) and first.local.device == first.device:
+            return _call_with_replaced_tensors(
                 func, args, kwargs, lambda x: x.local.view(x.shape) if isinstance(x, ShardedGradient) else x
             )
         raise _unsupported_function(first, name)
@@ -136,7 +136,7 @@ def _is_elementwise(packet: Any) -> bool:
     )
 
 
-def _call_mapped(func: Any, args: Any, kwargs: Any, replace: Callable[[Any], Any]) -> Any:
+def _call_with_replaced_tensors(func: Any, args: Any, kwargs: Any, replace: Callable[[Any], Any]) -> Any:
     return func(
         *torch_compat.tree_map_only(Tensor, replace, args), **torch_compat.tree_map_only(Tensor, replace, kwargs)
     )
@@ -146,12 +146,12 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": first.local.device if kwargs["device"] == first.device else kwargs["device"]}
     if func is torch.ops.aten.detach.default and first.result is None:
-        return ShardedGradient(first.owner, first.number)  # still the gradient itself, not a computed result
-    result = _call_mapped(func, args, kwargs, lambda x: first.local_operand(x, func))
+        return ShardedGradient(first.owner, first.param_index)  # still the gradient itself, not a computed result
+    result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.slice_operand(x, func))
     if writes:
         first.record_edit(func)
         return kwargs.get("out", args[0])
-    return torch_compat.tree_map_only(Tensor, first.with_result, result)
+    return torch_compat.tree_map_only(Tensor, first.create_result, result)
 
 
 def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
@@ -163,7 +163,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(value, (list, tuple)):
             return value
         pairs = zip(value, firsts, strict=False)
-        return [x if f is None or not isinstance(x, Tensor) else f.local_operand(x, func) for x, f in pairs]
+        return [x if f is None or not isinstance(x, Tensor) else f.slice_operand(x, func) for x, f in pairs]
 
     results = func(*map(unwrap, args), **{name: unwrap(x) for name, x in kwargs.items()})
     if torch_compat.schema_of(func).is_mutable or results is None:
@@ -171,7 +171,7 @@ def _apply_foreach(func: Any, args: Any, kwargs: Any) -> Any:
             if first is not None:
                 first.record_edit(func)
         return None
-    return [x if f is None else f.with_result(x) for f, x in zip(firsts, results, strict=True)]
+    return [x if f is None else f.create_result(x) for f, x in zip(firsts, results, strict=True)]
 
 
 def _empty_like(x: Tensor) -> Tensor:
@@ -179,10 +179,10 @@ def _empty_like(x: Tensor) -> Tensor:
     return torch.empty((), dtype=x.dtype, device=x.device).expand(x.shape) if isinstance(x, ShardedGradient) else x
 
 
-def _unsupported_function(gradient: ShardedGradient, what: str) -> ConfigError:
-    name = gradient.owner.gradients[gradient.number].entry.name
+def _unsupported_function(gradient: ShardedGradient, operation: str) -> ConfigError:
+    name = gradient.owner.gradients[gradient.param_index].entry.name
     return ConfigError(
-        f"{what} cannot be applied to the gradient of {name}, because this rank has only a shard of it",
+        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of it",
         rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_",
         remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the norm",
     )

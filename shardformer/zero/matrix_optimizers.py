@@ -21,7 +21,7 @@ from shardformer.torch_compat import has_step_hooks, state_when_made, without_fa
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
 
 
-def _test_matrices() -> list[Tensor]:
+def _create_test_matrices() -> list[Tensor]:
     return [torch.randn(s, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) for s in SHAPES]
 
 
@@ -38,19 +38,23 @@ def needs_full_matrices(optimizer: Optimizer) -> bool:
 
 
 def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> bool:
-    first, second = _test_matrices()
+    first, second = _create_test_matrices()
     try:
-        together = _run_steps(optimizer, group, [first, second])
-        alone = _run_steps(optimizer, group, [first]) + _run_steps(optimizer, group, [second])
+        together = _run_trial_steps(optimizer, group, [first, second])
+        alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
     except Exception as error:
-        raise _probe_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
-    if (difference := _difference(together, alone)) >= BOUND:
-        raise _probe_error(optimizer, f"the update of one matrix differs by {difference:.1e} if it also steps another")
+        raise _failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
+    if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
+        raise _failed_trial_error(
+            optimizer, f"the update of one matrix differs by {difference:.1e} if it also steps another"
+        )
     try:
-        slices = _run_steps(optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], like=[first])
+        slices = _run_trial_steps(
+            optimizer, group, [first.flatten()[:CUT], first.flatten()[CUT:]], full_matrices=[first]
+        )
     except Exception:  # some optimizers accept only matrices
         return True
-    return _difference([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
+    return _max_difference_of_lists([torch.cat(slices)], [alone[0].flatten()]) >= BOUND
 
 
 @without_fake_tensors()
@@ -62,38 +66,39 @@ def can_step_separately(optimizer: Optimizer) -> bool:
     """
     if has_step_hooks(optimizer):
         return False
-    values = _test_matrices()
+    values = _create_test_matrices()
     return all(
-        _difference(
-            _run_steps(optimizer, group, values), _run_steps(optimizer, group, values, steps_params_separately=True)
+        _max_difference_of_lists(
+            _run_trial_steps(optimizer, group, values),
+            _run_trial_steps(optimizer, group, values, steps_params_separately=True),
         )
         == 0
         for group in optimizer.param_groups
     )
 
 
-def _difference(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
+def _max_difference_of_lists(first: Sequence[Tensor], second: Sequence[Tensor]) -> float:
     return max(map(max_difference, first, second))
 
 
-def _run_steps(
+def _run_trial_steps(
     optimizer: Optimizer,
     group: dict[str, Any],
     values: Sequence[Tensor],
-    like: Sequence[Tensor] | None = None,
+    full_matrices: Sequence[Tensor] | None = None,
     *,
     steps_params_separately: bool = False,
 ) -> list[Tensor]:
     """Run a few steps of a copied optimizer on small test matrices, and return the updated matrices.
 
     Args:
-        like: Matrices of which ``values`` are slices. The slices get slices of their gradients.
+        full_matrices: Matrices of which ``values`` are slices. The slices get slices of their gradients.
     """
     params = [nn.Parameter(value.clone()) for value in values]
     tried = _copy_optimizer(optimizer, group, params)
     for step in range(STEPS):
-        grads = [value.roll(step + 1, 0) / (step + 2) for value in like or values]
-        if like is not None:
+        grads = [value.roll(step + 1, 0) / (step + 2) for value in full_matrices or values]
+        if full_matrices is not None:
             grads = list(torch.cat([g.flatten() for g in grads]).split([value.numel() for value in values]))
         for param, grad in zip(params, grads, strict=True):
             param.grad = grad.clone()
@@ -146,9 +151,9 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
     return found
 
 
-def _probe_error(optimizer: Optimizer, why: str) -> ConfigError:
+def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
     return ConfigError(
-        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {why}",
+        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}",
         rule="ZeRO passes each rank's optimizer only some parameters, so the update of one must not depend on others",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
     )
@@ -164,21 +169,21 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
         ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
     """
     chosen = [gradient for gradient in gradients if id(gradient.param) in params]
-    cut = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
-    wanted = set(cut.values())
+    axes_of_sharded = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
+    wanted = set(axes_of_sharded.values())
     for axis in context.base_axes:
         wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
     axes = {names: context.flatten(*names) for names in sorted(wanted)}
-    holders = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
+    coords_by_rank = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
     for gradient in chosen:
-        if gradient.entry.reduction.stages and id(gradient) in cut:
+        if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
             raise ConfigError(
                 f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages",
                 rule="An optimizer that needs full matrices cannot gather such a parameter",
                 remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
             )
-        names = cut.get(id(gradient))
-        gradient.gather_to_owner(*((None,) if names is None else (axes[names], holders[names])))
+        names = axes_of_sharded.get(id(gradient))
+        gradient.gather_to_owner(*((None,) if names is None else (axes[names], coords_by_rank[names])))
 
 
 def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:

@@ -115,7 +115,7 @@ def estimate_memory(
         states=states,
     )
     if options.offload.to is not None:
-        found = _offload(found, options, sharded_wide, sharded)
+        found = _move_estimate_to_host(found, options, sharded_wide, sharded)
     return replace(found, parameters=found.parameters + frozen)
 
 
@@ -123,20 +123,22 @@ _MASTERS = {"fp32": 1.0, "kahan": 0.5, "stochastic": 0.0}
 """Bytes relative to fp32 master weights."""
 
 
-def _offload(found: MemoryEstimate, options: ZeroOptions, sharded_wide: float, sharded: float) -> MemoryEstimate:
+def _move_estimate_to_host(
+    estimate: MemoryEstimate, options: ZeroOptions, wide_shard_bytes: float, shard_bytes: float
+) -> MemoryEstimate:
     """Return the estimate after moving master weights, optimizer states and gradients to host memory or files."""
     share = options.offload.on_device
     stays = share if isinstance(share, (int, float)) else 0.0
-    parameters = found.parameters if options.offload.parameters else 0.0
+    parameters = estimate.parameters if options.offload.parameters else 0.0
     # under offload, master weights exist in every precision, and the reduced gradients have the same size
-    moved = sharded_wide + found.states
+    moved = wide_shard_bytes + estimate.states
     return MemoryEstimate(
-        found.parameters - parameters,
-        found.gathered,
-        found.gradients * stays if options.stage >= 2 else found.gradients,
-        found.masters * stays,
-        found.states * stays,
-        host=parameters + (sharded_wide + sharded + (0 if options.offload.folder else moved)) * (1 - stays),
+        estimate.parameters - parameters,
+        estimate.gathered,
+        estimate.gradients * stays if options.stage >= 2 else estimate.gradients,
+        estimate.masters * stays,
+        estimate.states * stays,
+        host=parameters + (wide_shard_bytes + shard_bytes + (0 if options.offload.folder else moved)) * (1 - stays),
         disk=2 * moved * (1 - stays) if options.offload.folder else 0,
     )
 
@@ -168,11 +170,11 @@ def measure_memory(
     unit_shards = [shard for unit in units for shard in unit.shards]
     in_units = {id(gradient.param) for shard in unit_shards for gradient in shard.gradients}
     params = [entry.param for entry in table.entries if id(entry.param) not in in_units]
-    params += [shard.local for shard in unit_shards if not shard.rests_on_host]
+    params += [shard.local for shard in unit_shards if not shard.is_offloaded]
     here = [shard for shard in shards if shard.host is None]
     # gradients that accumulate under no_sync; others are views of a shard
     grads = [g for entry in table.entries if (g := entry.param.grad) is not None and not isinstance(g, ShardedGradient)]
-    on_host = [shard.local for shard in unit_shards if shard.rests_on_host]
+    on_host = [shard.local for shard in unit_shards if shard.is_offloaded]
     on_host += [x for shard in shards if shard.host is not None for x in shard.host.tensors()]
     on_host += [x for shard in shards if shard.host is not None for x in _state_tensors(optimizers, shard)]
     return MemoryEstimate(

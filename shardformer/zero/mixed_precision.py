@@ -224,12 +224,12 @@ def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
         first: Index in the parameter of the first element.
         key: Seed of the parameter.
     """
-    seed = _mix_bits(torch.tensor((key << 32) + step) * _MIX[0])
+    seed = _mix_seed_bits(torch.tensor((key << 32) + step) * _MIX[0])
     x = torch.arange(first, first + like.numel(), dtype=torch.int64, device=like.device) * _MIX[0]
-    return ((_mix_bits(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
+    return ((_mix_seed_bits(x + int(seed)) >> 40) & 0xFFFF).to(torch.int32)
 
 
-def _mix_bits(x: Tensor) -> Tensor:
+def _mix_seed_bits(x: Tensor) -> Tensor:
     for shift, factor in ((30, _MIX[1]), (27, _MIX[2])):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return x

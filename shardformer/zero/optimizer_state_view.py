@@ -25,17 +25,19 @@ State = dict[str, Any]
 
 
 @contextmanager
-def unchanged_on_error(optimizers: Sequence[Optimizer], others: Sequence[Any] = ()) -> Iterator[None]:
+def unchanged_on_error(optimizers: Sequence[Optimizer], schedulers_and_hooks: Sequence[Any] = ()) -> Iterator[None]:
     """Restore optimizers, schedulers and hooks to their current state if the body of the context raises.
 
     Args:
         optimizers: Restores their attributes, groups, lists of parameters and states, in place. Tensors are not copied:
             in-place writes to them remain.
-        others: Schedulers and hooks. Restores their attributes, and the lists, dicts and sets among these.
+        schedulers_and_hooks: Restores their attributes, and the lists, dicts and sets among these.
     """
     restores = [_snapshot(each) for each in optimizers]
-    attributes = [(each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in others]
-    states = [(each, copy.deepcopy(each.state_dict())) for each in others if hasattr(each, "state_dict")]
+    attributes = [
+        (each, {name: _copy_container(value) for name, value in vars(each).items()}) for each in schedulers_and_hooks
+    ]
+    states = [(each, copy.deepcopy(each.state_dict())) for each in schedulers_and_hooks if hasattr(each, "state_dict")]
     try:
         yield
     except BaseException:
@@ -112,7 +114,7 @@ def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
     )
 
 
-def let_go(optimizer: Any) -> None:
+def detach_zero_optimizer(optimizer: Any) -> None:
     """Detach an optimizer from its ZeroOptimizer, and restore its ``zero_grad``."""
     if optimizer.__dict__.pop(ZERO_OPTIMIZER_ATTRIBUTE, None) is not None:
         optimizer.__dict__.pop("zero_grad", None)
@@ -127,9 +129,9 @@ def zero_optimizer_of(optimizer: Any) -> Any:
     return zero if zero is not None and any(optimizer is each for each in zero.inner) else None
 
 
-PLACE = "shardformer_place"
+COORDINATES_KEY = "shardformer_place"
 """Key in ``state_dict()``: (size, rank) of each axis along which ranks have different shards of the state."""
-Place = dict[str, tuple[int, int]]
+StateCoordinates = dict[str, tuple[int, int]]
 
 
 _IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
@@ -147,27 +149,28 @@ STATE_PATCHES = tuple(
 def patch_state_dicts() -> None:
     """Patch torch's optimizers to save the mesh coordinates of the rank with their state, and check them on load."""
     saving, loading = STATE_PATCHES
-    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _with_place(Optimizer.state_dict)))
+    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _patch_state_dict(Optimizer.state_dict)))
     install(
-        loading, lambda: replace_attribute(Optimizer, "load_state_dict", _with_place_check(Optimizer.load_state_dict))
+        loading,
+        lambda: replace_attribute(Optimizer, "load_state_dict", _patch_load_state_dict(Optimizer.load_state_dict)),
     )
 
 
-def _with_place(original: Any) -> Any:
+def _patch_state_dict(original: Any) -> Any:
     @wraps(original)
     def state_dict(self: Any) -> dict[str, Any]:
         found: dict[str, Any] = original(self)
-        if place := place_of(self):
-            found[PLACE] = place
+        if place := state_coordinates(self):
+            found[COORDINATES_KEY] = place
         return found
 
     return state_dict
 
 
-def _with_place_check(original: Any) -> Any:
+def _patch_load_state_dict(original: Any) -> Any:
     @wraps(original)
     def load_state_dict(self: Any, state_dict: dict[str, Any]) -> None:
-        if _IS_CHECKED.get() or (table := _metadata_of(self)) is None:
+        if _IS_CHECKED.get() or (table := _find_model_metadata(self)) is None:
             original(self, state_dict)
             return
         state_dict = _check_and_shard_state(self, state_dict, table)
@@ -179,7 +182,7 @@ def _with_place_check(original: Any) -> Any:
     return load_state_dict
 
 
-def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
+def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:
     """Return the sharding metadata of the model that an optimizer steps, or None if all ranks have equal parameters."""
     if (holder := zero_optimizer_of(optimizer)) is not None:
         return holder.table  # type: ignore[no-any-return]
@@ -191,9 +194,9 @@ def _metadata_of(optimizer: Any) -> ShardingMetadata | None:
     return tables[0] if any(size > 1 for name, size in sizes.items() if name != "data") else None
 
 
-def place_of(optimizer: Any) -> Place:
+def state_coordinates(optimizer: Any) -> StateCoordinates:
     """Return (size, rank) of each mesh axis over which the state of an optimizer is sharded."""
-    table, holder = _metadata_of(optimizer), zero_optimizer_of(optimizer)
+    table, holder = _find_model_metadata(optimizer), zero_optimizer_of(optimizer)
     if table is None:
         return {}
     if holder is not None and holder.shards_states:
@@ -213,18 +216,18 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     Raises:
         ConfigError: The state does not belong to this rank. Raised on all ranks.
     """
-    own, sums, problem, kind = place_of(optimizer), list[float](), None, type(optimizer).__name__
+    own, sums, problem, kind = state_coordinates(optimizer), list[float](), None, type(optimizer).__name__
     counts = [len(group["params"]) for group in optimizer.param_groups]
     try:
         state_dict = _shard_state(optimizer, state_dict, table)
-        saved = state_dict.get(PLACE)
+        saved = state_dict.get(COORDINATES_KEY)
         if saved is not None and saved != own:
-            problem = f"The {kind} state was saved by the rank with mesh coordinates {_describe_place(saved)}"
-            problem += f", but this rank has {_describe_place(own)}"
+            problem = f"The {kind} state was saved by the rank with mesh coordinates {_describe_coordinates(saved)}"
+            problem += f", but this rank has {_describe_coordinates(own)}"
         elif [len(group["params"]) for group in state_dict["param_groups"]] != counts:
             problem = f"The parameter groups of the loaded state differ in size from those of this {kind}"
         elif saved is None and own:
-            sums = _sums(optimizer, state_dict, table)
+            sums = _compute_state_norms(optimizer, state_dict, table)
     except (AttributeError, KeyError, TypeError) as error:
         what = f"{type(error).__name__}: {error}"
         problem = f"The object passed to load_state_dict of this {kind} is not an optimizer state ({what})"
@@ -247,7 +250,7 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
 
 def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
     """Return this rank's shard of the optimizer state of an unsharded model. A sharded state is returned unchanged."""
-    pairs = _pairs(optimizer, state_dict)
+    pairs = _pair_keys_with_params(optimizer, state_dict)
     specs = {id(entry.param): entry.spec for entry in table.entries if entry.spec.is_sharded}
     states = {number: (state_dict["state"].get(number), specs.get(id(p)), p) for number, p in pairs}
     sharded = {
@@ -258,9 +261,9 @@ def _shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMeta
         for number, (state, spec, p) in states.items()
         if isinstance(state, dict) and spec is not None and _is_full(state, spec, p)
     }
-    if not sharded or PLACE in state_dict:
+    if not sharded or COORDINATES_KEY in state_dict:
         return state_dict
-    return {**state_dict, "state": {**state_dict["state"], **sharded}, PLACE: place_of(optimizer)}
+    return {**state_dict, "state": {**state_dict["state"], **sharded}, COORDINATES_KEY: state_coordinates(optimizer)}
 
 
 def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
@@ -268,25 +271,25 @@ def _is_full(state: Mapping[str, Any], spec: ShardSpec, param: Tensor) -> bool:
     return spec.shape in shapes and tuple(param.shape) not in shapes
 
 
-def _pairs(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
+def _pair_keys_with_params(optimizer: Any, state_dict: Mapping[str, Any]) -> list[tuple[Any, Tensor]]:
     """Return pairs of a state key and the parameter that it belongs to, up to the end of the shorter list."""
     params = [p for group in optimizer.param_groups for p in group["params"]]
     numbers = [number for group in state_dict["param_groups"] for number in group["params"]]
     return list(zip(numbers, params, strict=False))
 
 
-def _describe_place(place: Any) -> str:
-    if not isinstance(place, dict):
-        return repr(place)[:80]
-    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in place.items()) or "an unsharded model"
+def _describe_coordinates(coordinates: Any) -> str:
+    if not isinstance(coordinates, dict):
+        return repr(coordinates)[:80]
+    return ", ".join(f"{name} {rank} of {size}" for name, (size, rank) in coordinates.items()) or "an unsharded model"
 
 
-def _sums(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
+def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: ShardingMetadata) -> list[float]:
     """Return the L1 norm of each optimizer state tensor that differs between ranks, because it is sharded."""
     cut = {id(entry.param) for entry in table.entries if entry.spec.is_sharded}
     states = [
         state_dict["state"].get(number, {})
-        for number, p in _pairs(optimizer, state_dict)
+        for number, p in _pair_keys_with_params(optimizer, state_dict)
         if id(p) in cut or zero_optimizer_of(optimizer) is not None
     ]
     tensors = [x for state in states for x in state.values() if isinstance(x, Tensor) and x.dim()]

@@ -57,34 +57,34 @@ class OptimizerUpdate:
             InputError: A file could not be read or written. Raised on all ranks, with the previous weights restored.
         """
         for shard in self._shards:
-            shard.give_gradients()
+            shard.set_optimizer_gradients()
         changed = [shard for shard in self._shards if shard.is_changed]
         lasting = [shard for shard in changed if shard.host is None and shard.rounded is None]
         rounded = [[shard] for shard in changed if shard.rounded is not None]
         there = [[shard] for shard in changed if shard.host is not None]
         if isinstance(self._host, FileStore):
             self._run(there)
-            self._end_files(self._host, [shard for turn in there for shard in turn])
+            self._commit_or_roll_back_files(self._host, [shard for turn in there for shard in turn])
             self._run([lasting])
         else:
             self._run([lasting, *rounded, *there] if self._steps_separately else [changed])
 
-    def _run(self, turns: Sequence[Sequence[FlatShard]]) -> None:
+    def _run(self, shard_groups: Sequence[Sequence[FlatShard]]) -> None:
         all_gather = ParamAllGather()
-        with self._host.updating() if self._host is not None else nullcontext():
-            for number, turn in enumerate(turns):
-                for shard in (shard for coming in turns[number : number + 2] for shard in coming):
+        with self._host.use_update_threads() if self._host is not None else nullcontext():
+            for number, group in enumerate(shard_groups):
+                for shard in (shard for coming in shard_groups[number : number + 2] for shard in coming):
                     shard.masters.fetch()
-                if all([shard.masters.load() for shard in turn]):
-                    self._step(turn if self._steps_separately else None)
-                    for shard in turn:
+                if all([shard.masters.load() for shard in group]):
+                    self._step(group if self._steps_separately else None)
+                    for shard in group:
                         shard.store()
-                all_gather.add(turn)
-                for shard in turn:
+                all_gather.add(group)
+                for shard in group:
                     shard.masters.evict()
         all_gather.finish()
 
-    def _end_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
+    def _commit_or_roll_back_files(self, files: FileStore, shards: Sequence[FlatShard]) -> None:
         failure = files.end_step([shard.host for shard in shards if shard.host is not None], self._context)
         if failure is None:
             return
@@ -102,13 +102,13 @@ class OptimizerUpdate:
         rule = "The weights and states of the previous step were restored"
         raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model")
 
-    def _step(self, turn: Sequence[FlatShard] | None) -> None:
+    def _step(self, shards: Sequence[FlatShard] | None) -> None:
         """Step the optimizers on the parameters of some shards, or on all their parameters for None."""
-        if turn is None:
+        if shards is None:
             for optimizer in self._optimizers:
                 optimizer.step()
             return
-        slices = {id(p.value) for shard in turn for p in shard.slices if p.value.grad is not None}
+        slices = {id(p.value) for shard in shards for p in shard.slices if p.value.grad is not None}
         for optimizer in self._optimizers:
             with restrict_params(optimizer, slices):
                 if optimizer.param_groups:
@@ -127,18 +127,18 @@ class ParamAllGather:
         for shard in self._stored:
             if not shard.keeps:  # the next forward pass gathers shards of stage 3
                 self._under_way.append((shard, shard.start_gather()))
-                self._finish_until(MAX_UPDATES_IN_FLIGHT)
+                self._finish_oldest(MAX_UPDATES_IN_FLIGHT)
         self._stored = list(shards)
 
-    def _finish_until(self, most: int) -> None:
-        while len(self._under_way) > most:
+    def _finish_oldest(self, max_in_flight: int) -> None:
+        while len(self._under_way) > max_in_flight:
             shard, values = self._under_way.popleft()
             shard.write(values.wait())
 
     def finish(self) -> None:
         """All-gather the remaining shards, and wait until the model's parameters have the updated values."""
         self.add(())
-        self._finish_until(0)
+        self._finish_oldest(0)
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class LAMB(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimizer step. Communicates nothing."""
-        loss = _evaluate_closure(closure)
+        loss = _run_closure(closure)
         for group in self.param_groups:
             first, second = group["betas"]
             for p in group["params"]:
@@ -116,7 +116,7 @@ class LARS(Optimizer):
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Perform one optimizer step. Communicates nothing."""
-        loss = _evaluate_closure(closure)
+        loss = _run_closure(closure)
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is None:
@@ -139,7 +139,7 @@ def _trust_ratio(p: Tensor, update: Tensor) -> Tensor:
     return torch.where((long > 0) & (short > 0), long / short, 1.0)
 
 
-def _evaluate_closure(closure: Callable[[], Any] | None) -> Any:
+def _run_closure(closure: Callable[[], Any] | None) -> Any:
     if closure is None:
         return None
     with torch.enable_grad():

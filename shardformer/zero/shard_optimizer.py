@@ -28,7 +28,7 @@ from shardformer.layout.sharding_metadata import (
 )
 from shardformer.layout.tensor_relations import find_parameter_view, group_overlapping
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.offload.disk import check_room
+from shardformer.offload.disk import check_disk_space
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
@@ -42,9 +42,9 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 ACTION = "train with these optimizers"
 
 
-def _option_lines(made: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
+def _format_options_per_line(settings: tuple[list[Optimizer], ZeroOptions]) -> list[str]:
     """Return the options and optimizer classes as lines of text, which must be equal on all ranks."""
-    optimizers, options = made
+    optimizers, options = settings
     return [f"{name}={value!r}" for name, value in vars(options).items()] + [type(o).__name__ for o in optimizers]
 
 
@@ -52,9 +52,9 @@ def check_support(
     model: nn.Module, optimizers: Sequence[Optimizer], options: ZeroOptions, table: ShardingMetadata
 ) -> None:
     check_optimizers(optimizers, table)
-    check_memory(model, table)
+    check_params_share_no_memory(model, table)
     check_free_memory_option(options, table.context.device)
-    check_files(options, optimizers, table)
+    check_file_offload(options, optimizers, table)
 
 
 def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
@@ -80,7 +80,7 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
         seen |= {id(p) for p in given}
 
 
-def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
+def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> None:
     """Raise ConfigError if a parameter shares its memory with another parameter or tensor of the model."""
     params = [(entry.name, entry.param) for entry in table.entries if has_data(entry.param)]
     rule = "ZeRO moves each parameter to its own range of a flat buffer"
@@ -100,7 +100,7 @@ def check_memory(model: nn.Module, table: ShardingMetadata) -> None:
         )
 
 
-def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
+def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: ShardingMetadata) -> None:
     """Raise ConfigError if the optimizers do not support offload to files, or their states do not fit on the disk."""
     if (folder := settings.offload.folder) is None:
         return
@@ -119,7 +119,7 @@ def check_files(settings: ZeroOptions, optimizers: Sequence[Optimizer], table: S
                 wide = torch.promote_types(p.dtype, torch.float32).itemsize
                 size += (p.numel() * wide + state_bytes(optimizer, group, p, wide)) / ranks.get(id(p), 1)
     try:
-        check_room(folder, 2 * round(size))
+        check_disk_space(folder, 2 * round(size))
     except OSError as error:
         raise offload_directory_error(folder, f"{error} (rank {table.context.rank})") from error
 
@@ -249,4 +249,4 @@ def shard_optimizer(
         check_support(model, optimizers, options, table)
         return optimizers, options
 
-    return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _option_lines, ACTION))
+    return ZeroOptimizer(model, table, *collective_call(table.context, make_options, _format_options_per_line, ACTION))

@@ -48,68 +48,68 @@ class GatherOrder:
     Args:
         units: Indices of the groups, in this order.
         complete: Maps a position to the groups whose gradients are complete when the schedule leaves it.
-        unseen: Groups that no rank read. They are inserted in the order of module registration.
+        unread: Groups that no rank read. They are inserted in the order of module registration.
         is_open: Whether ranks differed, or all ranks left out layers. Later passes may then differ, so the ranks
             compare their order at the end of each pass.
     """
 
     units: list[int] = field(default_factory=list)
     complete: dict[int, list[int]] = field(default_factory=dict)
-    unseen: list[int] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
     is_open: bool = False
 
-    def insert(self, index: int, at: int) -> None:
+    def insert(self, index: int, position: int) -> None:
         """Insert a parameter group into the order before a position."""
-        self.units.insert(at, index)
-        self.complete = {n + (n >= at): found for n, found in self.complete.items()}
+        self.units.insert(position, index)
+        self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
-    def place(self, index: int, at: int) -> int:
+    def place(self, index: int, start: int) -> int:
         """Return the next position of a parameter group at or after a position, or END if there is none."""
-        return next((n for n in range(max(at, 0), len(self.units)) if self.units[n] == index), END)
+        return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == index), END)
 
-    def positions(self, own: Sequence[int]) -> list[int]:
+    def positions(self, read_indices: Sequence[int]) -> list[int]:
         """Return the positions in the order at which one rank reads its parameter groups."""
         positions, at = [], 0
-        for index in own:
+        for index in read_indices:
             at = max(self.place(index, at), at)
             positions.append(at)
         return positions
 
-    def insert_unseen_in_forward(self, units: Sequence[int], layers: Collection[int]) -> None:
+    def insert_unread_forward_groups(self, units: Sequence[int], layers: Collection[int]) -> None:
         """Insert each parameter group that no rank read in the forward pass after its predecessor in the model."""
-        self.unseen = [index for index in units if index not in self.units]
-        self.is_open |= any(index in layers for index in self.unseen)
-        for index in self.unseen:
+        self.unread = [index for index in units if index not in self.units]
+        self.is_open |= any(index in layers for index in self.unread)
+        for index in self.unread:
             lower = [n for n in self.units if n < index]
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
-    def insert_unseen_in_backward(self, forward: GatherOrder) -> None:
+    def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
         """Insert the parameter groups that no rank read in the backward pass, in reverse order of the forward pass."""
-        self.unseen, self.is_open = forward.unseen, self.is_open or forward.is_open
-        for index in (index for index in self.unseen if index not in self.units):
+        self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
+        for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]
             self.insert(index, len(self.units) - self.units[::-1].index(min(higher)) if higher else 0)
 
 
-def recorded_order(
-    record: Sequence[int], before: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
+def create_gather_order(
+    gathered: Sequence[int], previous: GatherOrder | None, reports: Sequence[tuple[list[int], Mapping[int, int]]]
 ) -> GatherOrder:
     """Create the order of all-gathers from the parameter groups that each rank read in a pass.
 
     Args:
-        record: The groups in the order in which they were gathered.
-        before: The previous order, from which a rank deviated. None in the first pass of a kind.
+        gathered: The groups in the order in which they were gathered.
+        previous: The previous order, from which a rank deviated. None in the first pass of a kind.
         reports: For each rank the groups that it read, and for each group the index among these of its last gradient.
     """
-    plan = GatherOrder(list(record))
-    if before is not None:
-        plan.units, plan.unseen = before.units, before.unseen
-        for own, _ in reports:
-            plan.units = _merge_orders(plan.units, own)
-    plan.is_open = before is not None or any(own != plan.units for own, _ in reports)
+    plan = GatherOrder(list(gathered))
+    if previous is not None:
+        plan.units, plan.unread = previous.units, previous.unread
+        for read, _ in reports:
+            plan.units = _merge_orders(plan.units, read)
+    plan.is_open = previous is not None or any(read != plan.units for read, _ in reports)
     last: dict[int, int] = {}
-    for own, arrivals in reports:
-        positions = plan.positions(own)
+    for read, arrivals in reports:
+        positions = plan.positions(read)
         for index, at in arrivals.items():
             last[index] = max(positions[at] if at >= 0 else 0, last.get(index, 0))
     for index, at in sorted(last.items(), reverse=True):
@@ -151,7 +151,7 @@ class GatherScheduler:
         part: Callable[[], Any] = lambda: None,
     ) -> None:
         self.units, self.axis, self._frees, self._stage_part = units, axis, frees, part
-        self._gathers_ahead, self.residents = gathers_ahead, UnshardedCache()
+        self._gathers_ahead, self.unsharded_cache = gathers_ahead, UnshardedCache()
         self.reducer: ParamGroupReducer
         self._plans: dict[PassKind, GatherOrder] = {}
         self._kind: PassKind | None = None  # of the current pass
@@ -160,11 +160,11 @@ class GatherScheduler:
         self._plan: GatherOrder | None = None  # None while the order is negotiated
         self._record = GatherOrder()
         self._last_arrivals: dict[int, int] = {}
-        self._own: list[int] = []  # groups that this rank read
-        self._at = -1
-        self._where: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> its group
+        self._read_indices: list[int] = []  # groups that this rank read
+        self._position = -1
+        self._groups_by_address: dict[int, tuple[ParamGroup, int]] = {}  # gathered memory -> its group
         for unit in units:
-            unit.where, unit.on_read = self._where, self.read
+            unit.where, unit.on_read = self._groups_by_address, self.read
         self._keep: Collection[int] = ()  # groups that one operation reads together
         self._backward_of = 0
         self._run = 0  # index of the forward pass, which identifies the graph of a backward pass
@@ -204,7 +204,7 @@ class GatherScheduler:
         self._run += 1
         kind = (path, self._stage_part(), module.training, torch.is_grad_enabled())
         self._kinds = {run: kind for run, kind in self._kinds.items() if run > self._run - 64} | {self._run: kind}
-        self.residents.clear()
+        self.unsharded_cache.clear()
         self._free(*self.units)
         self._begin_pass(kind)
         self._start_saving(module)
@@ -219,7 +219,7 @@ class GatherScheduler:
         self._end_pass()
         last = [*dict.fromkeys(reversed(self._record.units))][:2] if torch.is_grad_enabled() else []
         # the head may be two groups: tied weight, bias
-        self._free(*(unit for unit in self.units if unit.index not in last and unit not in self.residents))
+        self._free(*(unit for unit in self.units if unit.index not in last and unit not in self.unsharded_cache))
         if torch.is_grad_enabled():
             for x in torch_compat.tree_leaves(output):
                 if isinstance(x, Tensor) and x.requires_grad:
@@ -254,8 +254,8 @@ class GatherScheduler:
     # --- one pass
 
     def _begin_pass(self, kind: PassKind, *, is_backward: bool = False) -> None:
-        self._kind, self._is_backward, self._at = kind, is_backward, -1
-        self._plan, self._record, self._last_arrivals, self._own = self._plans.get(kind), GatherOrder(), {}, []
+        self._kind, self._is_backward, self._position = kind, is_backward, -1
+        self._plan, self._record, self._last_arrivals, self._read_indices = self._plans.get(kind), GatherOrder(), {}, []
         self.reducer.is_sealed = self._plan is not None and not self._plan.is_open
 
     def read(self, units: Sequence[ParamGroup]) -> None:
@@ -277,18 +277,18 @@ class GatherScheduler:
 
         For END, gather the remaining groups of the pass.
         """
-        if index == self._current and index != END:
+        if index == self._current_index and index != END:
             return
         if index != END:
-            self._own.append(index)
+            self._read_indices.append(index)
         if self._plan is not None:
-            self._follow(self._plan, index)
+            self._gather_in_recorded_order(self._plan, index)
         if self._plan is None:
-            self._negotiate(index)
+            self._negotiate_and_gather(index)
 
-    def _follow(self, plan: GatherOrder, index: int) -> None:
+    def _gather_in_recorded_order(self, plan: GatherOrder, index: int) -> None:
         """Gather groups in the recorded order up to this group. Discard the order if a rank deviates from it."""
-        end = len(plan.units) - 1 if index == END else plan.place(index, self._at)
+        end = len(plan.units) - 1 if index == END else plan.place(index, self._position)
         leaves = index != END and end == END
         if leaves and self.units[index].is_gathered:
             return
@@ -298,29 +298,29 @@ class GatherScheduler:
                 rule="Under ZeRO stage 3, all ranks gather layers in the order of the first forward and backward pass",
                 remedy="Run the layers in the same order in every step, or use stage=2",
             )
-        while self._at < (len(plan.units) - 1 if leaves else end):
-            self._gather_next(plan.units[self._at + 1], plan.units[self._at + 2 : self._at + 4])
+        while self._position < (len(plan.units) - 1 if leaves else end):
+            self._gather_next(plan.units[self._position + 1], plan.units[self._position + 2 : self._position + 4])
         if plan.is_open and (leaves or index == END) and any(all_gather_objects(leaves, self.axis)):
             self._plan = None
 
-    def _gather_next(self, index: int, coming: Sequence[int]) -> None:
+    def _gather_next(self, index: int, next_indices: Sequence[int]) -> None:
         """Gather a parameter group, free the previous group, reduce its gradients, and prefetch the next groups."""
-        before, self._at = self._current, self._at + 1
+        before, self._position = self._current_index, self._position + 1
         self.units[index].wait_for_unshard()
         self._record.units.append(index)
-        comes_again = self._plan is not None and self._plan.place(before, self._at) != END
+        comes_again = self._plan is not None and self._plan.place(before, self._position) != END
         if before not in (index, END) and not comes_again:
             reads_again = torch.is_grad_enabled() and not self._is_backward
-            for unit in self.residents.add(self.units[before]) if reads_again else [self.units[before]]:
+            for unit in self.unsharded_cache.add(self.units[before]) if reads_again else [self.units[before]]:
                 if unit.index not in self._keep:
                     self._free(unit)
         if self._plan is not None and self._is_backward and not self.reducer.is_paused:
-            for n in self._plan.complete.get(self._at - 1, ()):
+            for n in self._plan.complete.get(self._position - 1, ()):
                 self.reducer.send(self.units[n])
         if self._gathers_ahead:
-            for n in coming[:1]:
+            for n in next_indices[:1]:
                 self.units[n].unshard()
-            for n in coming[1:]:
+            for n in next_indices[1:]:
                 self.units[n].prefetch()
 
     def _free(self, *units: ParamGroup) -> None:
@@ -328,7 +328,7 @@ class GatherScheduler:
             unit.reshard()
 
     @property
-    def _current(self) -> int:
+    def _current_index(self) -> int:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
@@ -337,14 +337,14 @@ class GatherScheduler:
         self._keep = ()
         self._gather_up_to(END)
         if self._is_backward and not self.reducer.is_paused:
-            self._reduce_remaining()
+            self._reduce_remaining_groups()
         if self._plan is None:
             self._plans[self._kind] = self._record_plan(self._plans.get(self._kind))
         self._kind = None
 
     # --- the first pass of a kind
 
-    def _negotiate(self, want: int) -> None:
+    def _negotiate_and_gather(self, requested: int) -> None:
         """Gather the groups that the ranks request, one by one, until the group that this rank requested is gathered.
 
         For END, continue until no rank requests a group.
@@ -352,7 +352,7 @@ class GatherScheduler:
         """
         while True:
             done = [unit.index for unit in self.units if self._is_backward and self.reducer.is_complete(unit)]
-            reports = all_gather_objects((want, [] if self.reducer.is_paused else done), self.axis)
+            reports = all_gather_objects((requested, [] if self.reducer.is_paused else done), self.axis)
             wanted = [index for index, _ in reports if index != END]
             for index in sorted(set.intersection(*(set(done) for _, done in reports)), reverse=True):
                 self.reducer.send(self.units[index])
@@ -360,35 +360,35 @@ class GatherScheduler:
                 return
             chosen = max(wanted) if self._is_backward else min(wanted)
             self._gather_next(chosen, ())
-            if chosen == want:
+            if chosen == requested:
                 return
 
-    def gradient_ready(self, unit: ParamGroup) -> None:
+    def record_gradient(self, unit: ParamGroup) -> None:
         """Record when a parameter of a group received its last gradient in the backward pass."""
         if self._kind is None or not self._is_backward:
             self._begin_backward(None)
         if self._plan is None:
-            self._last_arrivals[unit.index] = len(self._own) - 1
+            self._last_arrivals[unit.index] = len(self._read_indices) - 1
 
-    def _reduce_remaining(self) -> None:
+    def _reduce_remaining_groups(self) -> None:
         """Reduce the gradients of the remaining parameter groups, in the same order on all ranks."""
         rest = {unit.index for unit in self.units if unit.index not in self.reducer.sent}
         if not self.reducer.is_sealed:
-            again = [unit.index for unit in self.units if self.reducer.has_new(unit)]
+            again = [unit.index for unit in self.units if self.reducer.has_unreduced_gradients(unit)]
             rest |= {index for indices in all_gather_objects(again, self.axis) for index in indices}
         for index in sorted(rest, reverse=True):
             self.reducer.send(self.units[index])
         self.reducer.end_pass()
 
-    def _record_plan(self, before: GatherOrder | None) -> GatherOrder:
+    def _record_plan(self, previous: GatherOrder | None) -> GatherOrder:
         """Return the order of all-gathers that the ranks negotiated in this pass, for the next passes of its kind."""
         assert self._kind is not None
-        reports = all_gather_objects((self._own, self._last_arrivals), self.axis)
-        plan = recorded_order(self._record.units, before, reports)
-        if before is None and self._is_backward:
-            plan.insert_unseen_in_backward(self._plans[self._kind[:-1]])
-        elif before is None:
-            plan.insert_unseen_in_forward(
+        reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
+        plan = create_gather_order(self._record.units, previous, reports)
+        if previous is None and self._is_backward:
+            plan.insert_unread_backward_groups(self._plans[self._kind[:-1]])
+        elif previous is None:
+            plan.insert_unread_forward_groups(
                 [unit.index for unit in self.units], {u.index for u in self.units if u.is_layer}
             )
         return plan
@@ -397,7 +397,7 @@ class GatherScheduler:
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
         """Save the position of a gathered tensor in its group in place of the tensor. Return None for other tensors."""
-        place = None if x.layout is not torch.strided else self._where.get(torch_compat.memory_of(x))
+        place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.memory_of(x))
         if place is None:
             return None
         unit, base = place
@@ -459,7 +459,7 @@ class GatherScheduler:
         self._free(*self.units)
 
 
-def set_up_stage3(
+def shard_for_stage3(
     model: nn.Module,
     table: ShardingMetadata,
     settings: ZeroOptions,
@@ -483,47 +483,47 @@ def set_up_stage3(
         (name, [gradients[id(p)] for p in params if _should_shard(p, settings.keep_frozen) and id(p) in gradients])
         for name, params in group_params(model)
     ]
-    chunks = GatherBufferPool()
-    units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, chunks)
-    walk = _make_scheduler(model, table, units, settings)
+    pool = GatherBufferPool()
+    units, buckets = _make_param_groups([each for each in members if each[1]], settings, host, pool)
+    scheduler = _make_scheduler(model, table, units, settings)
     overlaps = settings.overlap
     trained = [index for index, made in buckets.items() if made]
     if trained:
         buckets[min(trained)][-1].watch = table.monitor
-    walk.reducer = ParamGroupReducer(
-        units, buckets, end, walk.gradient_ready, table.entries, overlaps=overlaps, memory=chunks
+    scheduler.reducer = ParamGroupReducer(
+        units, buckets, end, scheduler.record_gradient, table.entries, overlaps=overlaps, memory=pool
     )
-    table.reducers = [walk.reducer, *rest]
-    table.parameter_owner = walk
-    axis = walk.axis
+    table.reducers = [scheduler.reducer, *rest]
+    table.parameter_owner = scheduler
+    axis = scheduler.axis
     synchronize_generation(
         model,
         lambda: wait_for_all_ranks("generate", axis),
         lambda is_active: any(row[0] for row in all_gather_numbers([int(is_active)], axis)),
     )
-    return walk, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
+    return scheduler, [shard for unit in units for shard in unit.shards if shard.gradients[0].param.requires_grad]
 
 
 def _make_param_groups(
     members: Sequence[tuple[str, list[GradientSlot]]],
     settings: ZeroOptions,
     host: HostMemory | None,
-    chunks: GatherBufferPool,
+    pool: GatherBufferPool,
 ) -> tuple[list[ParamGroup], dict[int, list[Bucket]]]:
     """Create the sharded parameter groups and their gradient buckets, and replace the parameters by placeholders."""
     precision = settings.precision
-    gathered = UnshardOptions(chunks.take, host.link if host is not None and settings.offload.parameters else None)
+    gathered = UnshardOptions(pool.take, host.link if host is not None and settings.offload.parameters else None)
     units: list[ParamGroup] = []
     buckets: dict[int, list[Bucket]] = {}
     sizes: list[int] = []
     for name, found in members:
         params: list[Any] = [g.param for g in found]
         unit = ParamGroup(len(units), name, params)
-        unit.give_back = chunks.give_back
+        unit.give_back = pool.give_back
         made = _make_buckets(found, precision.reduce_dtype)
         for bucket in made:
             trains = bucket.gradients[0].param.requires_grad
-            bucket.memory = chunks.take
+            bucket.memory = pool.take
             there, rounding = (host, precision.rounding) if trains else (None, None)
             unit.shards.append(FlatShard(bucket, precision.dtype, gathered=gathered, host=there, rounding=rounding))
         buckets[unit.index] = [bucket for bucket in made if bucket.gradients[0].param.requires_grad]
@@ -532,7 +532,7 @@ def _make_param_groups(
         sizes += parts
         unit.replace_with_placeholders()
         units.append(unit)
-    chunks.fit(sizes)
+    pool.fit(sizes)
     return units, buckets
 
 
@@ -558,11 +558,11 @@ def _make_scheduler(
         run = stage_forward.now if stage_forward is not None else None
         return None if run is None else run.span.start
 
-    walk = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
-    walk.residents.room = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
+    scheduler = GatherScheduler(model, units, axis, frees=frees, gathers_ahead=settings.overlap, part=part)
+    scheduler.unsharded_cache.max_bytes = reshard if isinstance(reshard, int) and not isinstance(reshard, bool) else 0
     if stage_forward is not None:
-        stage_forward.boundary_callbacks.append(walk.end_forward_early)
-    return walk
+        stage_forward.boundary_callbacks.append(scheduler.end_forward_early)
+    return scheduler
 
 
 def _is_shared_by_stages(reducer: GradientReducer) -> bool:

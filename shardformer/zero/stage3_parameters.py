@@ -168,7 +168,7 @@ class ParamGroup:
             pending.wait()  # the all-gather started on all ranks but was not used
         self._pending = []
         for shard in self.shards:
-            shard.forget_fetched()
+            shard.release_fetched_parameters()
         if not self.is_gathered:
             return
         self.is_gathered = False
@@ -207,7 +207,7 @@ def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     on all ranks. A shared parameter is in the first group that contains it.
     """
     total = sum(p.numel() for p in model.parameters())
-    layers = dict(_layers(model, "", total))
+    layers = dict(_iterate_layers(model, "", total))
     seen: set[int] = set()
     units: list[tuple[str, list[nn.Parameter]]] = []
     is_open = False  # whether the last group can take more small modules
@@ -232,15 +232,15 @@ def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     return units
 
 
-def _layers(module: nn.Module, path: str, total: int) -> Iterator[tuple[str, nn.Module]]:
+def _iterate_layers(module: nn.Module, path: str, model_numel: int) -> Iterator[tuple[str, nn.Module]]:
     for name, child in module.named_children():
         at = f"{path}.{name}".lstrip(".")
         if not isinstance(child, (nn.ModuleList, nn.Sequential)) or len(child) < 2:
-            yield from _layers(child, at, total)
+            yield from _iterate_layers(child, at, model_numel)
             continue
         for number, element in child.named_children():
             size = sum(p.numel() for p in element.parameters())
-            inner = list(_layers(element, f"{at}.{number}", total)) if size > LARGE * total else []
+            inner = list(_iterate_layers(element, f"{at}.{number}", model_numel)) if size > LARGE * model_numel else []
             if inner:
                 yield from inner
             elif size:
@@ -266,9 +266,9 @@ class GatherBufferPool:
         self._free: list[Tensor] = []
         self._lent: dict[int, Tensor] = {}
 
-    def fit(self, sizes: Sequence[int]) -> None:
+    def fit(self, group_sizes: Sequence[int]) -> None:
         """Set the size of the reused buffers to the most frequent of these sizes in bytes."""
-        counts = Counter(sizes)
+        counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
     def take(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -283,9 +283,9 @@ class GatherBufferPool:
         self._lent[memory_of(found)] = found
         return found[:size].view(dtype)
 
-    def give_back(self, memory: int) -> None:
+    def give_back(self, address: int) -> None:
         """Return the buffer at a memory address (see ``memory_of``) to the pool."""
-        chunk = self._lent.pop(memory, None)
+        chunk = self._lent.pop(address, None)
         if chunk is not None and len(self._free) < MAX_FREE_BUFFERS and storage_use_count(chunk) <= UNSHARED_USE_COUNT:
             self._free.append(chunk)
 
@@ -296,10 +296,10 @@ class UnshardedCache(list[ParamGroup]):
     The backward pass starts with the last layer, so the least recently used group is evicted first.
 
     Args:
-        room: Memory limit in bytes.
+        max_bytes: Memory limit in bytes.
     """
 
-    room: float = 0.0
+    max_bytes: float = 0.0
 
     def add(self, unit: ParamGroup) -> list[ParamGroup]:
         """Add a group to the cache after its use, and return the groups to free. They are identical on all ranks."""
@@ -307,7 +307,7 @@ class UnshardedCache(list[ParamGroup]):
             self.remove(unit)
         self.append(unit)
         evicted = []
-        while sum(each.size for each in self) > self.room:
+        while sum(each.size for each in self) > self.max_bytes:
             evicted.append(self.pop(0))
         return evicted
 
@@ -341,7 +341,7 @@ class ParamGroupReducer(PausableReducer):
         self.sent: set[int] = set()
         self.is_sealed = False  # whether a group that was sent may receive no further gradients
         for gradient in self._gradients():
-            self._hook(gradient)
+            self._register_gradient_hooks(gradient)
 
     def _gradients(self) -> Iterator[GradientSlot]:
         return (gradient for found in self._buckets.values() for bucket in found for gradient in bucket.gradients)
@@ -367,9 +367,11 @@ class ParamGroupReducer(PausableReducer):
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
-    def has_new(self, unit: ParamGroup) -> bool:
+    def has_unreduced_gradients(self, unit: ParamGroup) -> bool:
         """Whether a group has gradients on this rank that were not reduced yet."""
-        return any(gradient.is_new for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients)
+        return any(
+            gradient.is_unreduced for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients
+        )
 
     def send(self, unit: ParamGroup) -> None:
         """Start to reduce the gradients of a parameter group.

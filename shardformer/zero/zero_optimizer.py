@@ -33,11 +33,11 @@ from shardformer.zero.optimizer_state_view import (
     ZeroGradMethod,
     attach_zero_optimizer,
     load_in_place,
-    place_of,
+    state_coordinates,
     unchanged_on_error,
 )
 from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, nonfinite_error, sharded_grad_norm
-from shardformer.zero.stage3_gather_schedule import GatherScheduler, set_up_stage3
+from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
 
 
@@ -52,7 +52,7 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
         if entry.param.grad is not None:
             raise assigned_gradient_error(entry.name)
     for shard in shards:
-        if moved := shard.find_moved_param():
+        if moved := shard.find_param_with_moved_memory():
             raise ConfigError(
                 f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...))",
                 rule=rule,
@@ -87,7 +87,7 @@ class ZeroOptimizer(Optimizer):
         self._scheduler: GatherScheduler | None = None
         self._is_scaled = False
         kind = AllReduceToShards if self._stage == 0 else ReduceScatterToShards
-        self._end = kind(self._receive, self._check_scaled, self._hide_gradient, self._show_gradients)
+        self._end = kind(self._receive, self._check_loss_is_scaled, self._apply_user_edit, self._show_gradients_to_user)
         full_params = {
             id(p) for o in optimizers if needs_full_matrices(o) for group in o.param_groups for p in group["params"]
         }
@@ -102,8 +102,8 @@ class ZeroOptimizer(Optimizer):
         self._replace_parameters()
         last_first = self.shards if self._scheduler is not None else self.shards[::-1]
         offloaded = [shard for shard in last_first if shard.host is not None]
-        residents = self._scheduler.residents if self._scheduler is not None else None
-        self._placement = DevicePlacement(settings, offloaded, residents, self.inner, table.context)
+        unsharded_cache = self._scheduler.unsharded_cache if self._scheduler is not None else None
+        self._placement = DevicePlacement(settings, offloaded, unsharded_cache, self.inner, table.context)
         keys = {id(entry): number for number, entry in enumerate(table.entries)}
         for shard in self.shards:
             shard.enable_rounding(keys)
@@ -160,7 +160,7 @@ class ZeroOptimizer(Optimizer):
         assign_owners([g for reducer in self._reducers() for g in reducer.gradients], full_params, table.context)
         shards: list[FlatShard] = []
         if self._stage == 3:
-            self._scheduler, shards = set_up_stage3(self._model, table, self._settings, self._end, self._host)
+            self._scheduler, shards = shard_for_stage3(self._model, table, self._settings, self._end, self._host)
         axis = Axis("none") if self._stage == 0 else None
         dtype, overlap = self._precision.reduce_dtype, self._settings.overlap
         size: Any = self._settings.bucket_bytes or self.table.request.extra.get("bucket_bytes", BUCKET_BYTES)
@@ -189,16 +189,16 @@ class ZeroOptimizer(Optimizer):
         if failure := files.end_step([part for _, part in parts], self.table.context):
             raise offload_directory_error(files.disk.folder, failure)
 
-    def _receive(self, bucket: Bucket, part: Tensor, had: Tensor) -> None:
-        self._by_bucket[id(bucket.gradients)].receive(part, had, self._precision.scale)
+    def _receive(self, bucket: Bucket, reduced: Tensor, gradient_counts: Tensor) -> None:
+        self._by_bucket[id(bucket.gradients)].receive(reduced, gradient_counts, self._precision.scale)
 
-    def _hide_gradient(self, gradient: GradientSlot) -> None:
+    def _apply_user_edit(self, gradient: GradientSlot) -> None:
         shard, number = self._places[id(gradient)]
-        shard.hide_gradient(number)
+        shard.apply_user_edit(number)
 
-    def _show_gradients(self) -> None:
+    def _show_gradients_to_user(self) -> None:
         for shard in self.shards:
-            shard.show_gradients()
+            shard.show_gradients_to_user()
 
     def _replace_parameters(self) -> None:
         """Replace the parameters and states of the inner optimizers by this rank's slices.
@@ -235,14 +235,14 @@ class ZeroOptimizer(Optimizer):
         self.agree()
         problem = self._apply_gradient_edits()
         for shard in self.shards if problem is None else ():
-            shard.adopt_written_params()
+            shard.copy_written_params_to_shard()
         if self._check_and_clip(problem):
             if self._scheduler is not None:
                 self._scheduler.release()
-            with self._flag("is_stepping"):
+            with self._set_temporarily("is_stepping"):
                 self._update.run()
             self._placement.after_step()
-        self._show_gradients()
+        self._show_gradients_to_user()
         return loss
 
     def _apply_gradient_edits(self) -> Exception | None:
@@ -250,7 +250,7 @@ class ZeroOptimizer(Optimizer):
         try:
             for shard in self.shards:
                 for number in range(len(shard.gradients)):
-                    shard.hide_gradient(number)
+                    shard.apply_user_edit(number)
             check_unmodified(self._model, self.table, self.shards)
         except Exception as error:  # other ranks wait for this one, so every error must reach them
             return error
@@ -318,7 +318,7 @@ class ZeroOptimizer(Optimizer):
             )
         self.agree()
         problem = self._apply_gradient_edits()
-        self._show_gradients()
+        self._show_gradients_to_user()
         return self._norm(problem, None if params is None else {id(p) for p in params})
 
     def _clip(self, max_norm: float) -> None:
@@ -367,7 +367,7 @@ class ZeroOptimizer(Optimizer):
         finally:
             self._is_scaled = False
 
-    def _check_scaled(self, gradient: GradientSlot) -> None:
+    def _check_loss_is_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
                 f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient",
@@ -390,7 +390,7 @@ class ZeroOptimizer(Optimizer):
         """
         self.agree()
         self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
-        self._show_gradients()
+        self._show_gradients_to_user()
         for shard in self.shards:
             for number, gradient in enumerate(shard.gradients):
                 if gradient.entry.name == name:
@@ -429,7 +429,7 @@ class ZeroOptimizer(Optimizer):
 
     def _load_state_dict(self, state_dict: dict[str, Any]) -> None:
         context, doing = self.table.context, "load this optimizer's state"
-        collective_call(context, lambda: self._check_saved(state_dict), action=doing)
+        collective_call(context, lambda: self._check_saved_state(state_dict), action=doing)
 
         def load() -> None:
             for optimizer, state in zip(self.inner, state_dict["optimizers"], strict=True):
@@ -445,7 +445,7 @@ class ZeroOptimizer(Optimizer):
             setattr(self._precision.loss_scale, name, value)
         self.rounding_counts = state_dict["rounds"]
 
-    def _check_saved(self, state_dict: dict[str, Any]) -> None:
+    def _check_saved_state(self, state_dict: dict[str, Any]) -> None:
         context = self.table.context
         known = ("place", "masters", "optimizers", "loss_scale", "rounds")
         is_dict = isinstance(state_dict, dict)
@@ -455,10 +455,10 @@ class ZeroOptimizer(Optimizer):
                 remedy="Load the result of optimizer.state_dict(). Load the state of a plain optimizer before calling "
                 "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout",
             )
-        saved, axes = state_dict["place"], place_of(self.inner[0])
+        saved, axes = state_dict["place"], state_coordinates(self.inner[0])
         try:
             is_here = saved["sizes"] == context.sizes and all(saved["coords"][n] == axes[n][1] for n in axes)
-            fits = is_here and _signature_of(state_dict) == self._signature
+            fits = is_here and _get_saved_signature(state_dict) == self._signature
         except (AttributeError, KeyError, TypeError):  # not a state of a ZeroOptimizer
             fits = False
         if not fits:
@@ -481,7 +481,7 @@ class ZeroOptimizer(Optimizer):
         for shard in self.shards:
             shard.masters.load()
         try:
-            with self._flag("_is_open"):
+            with self._set_temporarily("_is_open"):
                 yield
         finally:
             for shard in self.shards:
@@ -498,7 +498,7 @@ class ZeroOptimizer(Optimizer):
         with torch.no_grad(), ExitStack() as stack:
             for shard in self.shards:
                 stack.enter_context(shard.changing())
-            with self._flag("_is_open"):
+            with self._set_temporarily("_is_open"):
                 yield
             for shard in self.shards:
                 if shard.rounded is None:  # rounded weights are stored once, on exit of shard.changing()
@@ -515,13 +515,13 @@ class ZeroOptimizer(Optimizer):
             self._host.end_writing(self.table.context)
 
     @contextmanager
-    def _flag(self, name: str) -> Iterator[None]:
-        before = getattr(self, name)
-        setattr(self, name, True)
+    def _set_temporarily(self, attribute: str) -> Iterator[None]:
+        before = getattr(self, attribute)
+        setattr(self, attribute, True)
         try:
             yield
         finally:
-            setattr(self, name, before)
+            setattr(self, attribute, before)
 
     @property
     def shards_states(self) -> bool:
@@ -569,15 +569,15 @@ class ZeroOptimizer(Optimizer):
         super().add_param_group(param_group)
 
 
-def _signature_of(state_dict: dict[str, Any]) -> tuple[Any, ...]:
+def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
     """Return the shapes, group sizes and keys of a saved optimizer state, to compare it with the current state."""
     shapes = [tuple(master.shape) for master in state_dict["masters"]]
     groups = [[len(group["params"]) for group in each["param_groups"]] for each in state_dict["optimizers"]]
     return shapes, groups, sorted(state_dict["loss_scale"]), len(state_dict["rounds"])
 
 
-def _unsupported_error(what: str) -> ConfigError:
+def _unsupported_error(action: str) -> ConfigError:
     return ConfigError(
-        f"{what} the optimizer that shard_optimizer returned",
+        f"{action} the optimizer that shard_optimizer returned",
         remedy="Change your optimizer before calling shard_optimizer, and use load_state_dict to load a state",
     )

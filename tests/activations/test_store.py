@@ -15,7 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from shardformer.errors import ConfigError
-from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _attach, offload_activations
+from shardformer.offload.activations import PREFETCH_COUNT, ActivationStore, _register_store_hooks, offload_activations
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
 from shardformer.offload.saved_tensors import FETCHED, ActivationStats
 
@@ -86,14 +86,14 @@ def same(a: Gradients, b: Gradients) -> bool:
 
 def stored(model: nn.Module, link: HostDeviceCopier | None = None, min_bytes: int = 0) -> ActivationStore:
     store = ActivationStore(True, None, min_bytes, link)
-    _attach(model, store, {})
+    _register_store_hooks(model, store, {})
     return store
 
 
 def drained(store: ActivationStore) -> ActivationStats:
     """Return the stats after all copies to the host are complete."""
-    while store._leaving:
-        store._release(store._leaving.popleft())
+    while store._copying_to_host:
+        store._finish_offload(store._copying_to_host.popleft())
     return store.stats()
 
 
@@ -383,7 +383,7 @@ def test_second_call_raises_and_remove_is_final() -> None:
     once(model)
     assert store.stats().most_host == 0
     offload_activations(model, min_bytes=0).remove()
-    with pytest.raises(ConfigError, match=r"on='disk'.*'device', 'host', 'tensor', 'tensor.host'"):
+    with pytest.raises(ConfigError, match=r"to='disk'.*'device', 'host', 'tensor', 'tensor.host'"):
         offload_activations(model, "disk")
-    with pytest.raises(ConfigError, match=r"on='tensor' .* this Net has no known layers"):
+    with pytest.raises(ConfigError, match=r"to='tensor' .* this Net has no known layers"):
         offload_activations(model, "tensor")

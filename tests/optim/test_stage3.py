@@ -609,7 +609,7 @@ def test_changed_order_of_layers_raises() -> None:
         shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3, context=context)
         model(tokens(0, 0)).sum().backward()
         model.turned = True
-        with pytest.raises(InputError, match=r"layers.2 was read in a different order"):
+        with pytest.raises(InputError, match=r"parameters of layers.2 were read in a different order"):
             model(tokens(0, 0))
 
     run_as_threads(run, data=2)
@@ -620,7 +620,7 @@ def test_changed_order_of_layers_raises() -> None:
 
 def alone(self: GatherScheduler, index: int) -> None:
     """Let each rank gather only what it reads itself."""
-    if index != -1 and index != self._current:
+    if index != -1 and index != self._current_index:
         self._gather_next(index, ())
 
 

@@ -49,7 +49,7 @@ MUTANTS = [
     mutant(
         "norm-counts-shared-heads-twice",
         "shardformer/gradients/clipping.py",
-        "return (powers / held_by.to(powers) if isinstance(held_by, Tensor) else powers).sum()",
+        "return (powers / num_copies.to(powers) if isinstance(num_copies, Tensor) else powers).sum()",
         "return powers.sum()",
         "With more tensor ranks than KV heads, clipping sees a norm that is too large.",
         first=("tests/optim/test_grad_norm.py::test_clipping_equals_torch_on_the_plain_model",),
