@@ -127,7 +127,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 
 def test_unknown_inputs_are_reported(small: Any) -> None:
-    def none(model: nn.Module, together: bool) -> ReducedModel:
+    def none(model: nn.Module, media_in_text: bool) -> ReducedModel:
         raise PolicyError("TypeError", rule="", remedy="")
 
     small(none)
@@ -140,7 +140,7 @@ def test_unknown_inputs_are_reported(small: Any) -> None:
 
 def test_a_contrastive_model_gets_different_pairs(small: Any) -> None:
     two = {name: x[:2] for name, x in of_clip(0).items() if x.dim()}
-    small(lambda model, together: ReducedModel(clip(), forward_call(clip(), two), two))
+    small(lambda model, media_in_text: ReducedModel(clip(), forward_call(clip(), two), two))
     source = find_model("clip")
     batch = source.batches(4)(0)
     assert source.loss_fn is None and bool(batch["return_loss"])
