@@ -122,12 +122,12 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
             HeadLayout(heads, kv, width, ranks)
         return
     layout = HeadLayout(heads, kv, width, ranks)
-    assert sum(layout.heads(r) for r in range(ranks)) == heads
+    assert sum(layout.count_query_heads(r) for r in range(ranks)) == heads
     for rank in range(ranks):
         wanted = [h // group for h in range(layout.query_bounds[rank], layout.query_bounds[rank + 1])]
         held = layout.kv_heads_of_rank(rank)
-        seen = [held[i] for i in layout.expand(rank) or range(len(held))]
-        repeated = [h for h in seen for _ in range(layout.values(rank)["groups"])]
+        seen = [held[i] for i in layout.map_local_kv_heads(rank) or range(len(held))]
+        repeated = [h for h in seen for _ in range(layout.count_local_values(rank)["groups"])]
         assert repeated == wanted  # what the forward pairs with each local query head
     assert layout.kv_split().full == kv * width and all(c >= 1 for c in layout.kv_split().multiplicity)
 

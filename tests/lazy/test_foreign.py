@@ -151,13 +151,16 @@ def test_a_run_needs_consent_for_remote_code(
     config = run_of(folder, random=random, trust_remote_code=True)
     for lazy in (True, False):
         assert type(build_model(config, data, load_model_config(config), lazy=lazy)).__name__ == "OwnModel"
-    assert type(load_tokenizer(None, str(folder), random=False, trust=True).tokenizer).__name__ == "OwnTokenizer"
+    assert (
+        type(load_tokenizer(None, str(folder), random=False, trust_remote_code=True).tokenizer).__name__
+        == "OwnTokenizer"
+    )
     with pytest.raises(ConfigError, match=r"model\.trust_remote_code"):
         load_tokenizer(None, str(folder), random=False)
     with pytest.raises(
         ConfigError, match=r"custom code.*Correct data\.tokenizer"
     ):  # consent is for the model, not for another folder
-        load_tokenizer(str(folder), "another", random=False, trust=True)
+        load_tokenizer(str(folder), "another", random=False, trust_remote_code=True)
 
 
 def test_a_head_defined_only_in_remote_code_does_not_prompt(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

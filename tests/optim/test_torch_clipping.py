@@ -158,7 +158,7 @@ def test_stage_without_gradients_of_two_models_raises() -> None:
         clip_grad_norm_([], 1.0)
 
     kept = list(models)
-    with pytest.raises(ConfigError, match="stages of 2 models"):
+    with pytest.raises(ConfigError, match="which of the 2 pipeline models"):
         run_as_threads(clip, pipe=2)
     assert len(kept) == 4  # keep the models alive
 

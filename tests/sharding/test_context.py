@@ -514,7 +514,7 @@ def _not_swapped(x: list[Tensor], shapes: Any, axis: Any) -> list[Tensor]:
 
 LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
     "keys of other ranks": ("ring", ring, "_exchange", _nothing_arrives),
-    "gradients of keys, home": ("ring", ring_attention._KeyValueGradients, "finish", lambda self: None),
+    "gradients of keys, home": ("ring", ring_attention._KeyValueGradients, "receive", lambda self: None),
     "keys that are gathered": ("gather", ring, "all_gather", lambda x, axis, *_, **__: torch.cat([x] * axis.size, 3)),
     "heads for positions": ("ulysses", heads, "_all_to_all", _not_swapped),
     "the loss": ("ring", cut_tensor, "all_reduce", lambda x, *_, **__: x),

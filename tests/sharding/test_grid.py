@@ -484,8 +484,10 @@ def _kept(self: GridRegion, x: Tensor, *_: Any) -> PendingCollective:
 
 
 LEFT_OUT: dict[str, Callable[..., Any]] = {
-    "start_scatter": _kept,
-    "start_weight_grad": lambda self, grad, dim: PendingCollective((), lambda: local_chunk(grad, self.grid.row, dim)),
+    "start_output_scatter": _kept,
+    "start_weight_grad_scatter": lambda self, grad, dim: PendingCollective(
+        (), lambda: local_chunk(grad, self.grid.row, dim)
+    ),
 }
 
 

@@ -228,6 +228,6 @@ def test_per_sample_losses_are_those_without_torch_mean(head: str) -> None:
         for index, part in enumerate(parts):
             with weighing(weights, index):
                 loss = sample_loss(model, part)
-            weights.of(index, loss)
+            weights.scale_loss(index, loss)
         weights.finish()
     assert num_samples(parts[0]) == 2

@@ -61,7 +61,7 @@ def in_one_place(
     if how.cap is not None:
         scores = how.cap * torch.tanh(scores / how.cap)
     if line is not None:
-        scores = scores + RelativePositionBias(line).values(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
+        scores = scores + RelativePositionBias(line).compute_bias(torch.arange(q.shape[2]), torch.arange(k.shape[2]))
     scores = scores.masked_fill(~sees, torch.finfo(q.dtype).min)
     if sinks is not None:
         scores = torch.cat([scores, sinks[None, :, None, None].expand(*scores.shape[:3], 1)], -1)

@@ -40,7 +40,7 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
 
     def normalise(context: ParallelContext) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         rank = context.tensor.rank
-        expand = layout.expand(rank)
+        expand = layout.map_local_kv_heads(rank)
         norm = ShardedNorm(
             fused_norm(plain), layout.kv_split(), None if expand is None else (HEAD_DIM, expand), context.tensor
         )
@@ -66,5 +66,5 @@ def test_norm_over_kv_heads_equals_the_plain_norm(kind: Any, layout: HeadLayout)
 
 def _indices(layout: HeadLayout, rank: int) -> Tensor:
     """Return the input features of a rank: its own, or one KV head for each query head."""
-    held, expand = layout.kv_split().indices(rank), layout.expand(rank)
+    held, expand = layout.kv_split().indices(rank), layout.map_local_kv_heads(rank)
     return held if expand is None else held.view(-1, HEAD_DIM)[expand].flatten()
