@@ -234,10 +234,12 @@ def launch_from_torch(
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=8, mode="2.5d", depth=2))``. Keyword arguments take precedence.
-        tensor, pipe, data, sequence: sizes of the axes. A missing size of data or tensor is inferred from the number of
-            processes; pipe and sequence default to 1. Two numbers for sequence are (ring, Ulysses group): the ring
-            exchanges keys and values, the groups exchange heads for positions. Two or three numbers for tensor are
-            (rows, columns) or (rows, columns, depth) of a grid for ``tensor_parallel_mode``.
+        tensor: size of the tensor axis. If it or ``data`` is missing, it is inferred from the number of processes. Two
+            or three numbers are (rows, columns) or (rows, columns, depth) of a grid for ``tensor_parallel_mode``.
+        pipe: number of pipeline ranks; default: 1.
+        data: number of data parallel ranks.
+        sequence: number of context parallel ranks; default: 1. Two numbers are (ring, Ulysses group): the ring
+            exchanges keys and values, the groups exchange heads for positions.
         backend: a torch.distributed backend; default: gloo, with CUDA also nccl.
         seed: seed of torch, the same on every process.
         timeout_s: timeout of collectives in seconds; default: 600.

@@ -262,9 +262,9 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
 
 
 def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_sequence_parallelism: bool) -> ShardingPlan:
-    """Return the sharding plan with separate block exits if every rank computes the attention in full.
+    """Return a sharding plan in which full attention shares no collective with another block.
 
-    Such an attention must not share its exit, and thus its collective, with another block.
+    If every rank computes the attention for all positions, its block must not share an exit with another block.
 
     Args:
         has_sequence_parallelism: whether sequence parallelism over the tensor axis is enabled, too. Raises ConfigError.

@@ -230,7 +230,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hugging Face hub can be reached, by one request that fails within 5 s."""
+    """Whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -108,7 +108,7 @@ class GridRegion:
     # --- communication of the column- and row-parallel products
 
     def start_input_gather(self, x: Tensor) -> PendingCollective:
-        """Start the all-gather of a matmul input x: of its hidden features, or in 3D of its samples."""
+        """Start to all-gather the hidden features of a matmul input, or its samples on a 3D grid."""
         if self.is_3d:
             return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
         return collectives.start_all_gather(x, self.grid.column, -1, self.full)
