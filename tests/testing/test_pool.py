@@ -228,12 +228,12 @@ def test_same_error_on_all_ranks_is_raised_and_keeps_workers(pool: WorkerPool) -
     [
         (refuse, (InputError, 1), ["rank 1 raised InputError: value=1"]),
         (raise_each_its_own, (), ["rank 0 raised KeyError: 0; rank 1 raised KeyError: 1", "in raise_each_its_own"]),
-        (leave, (), ["ranks 0 and 1 raised SystemExit: left in", "in leave"]),
+        (leave, (), ["ranks 0 and 1 raised SystemExit: left", "in leave"]),
         (unsendable, (), ["ranks 0 and 1 raised", "<lambda>"]),
         (
             raise_alone,
             (1,),
-            ["rank 1 raised ValueError: only here in", "rank 0 was still running or waiting", "in barrier"],
+            ["rank 1 raised ValueError: only here", "rank 0 was still running or waiting", "in barrier"],
         ),
     ],
 )
@@ -268,7 +268,7 @@ def test_dead_worker_is_named_and_replaced(pool: WorkerPool, how: Callable[[], N
     with pytest.raises(WorkerError, match=words) as caught:
         pool.run(die_alone, 1, how)
     assert time.monotonic() - start < 10
-    assert str(caught.value).startswith(words)
+    assert f"die_alone failed: {words}" in str(caught.value)
     assert ("in crash" in str(caught.value)) == (how is crash)
     assert not any(alive(pid) for pid in pids)
     assert pool.run(summed, torch.ones(1))[0].item() == 2.0
@@ -279,7 +279,7 @@ def test_hang_is_reported_with_source_line(pool: WorkerPool) -> None:
     pids = pool.pids
     with pool.with_timeout(0.5), pytest.raises(WorkerError) as caught:
         pool.run(sleep_on_one, 1)
-    assert str(caught.value).startswith("rank 1 had not answered after 0.5 s in ")
+    assert "failed: rank 1 had not answered after 0.5 s" in str(caught.value)
     assert "in sleep_long" in str(caught.value) and "in sleep_on_one" in str(caught.value)
     assert "rank 0" not in str(caught.value)
     assert pool.timeout_s == 60.0

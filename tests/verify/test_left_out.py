@@ -113,7 +113,7 @@ def every_stage_counts_all() -> Any:
 
         return term
 
-    return replaced(grad_norm, "_term", make)
+    return replaced(grad_norm, "_compute_local_norm_term", make)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -82,7 +82,7 @@ def test_unsupported_comparisons_raise_once_for_all_ranks(pool2: WorkerPool, ask
 
 def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
     config = ShardConfig(context=ParallelContext.of({}))
-    with pytest.raises(ConfigError, match="has a process group"):
+    with pytest.raises(ConfigError, match="has a context or a process group"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 

@@ -130,7 +130,7 @@ def not_partial(chosen: str) -> Any:
 
         return of
 
-    return replaced(apply_tensor_parallel.ParameterRegions, "of", make)
+    return replaced(apply_tensor_parallel.ParameterRegions, "find_region", make)
 
 
 def shared_heads_alone() -> Any:
@@ -176,7 +176,7 @@ def labels_of_this_rank() -> Any:
 
 
 def no_weight_gradient() -> Any:
-    return mock.patch.object(projection, "weight_grad", lambda *_: None)
+    return mock.patch.object(projection, "compute_weight_grad", lambda *_: None)
 
 
 def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardingMetadata) -> None:

@@ -249,7 +249,7 @@ def test_validation_keeps_weights_and_leaves_no_gradients() -> None:
 
 @pytest.mark.slow
 def test_a_failed_derivation_reports_the_reason() -> None:
-    with pytest.raises(PolicyError, match=r"The inputs of ToyLM are unknown.*batch="):
+    with pytest.raises(PolicyError, match=r"No example inputs can be generated for ToyLM.*batch="):
         derive_policy(ToyLM())
     with pytest.raises(PolicyError, match="a config of transformers"):
         derive_policy("opt")
