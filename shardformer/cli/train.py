@@ -29,12 +29,15 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a key, as parallel.tensor=2, or remove it with =none. Repeatable.",
+            help="Override a key, as parallel.tensor=2. KEY= without a value removes the key. Repeatable.",
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes to start. By default the product of the axes in [parallel]."),
+        typer.Option(
+            min=1,
+            help="Number of processes to start. By default the product of the axis sizes of the run configuration.",
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,

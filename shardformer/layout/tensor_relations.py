@@ -80,5 +80,5 @@ def max_difference(a: Tensor, b: Tensor) -> float:
     """Return the largest absolute difference between two tensors; infinite for NaN or different shapes."""
     if a.shape != b.shape:
         return inf
-    largest = float((a - b).abs().max()) if a.numel() else 0.0
+    largest = float((a - b).detach().abs().max()) if a.numel() else 0.0
     return largest if largest == largest else inf
