@@ -179,8 +179,8 @@ class LayerSequence:
         """Create the layer sequence of a model from its stacks, except stacks without layers."""
         found = []
         for at, stack in enumerate(stacks):
-            calls = stack.layer_calls or _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
-            if calls:
+            layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
+            if calls := stack.layer_calls or layers:
                 found.append(replace(stack, layer_calls=calls, context=stack.context if at else None))
         return cls(tuple(found))
 
