@@ -143,7 +143,9 @@ class StackDescription:
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
-        """Return the layout of the activations inside this stack, which is unsharded if the stack needs full sequences.
+        """Return the layout of the activations inside this stack.
+
+        If the stack needs full sequences, omits the sequence shards that start at a stack.
 
         Args:
             stream: layout of the activations of the model.
