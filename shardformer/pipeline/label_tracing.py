@@ -191,7 +191,7 @@ class LabelForm:
 
     Args:
         offset: number of leading entries of the last dim to drop.
-        shifted: whether an ignored label is appended before, as in a shift by one.
+        shifted: whether an ignored label is appended first, as in a shift by one.
         clamped: whether the labels are clamped to [0, ignored class], as in question answering.
     """
 

@@ -143,7 +143,9 @@ class StackDescription:
         return replace(own, context=context, stages=stages)
 
     def get_activation_layout(self, stream: ActivationLayout) -> ActivationLayout:
-        """Return the layout of the activations inside this stack, which is unsharded if the stack needs full sequences.
+        """Return the layout of the activations inside this stack.
+
+        If the stack needs full sequences, omits the sequence shards that start at a stack.
 
         Args:
             stream: layout of the activations of the model.
@@ -179,8 +181,8 @@ class LayerSequence:
         """Create the layer sequence of a model from its stacks, except stacks without layers."""
         found = []
         for at, stack in enumerate(stacks):
-            calls = stack.layer_calls or _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
-            if calls:
+            layers = _list_layer_paths(model.get_submodule(stack.layers), stack.layers)
+            if calls := stack.layer_calls or layers:
                 found.append(replace(stack, layer_calls=calls, context=stack.context if at else None))
         return cls(tuple(found))
 

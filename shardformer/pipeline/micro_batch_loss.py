@@ -365,13 +365,15 @@ class LossWeights:
             return call.compute()
         return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0
 
-    def _store_counts(self, loss: _LossTotals, *call: Any) -> None:
+    def _store_counts(
+        self, loss: _LossTotals, index: int, trace: LabelTracer | None, call: LossCall, loss_index: int
+    ) -> None:
         """Store the predicted label counts of a mean loss.
 
         If the prediction fails, sends NaN to the other data ranks so that they do not wait.
         """
         try:
-            loss.n_m = self._predict_counts(*call)
+            loss.n_m = self._predict_counts(index, trace, call, loss_index)
         except ShardFormerError:
             self._sum_over_data(math.nan)
             raise
@@ -556,8 +558,9 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
         "factors and labels from the micro-batch",
         remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of "
-        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum'. "
-        "Without micro-batches, average_loss_over='ranks' averages the losses of the data ranks",
+        "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum', or add "
+        "num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of the "
+        "data ranks",
     )
 
 

@@ -6,8 +6,8 @@ Image patches and other tensors without a row per sample are split by sample, to
     image_grid_thw  (3, 3)     a row per image: [[1, 2, 4], [1, 4, 4], [1, 2, 2]] are 8, 16 and 4 patches
     pixel_values    (28, D)    the first 24 rows belong to the first sample, the last 4 to the second
 
-The placeholder tokens of a sample determine its images: each represents one patch or for a fixed number of patches. If
-the tokens are missing or ambiguous, the batch raises InputError.
+The placeholder tokens of a sample determine its images: each represents the same number of patches, one or more. If the
+tokens are missing or ambiguous, an InputError is raised.
 """
 
 from __future__ import annotations

@@ -61,7 +61,8 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
-    Communicates one all-gather over data in the forward, and one all-reduce of the same size in the backward.
+    Communicates over data: in the forward one all-gather of the numbers of samples and one of the tensor, in the
+    backward one all-reduce of the gathered size.
 
     Args:
         x: this rank's samples along dim 0. Their number may differ between ranks.
@@ -108,11 +109,10 @@ class Finding(IntEnum):
 def merge_findings(rank_results: Sequence[Sequence[int]]) -> list[int] | None:
     """Merge the trial results of all ranks. Returns None if the loss is random and the results are inconclusive.
 
+    A loss that is not repeatable without random numbers reads samples of other data ranks, which change in between.
+
     Args:
         rank_results: (finding, whether random numbers were drawn) of each rank.
-
-
-    A loss that is not repeatable without random numbers reads samples of other data ranks, which change in between.
     """
     found = [finding for finding, _ in rank_results]
     if Finding.NOT_REPEATABLE not in found:

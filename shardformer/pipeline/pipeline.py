@@ -89,8 +89,8 @@ class Pipeline:
     >>> loss = pipeline.step(batch)                                  # doctest: +SKIP
     >>> optimizer.step(); optimizer.zero_grad()                      # doctest: +SKIP
 
-    Every rank of a data-parallel rank must pass the same batch. ``exchange`` stores the shapes of the activations,
-    which a trace of a single rank needs.
+    All ranks with the same data-parallel rank must pass the same batch. ``exchange`` stores the shapes of the
+    activations, which a trace of a single rank needs.
 
     Args:
         model: the model that ``shard_model`` returned.

@@ -139,7 +139,7 @@ def check_chart_file(path: Path) -> None:
         raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use chart.svg")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            f"The chart file {str(path)!r} is not in a writable folder",
+            f"The chart file {str(path)!r} is a folder or is not in a writable folder",
             remedy="Create the folder first, or choose another path",
         )
     if find_spec("matplotlib") is None:

@@ -3,9 +3,10 @@
 Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, the last one
 computes the loss.
 
-The zero-bubble schedules (Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
-Controllable Memory", 2024) are built by simulation in steps of one forward. In each step every rank runs the
-runnable action with the highest priority. The result is deterministic, so all ranks build the same schedule.
+The zero-bubble schedules are from Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
+Controllable Memory", 2024. Interleaved ones, and zbv with few micro-batches, are built by simulation in steps of one
+forward: in each step every rank runs the runnable action with the highest priority. The result is deterministic, so all
+ranks build the same schedule.
 """
 
 from __future__ import annotations

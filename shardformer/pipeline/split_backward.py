@@ -85,7 +85,7 @@ def backward_of_inputs(
         input_grads[i] = result
     if branches:
         release_saved_tensors(chain - {branch.node for branch in ran if branch.results is None})
-    # keep the output nodes alive: a custom function's node is owned by its successor
+    # keep the output nodes alive: a custom function's node is owned by the nodes that run before it in the backward
     return input_grads, WeightBackward(other_outputs, ran, [edge for edge, _ in output_grads])
 
 

@@ -47,7 +47,7 @@ class ParameterPlaceholders:
         """Replace the parameters of other stages by placeholders.
 
         Args:
-            is_local: name of each parameter -> whether this rank has it. Tied parameters need one local name.
+            is_local: name of each parameter -> whether this rank has it. A tied parameter stays if any name is local.
         """
         names: dict[tuple[int, str], tuple[str, ...]] = {}
         modules = list(model.named_modules(remove_duplicate=False))
@@ -320,7 +320,7 @@ class StageForward:
 
     def checkpoint_layer(self, path: str) -> None:
         """Enable activation checkpointing for the layer at ``path``."""
-        self._checkpointed |= {at for at, layer_index in enumerate(self._chain.layer_calls) if layer_index == path}
+        self._checkpointed |= {at for at, layer in enumerate(self._chain.layer_calls) if layer == path}
 
     def move_overrides_to_wrappers(self, model: nn.Module) -> None:
         """Move the forward overrides to wrappers that the user added to layers, or back if wrappers were removed.

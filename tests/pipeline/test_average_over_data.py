@@ -96,7 +96,9 @@ def test_rank_without_label_count_does_not_block_other_ranks() -> None:
             labels = torch.tensor([-100 if i % 5 == 0 else n * 7 % VOCAB for i, n in enumerate(labels.tolist())])
         return F.cross_entropy(output.flatten(0, 1), labels)
 
-    with pytest.raises(ShardFormerError, match=r"with these labels|could not count the labels"):
+    with pytest.raises(
+        ShardFormerError, match=r"contains no tensor of shape .* with these labels|Another data rank could not count"
+    ):
         run(BATCHES, loss, micro_batches=2)
 
 

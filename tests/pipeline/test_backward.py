@@ -305,7 +305,7 @@ def test_input_and_weight_parts_equal_one_backward_bitwise(name: str) -> None:
     assert_same(found, want)
     rest()
     assert_same(grads_of(model), grads_of(plain))
-    rest()  # a already freed has nothing left to do
+    rest()  # a second run has nothing left to do
     assert_same(grads_of(model), grads_of(plain))
 
 

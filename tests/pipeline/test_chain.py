@@ -111,7 +111,7 @@ def test_every_parameter_belongs_to_a_stage() -> None:
 # ------------------------------------------------------------------------------------------------------------ one stage
 
 
-def stretch(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
+def make_stage(model: nn.Module, chain: LayerSequence, span: LayerRange) -> StageForward:
     """Prepare the model for the stage that runs ``span``."""
     home, placeholders = owner_layers(model, chain), ParameterPlaceholders()
     placeholders.replace_params(model, {name: any(unit in span for unit in units) for name, units in home.items()})
@@ -124,7 +124,7 @@ def test_stages_in_sequence_equal_the_model(cut: int) -> None:
     batch = RandomBatches("LlamaForCausalLM")(0)
     expected = model.eval()(**batch).loss
     first, second = copy.deepcopy(model), copy.deepcopy(model)
-    head, tail = stretch(first, chain, LayerRange(0, cut)), stretch(second, chain, LayerRange(cut, 4))
+    head, tail = make_stage(first, chain, LayerRange(0, cut)), make_stage(second, chain, LayerRange(cut, 4))
     output, payload = head.run(first, StagePass(LayerRange(0, cut), {}), partial(first, **batch))
     assert output is None
     assert payload is not None
@@ -137,7 +137,7 @@ def test_stages_in_sequence_equal_the_model(cut: int) -> None:
 def test_missing_received_states_give_nan() -> None:
     model, chain = chain_of(SmallModel("llama"))
     batch = RandomBatches("LlamaForCausalLM")(0)
-    stage = stretch(model, chain, LayerRange(1, 2))
+    stage = make_stage(model, chain, LayerRange(1, 2))
     output, _ = stage.run(model, StagePass(LayerRange(1, 2), {}), partial(model, **batch))
     assert output.loss.isnan()
 
@@ -145,7 +145,7 @@ def test_missing_received_states_give_nan() -> None:
 def test_placeholders_keep_names_and_need_no_memory() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
     before = dict(model.named_parameters())
-    stretch(model, chain, LayerRange(1, 2))
+    make_stage(model, chain, LayerRange(1, 2))
     assert set(dict(model.named_parameters())) < {*before, "lm_head.weight"}
     absent = model.get_submodule("transformer.h.0.mlp.c_fc").weight
     assert tuple(absent.shape) == tuple(before["transformer.h.0.mlp.c_fc.weight"].shape)
@@ -154,7 +154,7 @@ def test_placeholders_keep_names_and_need_no_memory() -> None:
 
 def test_placeholders_follow_dtype_conversion() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
-    stage = stretch(model, chain, LayerRange(1, 2))
+    stage = make_stage(model, chain, LayerRange(1, 2))
     for dtype in (torch.float64, torch.bfloat16):
         model.to(dtype)
         hidden = torch.zeros(2, 13, 48, dtype=dtype)
@@ -166,7 +166,7 @@ def test_placeholders_follow_dtype_conversion() -> None:
 
 def test_copying_a_stage_raises() -> None:
     model, chain = chain_of(SmallModel("gpt2"))
-    stretch(model, chain, LayerRange(0, 2))
+    make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="cannot be copied"):
         copy.deepcopy(model)
 
@@ -189,7 +189,7 @@ class LateNorm(nn.Module):
 def test_argument_from_another_stage_raises(before: int) -> None:
     chain = LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1", "layers.2")),))
     model = LateNorm(before)
-    stage = stretch(model, chain, LayerRange(0, 2))
+    stage = make_stage(model, chain, LayerRange(0, 2))
     message = (
         rf"argument input of the layer layers\.{before} contains NaN, because another stage has the parameters"
         r".*with_first_layer="
@@ -197,7 +197,7 @@ def test_argument_from_another_stage_raises(before: int) -> None:
     with pytest.raises(ConfigError, match=message):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.ones(1, 4)))
     whole = LateNorm(before)
-    output, _ = stretch(whole, chain, LayerRange(0, 3)).run(
+    output, _ = make_stage(whole, chain, LayerRange(0, 3)).run(
         whole, StagePass(LayerRange(0, 3), {}), partial(whole, torch.full((1, 4), torch.nan))
     )
     assert output.isnan().all(), "what is NaN by itself is as in the plain model"
@@ -219,6 +219,6 @@ class Twice(nn.Module):
 
 def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
-    stage = stretch(model, chain, LayerRange(0, 2))
+    stage = make_stage(model, chain, LayerRange(0, 2))
     with pytest.raises(ConfigError, match="twice in one forward"):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

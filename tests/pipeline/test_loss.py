@@ -334,7 +334,7 @@ def test_earlier_label_form_resolves_ambiguity() -> None:
     batch["labels"][:3] = -100  # shifted or not, all the same
     given = [{key: x.clone() for key, x in part.items()} for part in parts]
     assert_same(in_parts(model, LossWeights(given, SIZES, label_forms=found), parts, run), at_once(model, batch, run))
-    with pytest.raises(ConfigError, match="instead of"):
+    with pytest.raises(ConfigError, match="instead of the predicted"):
         in_parts(model, LossWeights(given, SIZES), parts, run)
 
 

@@ -180,7 +180,7 @@ def test_uncounted_heads_are_derived_from_their_features() -> None:
     named = AttentionModel((-1, 4))
     for layer in named.layers:
         layer.head_dim = 4
-    assert "num_heads=6" in str(shardformer.derive_policy(named))  # instead of the 4 in the table
+    assert "num_heads=6" in str(shardformer.derive_policy(named))  # instead of 4, the value of head_dim
 
 
 def assert_equals_one_process(model: AttentionModel, policy: type[shardformer.policies.Policy], ranks: int = 2) -> None:
