@@ -270,10 +270,11 @@ class Trainer:
             set_modes(self.engine.model, self._training_modes)
         self.samples = self._training_data.batch_samples
         self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
-        for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
-            self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        # the scheduler sets the rate of the next step in train_step
+        rates = [float(optimizer.param_groups[0]["lr"]) for optimizer in self.engine.optimizers[:1]]
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
+        self.values |= {"learning_rate": rate for rate in rates}
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call_hooks("after_step")
