@@ -66,8 +66,9 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
         )
 
     def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
+        groups = group(params)
         try:
-            return kind(group(params), **arguments)
+            return kind(groups, **arguments)
         except Exception as error:  # classes raise different errors
             shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
             raise ConfigError(

@@ -438,8 +438,8 @@ def _pad_column(values: Sequence[Any], padding_value: int) -> Tensor:
 def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list[Any]:
     """Return the classes that occur in the labels: integers sorted by value, strings sorted alphabetically.
 
-    ``class_names`` are the class names of the model or data set. They determine the order if they include all labels,
-    or if all labels are indices into them.
+    ``class_names`` are the class names of the model or data set. If they include all labels, all of them are the
+    classes, in their order. If all labels are indices into them, all their indices are the classes.
     """
     types = {type(label) for label in labels}
     if len(types) != 1 or not types <= {int, str, bool}:

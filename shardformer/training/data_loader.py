@@ -96,18 +96,14 @@ class ShardedDataLoader:
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
-                "initialize(train_data=...) was called without batch_size, and the data does not specify one",
+                f"Data of type {self._source.name} was passed without batch_size",
                 remedy="Pass batch_size=32, for example",
             )
         else:
             check_int("batch_size", batch_size)
         self._is_compared, self._reading_thread = False, 0
-        self.batch_size, self._drop_last, self._merge_last, self._accumulate = (
-            batch_size,
-            drop_last,
-            merge_last,
-            accumulate,
-        )
+        self.batch_size, self._drop_last = batch_size, drop_last
+        self._merge_last, self._accumulate = merge_last, accumulate
         self.seed, self.collate_fn = seed, collate_fn
         self.epoch = self.seen = self.batch_samples = 0
         self.on_epoch_end: Callable[[], None] | None = None

@@ -42,7 +42,7 @@ def check_same_data(
     """Raise ConfigError on all ranks if two ranks have different training data.
 
     ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
-    stream. Communicates three gathers of a few integers.
+    stream. Communicates three gathers: the settings, a hash, and two numbers for each compared sample.
     """
     axes = context.base_axes
     if context.world is None or all(axis.size == 1 for axis in axes):

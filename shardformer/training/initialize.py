@@ -371,7 +371,9 @@ def _shard_engine(
             )
             return pipeline, optimizers, _make_scheduler(scheduler, optimizers)
 
-        pipeline, optimizers, schedulers = collective_call(context, make, action="create the optimizer")
+        pipeline, optimizers, schedulers = collective_call(
+            context, make, action="create the pipeline, optimizer and scheduler"
+        )
         if config.effective_zero_stage is not None and optimizers:
             with unchanged_on_error(optimizers):
                 optimizers = [shard_optimizer(model, optimizers, **config.zero_options())]

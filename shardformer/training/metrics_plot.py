@@ -282,10 +282,7 @@ def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
         best = values[np.isfinite(values)]
         cells[f"last {shown}"] = _format_loss(values[-1]) if len(values) else ""
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
-    speed, memory = (
-        drop_nonfinite(metric_series(records, "tokens_per_s"))[1],
-        drop_nonfinite(metric_series(records, "memory_bytes"))[1],
-    )
+    speed, memory = (drop_nonfinite(metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes"))
     cells["mean tokens/s"] = _format_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
     cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
     return cells

@@ -168,8 +168,10 @@ class Trainer:
             steps: Total number of steps. Pass either ``steps`` or ``epochs``.
             epochs: Total number of epochs.
             validation: Validation data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
-            validate_every: Steps between validations. None validates after every epoch and at the end.
-            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``.
+            validate_every: Steps between validations. None validates after every epoch. The last step is always
+                followed by a validation.
+            batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``. A
+                DataLoader specifies its own.
 
         Returns:
             The last ``values``. If an error ends the run, it is raised on all ranks.
@@ -240,9 +242,8 @@ class Trainer:
         if not self.is_first or is_aborted_by_launcher():
             return
         name = "Ctrl-C" if received is SIGINT else received.name
-        activities = [f"finishing {self._current_activity}"] * bool(self._current_activity) + ["saving"] * bool(
-            self._save_functions
-        )
+        activities = [f"finishing {self._current_activity}"] * bool(self._current_activity)
+        activities += ["saving"] * bool(self._save_functions)
         more = " (press again to stop at once)" if received is SIGINT else ""
         # print is not reentrant, and the signal may arrive while something is printed
         os.write(2, f"\n{name}: {' and '.join(activities) or 'stopping'}{more}\n".encode())
@@ -270,10 +271,12 @@ class Trainer:
             set_modes(self.engine.model, self._training_modes)
         self.samples = self._training_data.batch_samples
         self.tokens = round(self.samples * _mean_tokens_per_sample(batch))
-        for optimizer in self.engine.optimizers[:1]:  # before the scheduler sets the rate of the next step
-            self.values["learning_rate"] = float(optimizer.param_groups[0]["lr"])
+        # read before train_step, in which the scheduler sets the rate of the next step
+        rate = next((float(optimizer.param_groups[0]["lr"]) for optimizer in self.engine.optimizers), None)
         self.loss = self.engine.train_step(batch)
         self.values["loss"] = float(self.loss)
+        if rate is not None:
+            self.values["learning_rate"] = rate
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call_hooks("after_step")
@@ -408,7 +411,7 @@ class Trainer:
         if validate_every is not None and (
             validation is None or isinstance(validate_every, bool) or validate_every < 1
         ):
-            problem = "requires validation data" if validation is None else "is not positive"
+            problem = "requires validation data" if validation is None else "is not a positive number of steps"
             raise ConfigError(
                 f"validate_every={validate_every!r} {problem}",
                 remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every",

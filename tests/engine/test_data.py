@@ -82,7 +82,7 @@ def test_every_epoch_is_shuffled_anew_unless_shuffle_is_false() -> None:
 
 
 def samples_of(batches: ShardedDataLoader, number: int) -> list[int]:
-    """Return the samples of ``count`` batches over as many epochs as necessary."""
+    """Return the samples of ``number`` batches over as many epochs as necessary."""
     found: list[int] = []
     while number:
         for batch in batches:
@@ -264,7 +264,7 @@ def test_a_small_last_batch_can_be_merged() -> None:
 @pytest.mark.parametrize(
     ("source", "options", "message"),
     [
-        (list(range(4)), {}, "called without batch_size"),
+        (list(range(4)), {}, "type list was passed without batch_size"),
         (list(range(4)), {"batch_size": 0}, "batch_size=0"),
         (list(range(4)), {"batch_size": True}, "batch_size=True"),
         (list(range(4)), {"batch_size": 1}, "batch_size=1 is smaller than the number of data ranks, 2"),

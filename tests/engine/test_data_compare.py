@@ -141,7 +141,7 @@ def test_randomly_augmented_samples_are_not_compared() -> None:
     assert sorted(int(x) for each in used for x in each) == list(range(8))
 
 
-def test_content_of_compares_integers_strings_and_shapes() -> None:
+def test_fingerprint_compares_integers_strings_and_shapes() -> None:
     noise = torch.rand(3)
     assert fingerprint({"label": 1, "image": noise}) == fingerprint({"image": noise + 1, "label": 1})
     assert fingerprint({"label": 1, "image": noise}) != fingerprint({"image": noise, "label": 2})

@@ -23,9 +23,9 @@ def run(folder: Path, *options: str, processes: int, restarts: int = 0) -> tuple
     command = [*launcher, "--max-restarts", str(restarts), str(SCRIPT), str(folder), *options]
     env = {name: value for name, value in os.environ.items() if not name.startswith(("PET_", "TORCHELASTIC"))}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=200)
-    message = re.search(r"restarts (\d+) processes \d+ weights (\w+)", done.stdout)
-    assert message or done.returncode, done.stderr
-    return done.returncode, int(message[1]) if message else -1, message[2] if message else ""
+    match = re.search(r"restarts (\d+) processes \d+ weights (\w+)", done.stdout)
+    assert match or done.returncode, done.stderr
+    return done.returncode, int(match[1]) if match else -1, match[2] if match else ""
 
 
 def test_killed_processes_change_no_bit_of_the_weights(tmp_path: Path) -> None:

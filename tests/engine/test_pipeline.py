@@ -426,7 +426,7 @@ def _refused(ask: Callable[[], Any]) -> str:
 
 
 def _ask(what: str) -> str:
-    return _refused(partial(ASKED[what]))
+    return _refused(partial(INVALID_CALLS[what]))
 
 
 def _called_alone() -> None:
@@ -456,7 +456,7 @@ def _with(**more: Any) -> None:
     Pipeline(sharded(), micro_batches=2).step({**batch_of(4, 5), **more})
 
 
-ASKED: dict[str, Callable[[], Any]] = {
+INVALID_CALLS: dict[str, Callable[[], Any]] = {
     "more stages than layers": lambda: sharded(SmallModel("gpt2", changes={"n_layer": 1})),
     "a cut that skips a layer": lambda: sharded(partition=[1, 2]),
     "a cut of three": lambda: sharded(partition=[1, 2, 1]),
@@ -492,7 +492,7 @@ ASKED: dict[str, Callable[[], Any]] = {
         ),
     ),
 }
-SAID = {
+EXPECTED = {
     "more stages than layers": ("ConfigError", "1 layer cannot fill 2 pipeline stages", "Use 1 stage"),
     "a cut that skips a layer": ("ConfigError", "layer 3"),
     "a cut of three": ("ConfigError", "[1, 2, 1]", "2"),
@@ -522,10 +522,10 @@ SAID = {
 }
 
 
-@pytest.mark.parametrize("what", ASKED)
+@pytest.mark.parametrize("what", INVALID_CALLS)
 def test_errors_are_raised_on_every_stage(pool2: WorkerPool, what: str) -> None:
     for message in pool2.run(_ask, what):
-        for word in SAID[what]:
+        for word in EXPECTED[what]:
             assert word in message, message
 
 

@@ -55,7 +55,7 @@ def write_images(folder: Path, count: int = 6) -> str:
 def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> TrainConfig:
     """Configuration of a run with a small random model."""
     model = {"name": kind, "random": True, "config": SMALL[kind], **tables.pop("model", {})}
-    message: dict[str, Any] = {
+    values: dict[str, Any] = {
         "folder": str(where / "run"),
         "model": model,
         "data": {"sequence_length": 16, "batch_size": 4, **data},
@@ -64,5 +64,5 @@ def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> Train
         **tables,
     }
     if "optimizer" in tables:
-        message["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
-    return parse_config(message, "run.toml")
+        values["optimizer"] = {"lr": 1e-2, **tables["optimizer"]}
+    return parse_config(values, "run.toml")

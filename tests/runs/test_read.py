@@ -1,4 +1,4 @@
-"""Errors of a configuration file contain the key, the rule and similar names."""
+"""Errors of a configuration file contain the key, and similar names or another remedy."""
 
 from __future__ import annotations
 

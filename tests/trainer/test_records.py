@@ -26,9 +26,9 @@ def write(folder: Path, steps: range, resume_at: int | None = None) -> None:
 
 
 def test_written_records_are_read_back(tmp_path: Path) -> None:
-    strange = record(1, nan=math.nan, inf=math.inf, minus=-math.inf)
+    nonfinite = record(1, nan=math.nan, inf=math.inf, minus=-math.inf)
     writer = MetricsWriter(tmp_path)
-    writer.write(strange)
+    writer.write(nonfinite)
     found = read_records(tmp_path)[0]  # though the run goes on
     writer.close()
     assert (found.step, found.values["inf"], found.values["minus"]) == (1, math.inf, -math.inf)

@@ -30,10 +30,10 @@ def test_a_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], mon
     monkeypatch.setenv("FORCE_COLOR", "1")
     monkeypatch.setenv("TTY_COMPATIBLE", "1")
     Trainer(engine_of(), [Progress()]).fit(steps=4, validation=pairs(4))
-    message = capsys.readouterr().out
-    assert "4/4" in message
-    assert "loss 0." in message
-    assert "validation/loss" in message
+    output = capsys.readouterr().out
+    assert "4/4" in output
+    assert "loss 0." in output
+    assert "validation/loss" in output
 
 
 def test_the_reason_of_an_early_stop_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
