@@ -227,7 +227,7 @@ class ConfigShrinker:
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
             every = self._get_config_with_layers(count_layers_to_cover_kinds(model), 1)
         measurements = config_fields.measure_fields(self.make, every)
-        self.fields = [number for number in measurements if number.path[-1] not in STAGE_FIELDS]
+        self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.determine_field_meanings(self.fields)
 
     def _get_config_with_layers(self, num_first: int, num_per_kind: int) -> Any:
@@ -449,8 +449,8 @@ def _reduce_equal_fields(
     The known field belongs to the same config, or its value is too large to be equal by chance.
     """
     # later meanings take precedence
-    meanings = ("ROWS", "WIDTH", "HIDDEN", "HEAD_DIM", "HEADS")
-    ordered = [n for name in meanings for n in measured if kinds.get(n.path) is FieldMeaning[name]]
+    meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
+    ordered = [n for meaning in meanings for n in measured if kinds.get(n.path) is meaning]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
     unknown = [

@@ -235,8 +235,8 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
 
 
 def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
-    has_user_code = any(True for _ in find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
-    return type(policy).__module__.startswith("shardformer.") and not has_user_code
+    user_modules = find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks])
+    return type(policy).__module__.startswith("shardformer.") and next(user_modules, None) is None
 
 
 def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
