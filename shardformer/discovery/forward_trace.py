@@ -308,7 +308,7 @@ class StackCallRecord:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def has_token_dim(self, x: Tensor | None) -> bool:
-        """Return whether a tensor has an entry for each token: shape (B, S, ...) or (B*S, ...)."""
+        """Return whether a tensor has an entry for each token: shape (B, S, H, ...) or (B*S, H)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)

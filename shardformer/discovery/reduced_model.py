@@ -41,7 +41,7 @@ OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """Loss and gradients of an unsharded model for one batch. The loss is the mean square of the outputs."""
+    """Loss and gradients of an unsharded model for one batch. The loss is ``probe_loss``."""
 
     model: nn.Module
     run: Forward

@@ -214,7 +214,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
         A note with the reason if the policy could not be validated; otherwise None.
 
     Raises:
-        PolicyError: if outputs or gradients of the sharded copy differ.
+        PolicyError: if the sharded copy does not run, or its outputs or gradients differ.
     """
     if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin(plan, policy):
         return None
