@@ -392,7 +392,7 @@ class _PolicyTrial:
             if expected_outputs is None:
                 return self._find_fault(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
-            if "output" not in str(difference):
+            if not str(difference).startswith("the output"):
                 return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
             return PolicyFault("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:
