@@ -68,7 +68,7 @@ def test_the_output_equals_the_page(folder: Path) -> None:
     exec(FILES["phi.py"], names)
     for name in ("stack", "embeddings", "head", "keep_replicated"):
         assert getattr(printed, name) == getattr(names["PhiPolicy"], name)
-    assert "Whole" not in (folder / "phi.py").read_text()
+    assert "Replicated, because" not in (folder / "phi.py").read_text()
 
 
 def test_comments_list_the_modules_that_were_not_understood(folder: Path) -> None:

@@ -180,7 +180,7 @@ def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: 
 
 UNKNOWN = "no role fits it"
 LOW_RANK = "its output is only read by a projection of an attention"
-LEAF_MODULES = "its output leaves the layer"
+LEAVES_LAYER = "its output leaves the layer"
 PARTITIONS = 4
 """Partitions of a fused projection; its heads are ordered for the cores of the first training run (CodeGen)."""
 
@@ -211,7 +211,7 @@ def find_block_candidates(model: nn.Module, trace: ForwardTrace) -> list[BlockCa
             blocks.append(_make_block_candidates(model, trace, group, *place))
         elif place is None and not (group.attends and key in seen):  # a known attention role shards both groups
             columns = [path for c in group.columns for path in _find_in_all_layers(model, c)]
-            blocks.append(BlockCandidates("", [], columns, LEAF_MODULES))
+            blocks.append(BlockCandidates("", [], columns, LEAVES_LAYER))
     return blocks + _find_expert_blocks(model, trace)
 
 
@@ -230,7 +230,7 @@ def _make_block_candidates(
     columns = [path for c in misfits or gates or group.columns for path in _find_in_all_layers(model, c)]
     context = None
     if any(isinstance(role, Attention) and role.inputs.cross_attention for role in roles):
-        context = _find_cross_attention_source(model, trace, group, layers)
+        context = _find_cross_attention_source(trace, group, layers)
     reason = LOW_RANK if low_rank else UNKNOWN if not roles else ""
     return BlockCandidates(layers, roles, columns, reason, _find_final_norm(model, trace, layers), context)
 
@@ -338,7 +338,7 @@ def _iter_attention_candidates(
     module = model.get_submodule(group.entry)
     tables = [f"{path}?" for path, m in module.named_modules() if isinstance(m, nn.Embedding)]
     other_columns = [names[c] for c in group.other_columns]
-    reads_context = bool(other_columns) and _find_cross_attention_source(model, trace, group, layer) is not None
+    reads_context = bool(other_columns) and _find_cross_attention_source(trace, group, layer) is not None
     arguments = [] if reads_context else _find_further_inputs(model, trace, group)
     inside = [] if reads_context or arguments else other_columns
     layers = len(_find_in_all_layers(model, group.row))
@@ -498,9 +498,7 @@ def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequenc
             yield Experts(at, ups if len(ups) > 1 else ups[0], down, summands, fused, interleaved, dims)
 
 
-def _find_cross_attention_source(
-    model: nn.Module, trace: ForwardTrace, group: LinearGroup, layers: str
-) -> tuple[str, str] | None:
+def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
     """Return (module path, argument) through which the states of another stack enter; None without such an argument."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):

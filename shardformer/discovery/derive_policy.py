@@ -189,7 +189,7 @@ def derive_layer_stacks(model: nn.Module, *, allow_copy: bool = False) -> RolePo
         try:
             reduced = reduced_model.reduce_or_copy_model(model) if allow_copy else reduce_model(model)
         except PolicyError as error:
-            note = f"No stack of layers was searched: {error if allow_copy else f'{error.what}.'}"
+            note = f"The model was not searched for stacks of layers: {error if allow_copy else f'{error.what}.'}"
             empty: type[DerivedPolicy] = type(
                 "GeneratedPolicy", (DerivedPolicy,), {"base": "", "stack": (), "notes": [note]}
             )
@@ -410,9 +410,7 @@ def _validate_blocks(
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
     """Return each block with its validated role, or the reason for replicating the first block without one.
 
-    The search stops at that block, because replicated linear layers change the trace of later blocks.
-
-    The search stops there: replicated linears propagate marks, so the trace must be repeated for later blocks.
+    The search stops at that block: replicated linear layers pass on marks, so later blocks need a new trace.
     """
     validated: list[BlockCandidates] = []
     for block in blocks:

@@ -56,7 +56,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     others = {name: x for name, x in inputs.items() if name not in text[:2]}
     audio = {name: x for name, x in inputs.items() if name in ("input_values", "input_features", "decoder_input_ids")}
     ways = [inputs, only_text, others, audio]
-    ways = [layout for i, layout in enumerate(ways) if layout and layout not in ways[:i]]
+    ways = [way for i, way in enumerate(ways) if way and way not in ways[:i]]
     if "input_ids" in inputs and (codebooks := _find_config_field(getattr(model, "config", None), "num_codebooks")):
         ways.append({**only_text, "input_ids": inputs["input_ids"].repeat(codebooks, 1)})  # one row per audio codebook
     return ways

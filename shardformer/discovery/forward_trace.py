@@ -200,13 +200,13 @@ class _ForwardTracer:
         """Find the module through which the input of a group's column-parallel candidates enters."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
-        per_token_args = [c for c, x in first.items() if x is source]
+        same_input = [c for c, x in first.items() if x is source]
         group.other_columns = [c for c, x in first.items() if x is not source]
-        path = find_common_parent(per_token_args) if len(per_token_args) > 1 else self._parents[per_token_args[0]]
+        path = find_common_parent(same_input) if len(same_input) > 1 else self._parents[same_input[0]]
         module_input = self._first_input(path)
         group.enters = source is module_input or (group.attends and _shares_memory(source, module_input))
-        group.entry = path if group.enters or len(per_token_args) > 1 else per_token_args[0]
-        group.enters = group.enters or len(per_token_args) == 1
+        group.entry = path if group.enters or len(same_input) > 1 else same_input[0]
+        group.enters = group.enters or len(same_input) == 1
         if group.attends and (group.entry in group.columns or not group.enters) and len(group.columns) > 1:
             inner, outer = find_common_parent(group.columns), find_common_parent([*group.columns, group.row])
             module_input = self._first_input(outer)
@@ -308,7 +308,7 @@ class StackCallRecord:
         self.shape: tuple[int, ...] = (0, 0) if first is None or first.dim() < 3 else tuple(first.shape[:2])
 
     def has_token_dim(self, x: Tensor | None) -> bool:
-        """Return whether a tensor has an entry for each token: shape (B, S, ...) or (B*S, ...)."""
+        """Return whether a tensor has an entry for each token: shape (B, S, H, ...) or (B*S, H)."""
         samples, length = self.shape
         return x is not None and (
             (x.dim() > 2 and tuple(x.shape[:2]) == self.shape) or (x.dim() == 2 and x.shape[0] == samples * length)
@@ -347,9 +347,9 @@ class StackCallRecord:
         """Yield (path of the layer, name in the layer) of each child of a layer that may mix tokens."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
-                other_columns = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
+                is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)
                 if (
-                    not other_columns
+                    not is_token_wise
                     and next(child.parameters(), None) is not None
                     and self._mixes_tokens(f"{outer}.{name}", child)
                 ):

@@ -41,7 +41,7 @@ OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """Loss and gradients of an unsharded model for one batch. The loss is the mean square of the outputs."""
+    """Loss and gradients of an unsharded model for one batch. The loss is ``probe_loss``."""
 
     model: nn.Module
     run: Forward
@@ -97,9 +97,9 @@ class ReferenceGradients:
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
     """Return the largest difference from each gradient that counts as equal."""
-    inputs = {name: g for name, g in gradients.items() if g is not None and g.numel()}
-    largest = {name: g.abs().max().item() for name, g in inputs.items()}
-    floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in inputs.items()), default=0.0)
+    nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
+    largest = {name: g.abs().max().item() for name, g in nonempty.items()}
+    floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
     return {name: max(RELATIVE * x, floor) for name, x in largest.items()}
 
 
@@ -334,8 +334,8 @@ def _format_error(error: Exception) -> str:
 
 
 def _make_copy_functions(model: nn.Module) -> list[Callable[[], nn.Module]]:
-    copies = partial(copy_materialized if is_lazy(model) else copy.deepcopy, model)
-    return [copies] if count_parameters(model) <= SMALL_NUMEL else []
+    make_copy = partial(copy_materialized if is_lazy(model) else copy.deepcopy, model)
+    return [make_copy] if count_parameters(model) <= SMALL_NUMEL else []
 
 
 def copy_small_model(model: nn.Module) -> ReducedModel:

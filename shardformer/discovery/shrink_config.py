@@ -1,4 +1,4 @@
-"""Reduces a model config to a few layers, one of each kind, and to small sizes that differ from each other."""
+"""Reduces a model config to a few layers, one of each kind, and to small, mostly different sizes."""
 
 from __future__ import annotations
 
@@ -49,7 +49,10 @@ def find_layer_kinds(model: nn.Module) -> frozenset[LayerKind]:
 
 
 def count_min_layers(model: nn.Module) -> int:
-    """Return how many leading layers to keep so that each kind is present; 0 if the default number suffices."""
+    """Return how many leading layers to keep so that each kind is present.
+
+    0 if the default number suffices, or if more than ``MAX_LAYERS`` are needed.
+    """
     return needed if LAYERS < (needed := count_layers_to_cover_kinds(model)) <= MAX_LAYERS else 0
 
 
@@ -183,9 +186,9 @@ def _enumerates_layers(values: Sequence[Any]) -> bool:
 
 @dataclass(frozen=True)
 class SmallSizes:
-    """Sizes of a reduced model, which differ from each other. Most are not divisible by four."""
+    """Sizes of a reduced model. The usual head count, several widths and the vocabulary do not divide by four."""
 
-    heads: int = 6  # largest number of heads in a config
+    heads: int = 6  # head count of a config with only one
     fewer: int = 2  # another head count that divides ``heads``
     more: int = 12  # another head count, a multiple of ``heads``
     head_dim: int = 8
@@ -212,7 +215,7 @@ NAMED: Mapping[str, Mapping[str, int]] = {
 }
 """Field -> values to set if a config has the field. They affect no model size, and short batches need small values."""
 RESERVED = 8  # Last token ids of a small vocabulary, reserved for images and other media
-SMALL_NUMEL = 20_000_000  # Largest number of parameters of a model that is copied instead of reduced
+SMALL_NUMEL = 20_000_000  # Largest number of parameters of a reduced model, and of a model that may be copied
 FEWER_CHANNELS = 4
 """Divisor of the channels of the first convolution, for models that would otherwise be too large."""
 
@@ -227,7 +230,7 @@ class ConfigShrinker:
         if find_layer_kinds(model) - find_layer_kinds(self.make(copy.deepcopy(every))):
             every = self._get_config_with_layers(count_layers_to_cover_kinds(model), 1)
         measurements = config_fields.measure_fields(self.make, every)
-        self.fields = [number for number in measurements if number.path[-1] not in STAGE_FIELDS]
+        self.fields = [field for field in measurements if field.path[-1] not in STAGE_FIELDS]
         self.kinds = config_fields.determine_field_meanings(self.fields)
 
     def _get_config_with_layers(self, num_first: int, num_per_kind: int) -> Any:
@@ -247,7 +250,7 @@ class ConfigShrinker:
         """Return a config with few layers and small sizes that keeps the ratios between head counts.
 
         Args:
-            even: whether sizes are powers of two.
+            even: whether to use the sizes ``EVEN`` instead of ``ODD``.
             layers: number of first layers to keep; 0 keeps one of each kind that the lists of the config distinguish.
             recompute_derived: whether to recompute derived fields of the config from the reduced fields.
         """
@@ -449,8 +452,8 @@ def _reduce_equal_fields(
     The known field belongs to the same config, or its value is too large to be equal by chance.
     """
     # later meanings take precedence
-    meanings = ("ROWS", "WIDTH", "HIDDEN", "HEAD_DIM", "HEADS")
-    ordered = [n for name in meanings for n in measured if kinds.get(n.path) is FieldMeaning[name]]
+    meanings = (FieldMeaning.ROWS, FieldMeaning.WIDTH, FieldMeaning.HIDDEN, FieldMeaning.HEAD_DIM, FieldMeaning.HEADS)
+    ordered = [n for meaning in meanings for n in measured if kinds.get(n.path) is meaning]
     anywhere = {n.value: small[n.path] for n in ordered if n.value >= MIN_UNAMBIGUOUS}
     known = {(n.path[:-1], n.value): small[n.path] for n in ordered}
     unknown = [

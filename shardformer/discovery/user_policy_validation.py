@@ -214,7 +214,7 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
         A note with the reason if the policy could not be validated; otherwise None.
 
     Raises:
-        PolicyError: if outputs or gradients of the sharded copy differ.
+        PolicyError: if the sharded copy does not run, or its outputs or gradients differ.
     """
     if not policy.validate or isinstance(policy, DerivedPolicy) or _is_builtin(plan, policy):
         return None
@@ -235,8 +235,8 @@ def validate_user_policy(plan: ShardingPlan, policy: Policy, tensor: int) -> str
 
 
 def _is_builtin(plan: ShardingPlan, policy: Policy) -> bool:
-    has_user_code = any(True for _ in find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks]))
-    return type(policy).__module__.startswith("shardformer.") and not has_user_code
+    user_modules = find_user_code_modules(plan.model, [stack.layers for stack in plan.stacks])
+    return type(policy).__module__.startswith("shardformer.") and next(user_modules, None) is None
 
 
 def _validate_on_copy(plan: ShardingPlan, policy: Policy, tensor: int) -> PolicyError | None:
@@ -392,7 +392,7 @@ class _PolicyTrial:
             if expected_outputs is None:
                 return self._find_fault(policy, _record_module_outputs(self._reduced))
             at = next(iter(first), None)
-            if "output" not in str(difference):
+            if not str(difference).startswith("the output"):
                 return PolicyFault(f"trains differently: {difference}" + (f", as does {at!r}" if at else ""), at)
             return PolicyFault("computes a different output" + (f", first in {at!r}" if at else ""), at)
         except PolicyError as error:

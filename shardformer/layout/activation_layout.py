@@ -5,7 +5,7 @@ Activations between layers have dims (batch, sequence, hidden). Each kind of par
     1D tensor parallel    not sharded: all tensor ranks have the same activations
     sequence parallel     sequence over ``tensor``, from the first layer of a stack to the last
     context parallel      sequence over ``sequence``, from the model inputs on
-    2D tensor parallel    batch over ``row`` from the inputs on, hidden over ``column`` within the stack
+    2D tensor parallel    batch over ``row`` and hidden over ``column``, from the first layer of a stack to the last
 
 A layout is plain data: it can be printed, compared between ranks and tested without processes. The parallel layers,
 gradient reductions, random states and pipeline messages are derived from it.

@@ -265,8 +265,8 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
     out, dtype = get_view(result), sources[0].dtype
     storage = DeferredStorage(out.deferred.num_bytes // out.dtype.itemsize * dtype.itemsize)
     part = TensorView(storage, dtype, out.size, out.stride, 0)
-    num_args = InitStep(func, new_args, kwargs, (part,), _get_writers(view.deferred for view in sources))
-    return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (num_args,))
+    slice_step = InitStep(func, new_args, kwargs, (part,), _get_writers(view.deferred for view in sources))
+    return InitStep(aten._to_copy.default, (part,), {"dtype": out.dtype}, (out,), (slice_step,))
 
 
 def _find_cast_source(view: TensorView) -> TensorView | None:

@@ -46,5 +46,5 @@ def test_ranks_do_not_wait_for_a_failed_process(tmp_path: Path) -> None:
     script = [sys.executable, "-c", textwrap.dedent(TWO), str(tmp_path / "store")]
     done = subprocess.run(script, env=env, capture_output=True, text=True, timeout=60)
     text, codes = done.stdout.splitlines()
-    assert text.startswith("Process 1 ended before it reached shard_model: ConfigError: 'my-model' has no config")
+    assert text.startswith("Process 1 ended before it reached shard_model: ConfigError: 'my-model' has no config.")
     assert codes == "0 1", done.stderr

@@ -177,6 +177,15 @@ def test_a_wrong_policy_raises_before_sharding_and_names_the_role(name: str) -> 
     )
 
 
+def test_a_wrong_gradient_of_an_output_layer_is_not_a_wrong_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    def compare(*_: Any) -> None:
+        raise validation.TrainingMismatchError("the gradient of layers.0.output.weight differs")
+
+    monkeypatch.setattr(validation, "compare_training", compare)
+    words = "ToyLM trains differently: the gradient of layers.0.output.weight differs"
+    refused(refusals(ToyLM, table(ATTENTION, FEED_FORWARD)), PolicyError, words)
+
+
 def test_a_weight_that_gets_no_gradient_is_a_difference() -> None:
     torch.manual_seed(0)
     ids = torch.arange(12).view(2, 6)
