@@ -265,6 +265,17 @@ def test_post_accumulate_hook_takes_effect(stage: int | None, is_first: bool) ->
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
+def test_discarded_gradient_cannot_be_used() -> None:
+    model = net()
+    optimizer = shard_optimizer(model, adam(model))
+    model(inputs(0, 0)).square().mean().backward()
+    grad: Any = next(model.parameters()).grad
+    optimizer.zero_grad()
+    for use in (grad.detach, grad.clone, grad.norm):
+        with pytest.raises(ConfigError, match=r"The gradient of 0.weight was accessed after zero_grad"):
+            use()
+
+
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
 def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
