@@ -400,9 +400,8 @@ def test_state_of_another_rank_raises_on_all_ranks() -> None:
             assert all(torch.equal(value, after["state"][number][name]) for name, value in state.items())
         return " ".join(said)
 
-    assert all(
-        "the rank at tensor 0 of 2" in said or "tensor 1 of 2" in said for said in run_as_threads(over, tensor=2)
-    )
+    coordinates = "the rank with mesh coordinates tensor 0 of 2, but this rank has tensor 1 of 2"
+    assert all(coordinates in said for said in run_as_threads(over, tensor=2))
 
 
 def test_zero_state_of_another_rank_raises_on_all_ranks_and_changes_nothing() -> None:
