@@ -271,7 +271,8 @@ def test_discarded_gradient_cannot_be_used() -> None:
     model(inputs(0, 0)).square().mean().backward()
     grad: Any = next(model.parameters()).grad
     optimizer.zero_grad()
-    for use in (grad.detach, grad.clone, grad.norm):
+    uses: list[Any] = [grad.detach, grad.clone, grad.norm]
+    for use in uses:
         with pytest.raises(ConfigError, match=r"The gradient of 0.weight was accessed after zero_grad"):
             use()
 
