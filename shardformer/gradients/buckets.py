@@ -33,7 +33,7 @@ class OwnerRankTransfer:
     """Sends slices of gradients to the ranks that own the parameters, and slices of updated parameters back.
 
     Args:
-        holders: Coordinates of each rank of the axis.
+        coords_by_rank: Coordinates of each rank of the axis.
     """
 
     def __init__(self, gradients: Sequence[GradientSlot], coords_by_rank: Sequence[Coords]) -> None:

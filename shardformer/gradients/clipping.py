@@ -30,7 +30,7 @@ def clip_grad_norm_(
     """Clip the gradients of a model so that their global norm is at most ``max_norm``.
 
     Equals ``torch.nn.utils.clip_grad_norm_`` on the plain model. All tensor ranks and stages call it. Communicates one
-    all-reduce of one number over tensor, and one over pipe.
+    all-reduce of one number over each axis over which parameters are sharded; under ZeRO one of four over each axis.
 
     Args:
         model: A sharded or plain model.
@@ -107,6 +107,7 @@ def _compute_local_norm_term(
 ) -> Tensor | None:
     """Return the sum of p-th powers of this rank's gradient elements, or for ``inf`` their largest absolute value.
 
+    Elements that several ranks store are divided by the number of copies, so that the sum over ranks counts them once.
     Return None if there is no gradient, or if another rank with the same values counts it.
     """
     grad, reduction = entry.param.grad, entry.reduction

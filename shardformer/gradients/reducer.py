@@ -24,7 +24,7 @@ class PausableReducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate local gradients in this context, which the next backward pass outside of it reduces."""
+        """Accumulate gradients locally in this context. The next backward pass outside of it reduces them."""
         before, self.is_paused = self.is_paused, True
         self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
@@ -59,10 +59,11 @@ class PausableReducer:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate local gradients in this context, which the next backward pass outside of it reduces.
+    """Accumulate gradients locally in this context. The next backward pass outside of it reduces them.
 
     For gradient accumulation, wrap all but the last backward pass of an optimizer step. Without it the result is the
     same, with more communication.
+
     >>> with no_sync(model):                    # doctest: +SKIP
     ...     model(**first_half).loss.backward()
     >>> model(**second_half).loss.backward()    # doctest: +SKIP
@@ -101,7 +102,7 @@ class GradientReducer(PausableReducer):
         self.sums = any(gradient.axis.size > 1 for gradient in gradients)
         self._bucket_bytes, self._overlaps = bucket_bytes, True
         self._end = end or AllReduceToGrad()
-        self._is_initialized = self._is_end_callback_registered = self._has_unreduced_gradients = False
+        self._has_fixed_buckets = self._is_end_callback_registered = self._has_unreduced_gradients = False
         self._hooked: dict[int, Any] = {}
         self._buckets: list[Bucket] = []
         self._num_started = self._num_finished = 0  # number of buckets whose reduction started, and finished
@@ -118,7 +119,7 @@ class GradientReducer(PausableReducer):
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):
             return
-        if self._is_initialized:
+        if self._has_fixed_buckets:
             if not unknown:
                 return  # newly frozen parameters receive no gradients
             raise ConfigError(
@@ -146,7 +147,7 @@ class GradientReducer(PausableReducer):
         self.close()  # refill the buckets
         self._bucket_bytes, self._overlaps = size, overlaps
         self.refresh()
-        self._end, self._is_initialized = end, True
+        self._end, self._has_fixed_buckets = end, True
         for bucket in self._buckets:
             bucket.dtype = dtype
         return self._buckets
@@ -235,7 +236,7 @@ class GradientReducer(PausableReducer):
         self.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GradientReducer:
-        end = None if self._is_initialized else self._end  # a copied model has no ZeroOptimizer
+        end = None if self._has_fixed_buckets else self._end  # a copied model has no ZeroOptimizer
         return GradientReducer(deepcopy(self.gradients, memo), self._bucket_bytes, end, deepcopy(self._watch, memo))
 
 

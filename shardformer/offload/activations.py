@@ -168,8 +168,9 @@ class ActivationStore:
         """Activate the hooks for saved tensors at the start of a forward pass."""
         if self._hooks.is_entered:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self.leave()
-        is_recomputation = torch_compat.current_graph_task_id() >= 0
-        if torch.compiler.is_compiling() or is_recomputation or has_foreign_hooks() or not torch.is_grad_enabled():
+        if torch.compiler.is_compiling() or torch_compat.current_graph_task_id() >= 0:  # compiled, or a recomputation
+            return
+        if has_foreign_hooks() or not torch.is_grad_enabled():
             return
         self._graph, self._forward = ForwardRecord(), self._forward + 1
         device = next((x.device for x in model.parameters()), None)

@@ -279,13 +279,13 @@ class FileShard(HostShard):
             self._disk.error = self._disk.error or error
             return False
         self._small = [deepcopy(self._states(value)) for value, _ in self._slices]
-        for (param_slice, name, *_), view in zip(
+        for (index, name, *_), view in zip(
             self._committed.record.fields, self._committed.record.views(self._buffer), strict=True
         ):
-            if param_slice < 0:
+            if index < 0:
                 self.values = view
             else:
-                self._states(self._slices[param_slice][0])[name] = view
+                self._states(self._slices[index][0])[name] = view
         for value, at in self._slices:
             value.data = self.values[at].view(value.shape)
         self.is_loaded = True

@@ -69,7 +69,7 @@ class DevicePlacement:
     def after_step(self) -> None:
         """After the first step, move shards and layers into the free GPU memory.
 
-        Communicates one number over each axis, once.
+        Communicates, once, one number over each axis, and with ``on_device="free"`` one for each offloaded shard.
         """
         if not self._is_open:
             return

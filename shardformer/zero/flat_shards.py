@@ -73,7 +73,8 @@ class FlatShard:
     Each ``start_gather`` communicates one all-gather of the parameters.
 
     The model's parameters become views of ``full``, a buffer with the shards of all ranks, into which the all-gather
-    writes. If parameters are gathered on demand (stage 3) or sharded over the ranks, only the local shard is kept.
+    writes. If parameters are gathered on demand (stage 3), or if the model stores only slices of the full parameters in
+    the bucket, only the local shard is kept.
 
     Args:
         dtype: New dtype of the parameters. None keeps their dtype.

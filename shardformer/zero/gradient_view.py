@@ -146,6 +146,7 @@ def _apply_elementwise(func: Any, first: ShardedGradient, args: Any, kwargs: Any
     if func is torch.ops.aten._to_copy.default and kwargs.get("device") is not None:
         kwargs = {**kwargs, "device": first.local.device if kwargs["device"] == first.device else kwargs["device"]}
     if func is torch.ops.aten.detach.default and first.result is None:
+        first.owner.local_gradient(first.param_index)  # raises if zero_grad discarded the gradient
         return ShardedGradient(first.owner, first.param_index)  # still the gradient itself, not a computed result
     result = _call_with_replaced_tensors(func, args, kwargs, lambda x: first.slice_operand(x, func))
     if writes:

@@ -183,7 +183,10 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
                 remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
             )
         names = axes_of_sharded.get(id(gradient))
-        gradient.gather_to_owner(*((None,) if names is None else (axes[names], coords_by_rank[names])))
+        if names is None:
+            gradient.gather_to_owner(None)
+        else:
+            gradient.gather_to_owner(axes[names], coords_by_rank[names])
 
 
 def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:

@@ -51,7 +51,7 @@ class OptimizerUpdate:
         """Update this rank's shards that received gradients, and all-gather the updated parameters.
 
         All ranks gather the shards in the same order, those on the device first. With files these come last, after all
-        ranks have confirmed that their files are written, which communicates one number over each axis.
+        ranks have confirmed that their files are written, which communicates one object over each axis.
 
         Raises:
             InputError: A file could not be read or written. Raised on all ranks, with the previous weights restored.

@@ -209,7 +209,7 @@ def shard_optimizer(
     """Shard optimizer state, gradients and parameters over the ranks that reduce the gradients, usually the data axis.
 
     >>> model = shardformer.shard_model(model, context=context)                                   # doctest: +SKIP
-    >>> optimizer = shard_optimizer(torch.optim.AdamW(model.parameters()), model, stage=2)       # doctest: +SKIP
+    >>> optimizer = shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=2)       # doctest: +SKIP
 
     Args:
         optimizer: One or several optimizers of the parameters of ``model``. Element-wise optimizers get slices of

@@ -84,7 +84,7 @@ class GatherOrder:
             self.insert(index, self.units.index(max(lower)) + 1 if lower else 0)
 
     def insert_unread_backward_groups(self, forward: GatherOrder) -> None:
-        """Insert the parameter groups that no rank read in the backward pass, in reverse order of the forward pass."""
+        """Insert each parameter group that no rank read in the forward pass after its successor in the model."""
         self.unread, self.is_open = forward.unread, self.is_open or forward.is_open
         for index in (index for index in self.unread if index not in self.units):
             higher = [n for n in self.units if n > index]

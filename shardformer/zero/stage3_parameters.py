@@ -79,8 +79,10 @@ def _functions_without_values() -> frozenset[Any]:
 @cache
 def ungathered_class(kind: Any) -> Any:
     """Return the subclass of a parameter class that represents its ungathered parameters."""
-    if issubclass(kind, UngatheredParameter) or kind is nn.Parameter:
-        return kind if kind is not nn.Parameter else UngatheredParameter
+    if issubclass(kind, UngatheredParameter):
+        return kind
+    if kind is nn.Parameter:
+        return UngatheredParameter
     return type(f"Ungathered{kind.__name__}", (UngatheredParameter, kind), {})
 
 
@@ -295,7 +297,7 @@ class UnshardedCache(list[ParamGroup]):
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
 
-    Args:
+    Attributes:
         max_bytes: Memory limit in bytes.
     """
 

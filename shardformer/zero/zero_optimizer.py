@@ -225,8 +225,8 @@ class ZeroOptimizer(Optimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Clip gradients, update this rank's shards and gather the new parameters on all ranks.
 
-        Communicates one all-gather of the parameters that received a gradient, and four numbers over each axis if the
-        gradient norm is needed.
+        Communicates one all-gather of the parameters that received a gradient, and one all-reduce of four numbers over
+        each axis.
         """
         loss = None
         if closure is not None:

@@ -372,6 +372,13 @@ def test_compiled_submodules_and_models() -> None:
     assert same(gradients(whole, lambda _: compiled(X).backward()), expected)
 
 
+@pytest.mark.slow
+def test_model_compiles_without_graph_breaks() -> None:
+    stored(model := nn.Sequential(nn.Linear(16, 16), nn.Tanh()))
+    compiled: Any = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(X), model(X))
+
+
 def test_second_call_raises_and_remove_is_final() -> None:
     store = offload_activations(model := Net(), min_bytes=0)
     loss = model(X)

@@ -265,6 +265,18 @@ def test_post_accumulate_hook_takes_effect(stage: int | None, is_first: bool) ->
         torch.testing.assert_close(found, dict(plain.state_dict()), rtol=0, atol=1e-12)
 
 
+def test_discarded_gradient_cannot_be_used() -> None:
+    model = net()
+    optimizer = shard_optimizer(model, adam(model))
+    model(inputs(0, 0)).square().mean().backward()
+    grad: Any = next(model.parameters()).grad
+    optimizer.zero_grad()
+    uses: list[Any] = [grad.detach, grad.clone, grad.norm]
+    for use in uses:
+        with pytest.raises(ConfigError, match=r"The gradient of 0.weight was accessed after zero_grad"):
+            use()
+
+
 @pytest.mark.parametrize("on_nonfinite", ["raise", "ignore"])
 def test_unsupported_gradient_edits_raise_on_all_ranks(on_nonfinite: str) -> None:
     def over(context: ParallelContext) -> list[str]:
@@ -389,9 +401,8 @@ def test_state_of_another_rank_raises_on_all_ranks() -> None:
             assert all(torch.equal(value, after["state"][number][name]) for name, value in state.items())
         return " ".join(said)
 
-    assert all(
-        "the rank at tensor 0 of 2" in said or "tensor 1 of 2" in said for said in run_as_threads(over, tensor=2)
-    )
+    coordinates = "the rank with mesh coordinates tensor 0 of 2, but this rank has tensor 1 of 2"
+    assert all(coordinates in said for said in run_as_threads(over, tensor=2))
 
 
 def test_zero_state_of_another_rank_raises_on_all_ranks_and_changes_nothing() -> None:

@@ -29,7 +29,7 @@ GRAD: Any = torch.Tensor.grad
 
 
 class Watched(nn.Parameter):
-    """Parameter that records reads of its ``.grad`` by other threads or outside of the test."""
+    """Parameter that records the reads of its ``.grad`` for which ``is_foreign`` returns True."""
 
     foreign: list[str]
     is_foreign: Callable[[], bool]
@@ -183,6 +183,7 @@ class Untouchable(list[Any]):
 
 
 def test_optimizer_finds_only_the_models_of_its_parameters() -> None:
+    """Both ranks find them in the same order, whatever the order of the parameters."""
 
     def find(context: ParallelContext) -> None:
         one, two, other = (shardformer.shard_model(plain_model(), ToyPolicy(), context=context) for _ in range(3))

@@ -560,7 +560,7 @@ class Skipping(nn.Module):
 
 @pytest.mark.parametrize("first", [0, 1, 2])
 def test_rank_with_an_empty_backward_pass_joins_the_all_gathers(first: int) -> None:
-    """Change the order from step ``first`` on. Before it, all ranks read the same layers."""
+    """From step ``first`` on, the backward pass of rank 0 reads nothing. Before it, all ranks read the same."""
 
     def made() -> Skipping:
         torch.manual_seed(5)

@@ -54,7 +54,7 @@ class Job:
         return SmallModel(self.family)().double()
 
     def loss(self, model: nn.Module, step: int, micro: int, rank: int) -> Tensor:
-        """Return the batch of one data rank. Each rank has its own samples."""
+        """Return the loss of one data rank. Each rank has its own samples."""
         batch = RandomBatches(DEFAULT_HEAD[self.family], batch=3)(100 * step + 10 * micro + rank)
         batch = {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
         return sample_loss(model, batch) / self.micro

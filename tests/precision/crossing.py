@@ -207,7 +207,7 @@ class _Rank:
         return self._found(engine.model, engine.optimizers[0], loss, 1.0, is_mean=True)
 
     def _pipeline(self, model: nn.Module, scale: float) -> Pipeline:
-        """A hook that scales the loss, if no optimizer does."""
+        """Return a pipeline that multiplies the loss by ``scale``, for loops in which no optimizer does."""
         count = self.parallel.micro_batches or 2
         weight = num_samples if weights_loss_by_sample(self.of.head) else None
         return Pipeline(
