@@ -75,10 +75,8 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
 
     Returns a policy without rules if none is found and only data parallelism is used.
     """
-    applies_rules, is_needed = (
-        sharder.is_tensor_parallel or policy is not None,
-        sharder.needs_policy or policy is not None,
-    )
+    applies_rules = sharder.is_tensor_parallel or policy is not None
+    is_needed = sharder.needs_policy or policy is not None
     try:
         found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, may_run_copy=is_needed)
         return bind_policy(sharder, *found, applies_rules=applies_rules)
@@ -181,7 +179,7 @@ class ShardFormer:
         self.shard_config = _require_shard_config(shard_config)
 
     def optimize(self, model: nn.Module, policy: Policy | type[Policy] | None = None) -> ShardedModel:
-        """Shard ``model`` in place with ``policy``, or with the policy registered for its family.
+        """Shard ``model`` in place with ``policy``, or with the registered or derived policy.
 
         Returns:
             (model, shared_params).

@@ -302,10 +302,10 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     if is_from_package(policy) or type(policy).module_policy is RolePolicy.module_policy:
         return found  # type: ignore[no-any-return]
     values = list(found.values()) if isinstance(found, Mapping) else [found]
-    wrong = next((v for v in values if not isinstance(v, ModulePolicyDescription)), None)
-    if wrong is not None or not isinstance(found, Mapping):
+    wrong = [value for value in values if not isinstance(value, ModulePolicyDescription)]
+    if wrong or not isinstance(found, Mapping):
         raise PolicyError(
-            f"{type(policy).__name__}.module_policy() returned {wrong!r:.80}",
+            f"{type(policy).__name__}.module_policy() returned {[*wrong, found][0]!r:.80}",
             rule="It must return a dict: class, class name or path of modules -> ModulePolicyDescription",
             remedy="Correct the return value. See docs/policies.md for an example",
         )

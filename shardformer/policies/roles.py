@@ -137,7 +137,7 @@ class Attention:
         if kind not in kinds:
             raise PolicyError(
                 f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
-                + (f" for an {entry_kind}" if entry_kind else ""),
+                + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
                 remedy=f"Use {' or '.join(map(repr, kinds))}",
             )
         return kind

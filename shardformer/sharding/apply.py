@@ -200,7 +200,7 @@ class Sharder:
     def _modify_model(self, plan: ShardingPlan) -> list[InstalledBlock]:
         """Apply the plan, and load or initialize this rank's shards if the model was built lazily.
 
-        Returns the tensor-parallel blocks. Communicates nothing, so that no rank waits for a rank that fails.
+        Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
         waits = is_lazy(self.model)
         self.state.notes += make_lazy_notes(self.model)

@@ -74,9 +74,9 @@ def check_context_parallel(
             raise ConfigError(
                 f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
                 f"{type(model).__name__}, which {why}",
-                rule="Ring attention, Ulysses and gathered keys are installed through transformers' AttentionInterface",
-                remedy="Use context_parallel='auto', which computes this attention in full on every rank, or remove "
-                "the sequence axis and use enable_sequence_parallelism=True",
+                rule="Ring attention, Ulysses and gathered keys use the AttentionInterface of transformers",
+                remedy="Use context_parallel='auto' with one size for the axis, which computes this attention in full "
+                "on every rank. Or remove the sequence axis and use enable_sequence_parallelism=True",
             )
         return
     choose_ring_sizes(model, context, method)

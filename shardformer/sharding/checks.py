@@ -90,8 +90,8 @@ def _check_announcement(
 ) -> ShardFormerError | None:
     """Return the error if the next announcement of another process contradicts the announcement of this process.
 
-    Waits for members of this process's group without a deadline. Skips announcements of groups without this process.
-    Keeps an announcement that belongs to a later call.
+    Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
+    Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
     """
     me, is_member = dist.get_rank(), peer in announcement.ranks
     place = f"{ANNOUNCEMENTS}/{me}/of/{peer}"

@@ -130,13 +130,13 @@ class ModuleFingerprint:
     def __init__(self, model: nn.Module, local_modules: Iterable[LocalInputModule]) -> None:
         self._local_modules = {part.path: part for part in local_modules}
         self._modules = list(model.modules())
-        self._params = _get_parameter_ids(model)
+        self._params: dict[str, int] | None = _get_parameter_ids(model)
         self._marks = self._record_modules()
         self._check_no_user_hooks(model)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ModuleFingerprint:
         new = object.__new__(ModuleFingerprint)  # takes the fingerprint of the copied model at its first call
-        new._local_modules, new._params, new._modules, new._marks = self._local_modules, {}, [], [()]
+        new._local_modules, new._params, new._modules, new._marks = self._local_modules, None, [], [()]
         return new
 
     def check(self, model: nn.Module) -> None:
@@ -165,7 +165,7 @@ class ModuleFingerprint:
 
     def _check_parameters_unchanged(self, model: nn.Module) -> None:
         now = _get_parameter_ids(model)
-        if not self._params or _count_by_local_name(now) == _count_by_local_name(self._params):
+        if self._params is None or _count_by_local_name(now) == _count_by_local_name(self._params):
             self._params = now  # same parameters under new names, as in a wrapper
             return
         new = [name for name, p in now.items() if p not in self._params.values()]
@@ -448,10 +448,10 @@ class ForwardChecks:
                     remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO",
                 )
         if self._state.context.pipe.size > 1:
-            self._check_pipeline_inputs(model, kwargs)
+            self._check_pipeline_inputs(kwargs)
         self._check_requested_outputs(model, kwargs)
 
-    def _check_pipeline_inputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
+    def _check_pipeline_inputs(self, kwargs: Mapping[str, Any]) -> None:
         for name, value in kwargs.items():
             if is_cache(value) and holds_tokens(value):
                 raise ConfigError(

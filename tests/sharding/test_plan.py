@@ -163,6 +163,8 @@ def test_target_without_from_native_module_is_refused() -> None:
 def test_policy_that_returns_no_descriptions_is_refused() -> None:
     refused(Written(None), "module_policy() returned None", "docs/policies.md")
     refused(Written({"Layer": {"attn.q": Linear1D_Col}}), "module_policy() returned {'attn.q'")
+    refused(Written({"Layer": None}), "module_policy() returned None")
+    refused(Written(ModulePolicyDescription()), "module_policy() returned ModulePolicyDescription(")
 
 
 class SaysNothing(Policy):

@@ -106,11 +106,8 @@ def test_failed_save_leaves_the_directory_unchanged(tmp_path: Path, monkeypatch:
     before = contents(target)
 
     def fails(source: Any, to: Any) -> None:
-        if (
-            Path(to) == target
-            and parse_temporary_name(Path(source))
-            and parse_temporary_name(Path(source)).kind == "saving"
-        ):  # type: ignore[union-attr]
+        name = parse_temporary_name(Path(source))
+        if Path(to) == target and name is not None and name.kind == "saving":
             raise OSError("Input/output error")
         real(source, to)
 

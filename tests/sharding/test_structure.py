@@ -17,7 +17,7 @@ import shardformer
 from shardformer.errors import ConfigError, InputError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.sharding.forward_checks import ForwardChecks
+from shardformer.sharding.forward_checks import ForwardChecks, ModuleFingerprint
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
 
 
@@ -111,6 +111,14 @@ def test_changes_after_sharding_are_detected_in_the_next_forward(
             model(**batch())
 
     run_as_threads(do, tensor=2)
+
+
+def test_parameters_added_to_a_model_without_any_are_detected() -> None:
+    model = nn.Sequential(nn.ReLU())
+    fingerprint = ModuleFingerprint(model, [])
+    model.append(nn.Linear(2, 2))
+    with pytest.raises(ConfigError, match=r"1\.weight of this Sequential was added after the model was sharded"):
+        fingerprint.check(model)
 
 
 def test_harmless_changes_after_sharding_are_accepted() -> None:
