@@ -177,7 +177,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
                     count += prod(bounds[1])
                 if count != chunk.values.numel():
                     raise corrupt_checkpoint_error(
-                        f"The checkpoint has only {count} of {chunk.values.numel()} elements of {item.name} at "
+                        f"The checkpoint has {count} of {chunk.values.numel()} elements of {item.name} at "
                         f"{list(chunk.start)}"
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():

@@ -141,7 +141,7 @@ def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: in
     hidden.mkdir()
     snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
-    with pytest.raises(InputError, match=f"{count} of the 12 elements of weights/x were written"):
+    with pytest.raises(InputError, match=f"^{count} of the 12 elements of weights/x were written"):
         write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
     assert directory.list_checkpoints(tmp_path) == []
 
