@@ -65,8 +65,12 @@ def groups(params: Any) -> torch.optim.Optimizer:
 
 
 LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]] = {
-    "a weight that it lacks": (lambda: Net(head="classifier"), lambda _: None, "and has no classifier.weight"),
-    "a weight that nobody wants": (lambda: nn.Sequential(), lambda _: None, "that this Sequential does not have"),
+    "a weight that it lacks": (lambda: Net(head="classifier"), lambda _: None, "of a Net but no classifier.weight"),
+    "a weight that nobody wants": (
+        lambda: nn.Sequential(),
+        lambda _: None,
+        "of a Net, 4 of which this Sequential does not have",
+    ),
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* and \(6, 5\)"),
     "another optimizer": (Net, lambda m: sgd(m.parameters()), "of a AdamW cannot be loaded into a SGD"),
     "other groups": (Net, lambda m: groups(m.parameters()), "has 1 parameter groups"),
