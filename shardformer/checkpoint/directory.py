@@ -52,7 +52,7 @@ _CHECKPOINT_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetens
 _RENAME_LOCK = threading.Lock()
 """Held while a checkpoint of this process is renamed to its final name."""
 _SAVED: dict[str, ref[nn.Module]] = {}
-"""Real path of a checkpoint -> the model in this process that saved it last."""
+"""Real path of a checkpoint -> the model in this process that saved it last or is saving it."""
 SAVE = "_shardformer_saving"
 """Attribute of a model: its latest ``AsyncSave``, whose host buffers the next save reuses."""
 _RESUMED_FROM = "_shardformer_goes_on"

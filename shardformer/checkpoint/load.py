@@ -177,7 +177,7 @@ def read_items(folder: Path, index: CheckpointIndex, items: Sequence[TensorItem]
                     count += prod(bounds[1])
                 if count != chunk.values.numel():
                     raise corrupt_checkpoint_error(
-                        f"The checkpoint has only {count} of {chunk.values.numel()} elements of {item.name} at "
+                        f"The checkpoint has {count} of {chunk.values.numel()} elements of {item.name} at "
                         f"{list(chunk.start)}"
                     )
                 for box in assigned.get((item.name, *chunk.bounds), ()) if item.is_checked else ():
@@ -265,7 +265,7 @@ class LoadPlan:
             shape = self._tensors.region_of(tensor).shape
             if name not in self._saved:
                 raise ConfigError(
-                    f"{self._where} is a checkpoint of a {self.index.values['model']} and has no {name}, which this "
+                    f"{self._where} has the weights of a {self.index.values['model']} but no {name}, which this "
                     f"{self._kind} needs",
                     remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run",
                 )
@@ -279,8 +279,8 @@ class LoadPlan:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
-                f"{self._where} is a checkpoint of a {self.index.values['model']} and has {len(unused)} weights that "
-                f"this {self._kind} does not have, such as {unused[0]}",
+                f"{self._where} has the weights of a {self.index.values['model']}, {len(unused)} of which this "
+                f"{self._kind} does not have, such as {unused[0]}",
                 remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run",
             )
 

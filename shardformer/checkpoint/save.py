@@ -154,7 +154,7 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
-                f"Only {covered} of the {prod(entry.shape)} elements of {name} were written",
+                f"{covered} of the {prod(entry.shape)} elements of {name} were written",
                 remedy="Save the full model on all ranks that train it, and pass the optimizer on every rank",
             )
 
@@ -248,7 +248,7 @@ class AsyncSave:
 
         All ranks must call it. Raises the errors of ``save_checkpoint``.
         """
-        wait_for_all_ranks("Saving.wait", self._job.world)
+        wait_for_all_ranks("AsyncSave.wait", self._job.world)
         self.was_waited_for = True
         return self._job.run_or_clean_up(self.result)
 
@@ -328,7 +328,7 @@ def async_save_checkpoint(
     Takes the arguments of ``save_checkpoint``. A thread writes and syncs the checkpoint. Call ``wait()`` on the result
     before the next save and before the program ends. The host buffers are as large as this rank's share and are reused.
     """
-    wait_for_all_ranks("start_checkpoint", ModelTensors(model).world)
+    wait_for_all_ranks("async_save_checkpoint", ModelTensors(model).world)
     with prepare_save(directory, model, optimizer, step, scheduler, extra, retention) as job:
         saving = AsyncSave(job, job.write)
         before: AsyncSave | None = job.model.__dict__.get(SAVE)

@@ -199,7 +199,6 @@ def _patch_masks() -> Undo:
     make, find = masking_utils.sdpa_mask, masking_utils.find_packed_sequence_indices
 
     def mask(*args: Any, attention_mask: Tensor | None = None, **kwargs: Any) -> Any:
-
         has_values = attention_mask is None or has_data(attention_mask)
         if _THREAD.traces and not has_values and make(*args, attention_mask=None, **kwargs) is None:
             return None  # no mask is needed except for padding

@@ -1,4 +1,4 @@
-"""Run the ranks of a mesh as threads of one process, for tests without several processes.
+"""Run the ranks of a mesh as threads of one process.
 
 ``run_as_threads`` starts the threads.
 """

@@ -209,7 +209,7 @@ class _Worker:
         self.rank = rank
         self.calls, calls = context.Pipe()
         self._stack, stack = context.Pipe(duplex=False)
-        args = (rank, threads, dict(os.environ), calls, stack)
+        args = (threads, dict(os.environ), calls, stack)
         self.process: BaseProcess = context.Process(
             target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=True
         )

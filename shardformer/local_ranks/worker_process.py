@@ -104,7 +104,7 @@ class _Pickler(pickle.Pickler):
 
 
 def serve_calls(
-    rank: int, threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
+    threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
 ) -> None:
     """Run the calls that arrive on the pipe until the parent closes it. ``env`` is the parent's environment."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C

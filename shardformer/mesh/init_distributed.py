@@ -234,8 +234,9 @@ def launch_from_torch(
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or
             ``parallel = dict(tensor=dict(size=8, mode="2.5d", depth=2))``. Keyword arguments take precedence.
-        tensor: size of the tensor axis. If it or ``data`` is missing, it is inferred from the number of processes. Two
-            or three numbers are (rows, columns) or (rows, columns, depth) of a grid for ``tensor_parallel_mode``.
+        tensor: size of the tensor axis. If it or ``data`` is missing, it is inferred from the number of processes; if
+            both are, ``data`` is inferred. Two or three numbers are (rows, columns) or (rows, columns, depth) of a grid
+            for ``tensor_parallel_mode``.
         pipe: number of pipeline ranks; default: 1.
         data: number of data parallel ranks.
         sequence: number of context parallel ranks; default: 1. Two numbers are (ring, Ulysses group): the ring

@@ -342,7 +342,8 @@ class Axis:
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
         """Build an axis from a process group, or from all launched processes if ``group`` is None.
 
-        Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a process group.
+        Without launched processes, the axis has size 1. Raises LaunchError if this process is not in the group,
+        ConfigError if ``group`` is not a process group.
         """
         if isinstance(group, Axis):
             return group

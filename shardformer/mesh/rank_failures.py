@@ -68,7 +68,7 @@ class PeerRanks:
         when = f", after step {self.traffic.steps} of the optimizer" if self.traffic.steps else ""
         cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
-            f"{self._describe_rank(self.rank).capitalize()} lost the connection to {who}{axis} in {what}{when} "
+            f"{self._describe_rank(self.rank).capitalize()} could not reach {who}{axis} in {what}{when} "
             f"({cause[:120]})",
             rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
             remedy="Check the last output of that rank. If it has none, check its host and the network",

@@ -39,7 +39,7 @@ class RankGrid:
         views: additional axes that reshape these axes.
         hosts: host name of each of ``ranks``; empty if unknown.
 
-    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).view(["tensor"], {"row": 2, "column": 2})
+    >>> grid = RankGrid({"data": 2, "tensor": 4}, tuple(range(8))).add_view(["tensor"], {"row": 2, "column": 2})
     >>> grid.coords(6)
     {'data': 1, 'tensor': 2, 'row': 1, 'column': 0}
     >>> grid.rank_groups("row")

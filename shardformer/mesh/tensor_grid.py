@@ -150,7 +150,7 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
 
 @dataclass(frozen=True)
 class GridShards:
-    """Shards that one rank of a tensor grid stores, each written as "index/count".
+    """Shards that one rank of a tensor grid stores, each written as "number/count", counted from 1, or "all".
 
     Args:
         place: row, column and, except in 2D, depth of the rank.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import json
 import math
 from collections import Counter
@@ -13,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shardformer.checkpoint import chunks, training_state
 from shardformer.checkpoint.chunks import (
     FlatRegion,
     TensorItem,
@@ -31,6 +33,10 @@ DTYPES = [
     torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.bool, torch.uint8, torch.complex64,
     torch.complex128,
 ]  # fmt: skip
+
+
+def test_docstring_examples() -> None:
+    assert [doctest.testmod(each).failed for each in (chunks, training_state)] == [0, 0]
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

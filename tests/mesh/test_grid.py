@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 from math import prod
 
 import pytest
@@ -9,10 +10,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shardformer.errors import ConfigError
+from shardformer.mesh import parallel_context, rank_grid, tensor_grid
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.rank_grid import AXES, RankGrid
 
 SIZES = st.fixed_dictionaries({name: st.integers(1, 4) for name in AXES})
+
+
+def test_docstring_examples() -> None:
+    assert [doctest.testmod(each).failed for each in (parallel_context, rank_grid, tensor_grid)] == [0, 0, 0]
 
 
 @st.composite
@@ -99,7 +105,7 @@ CUBE = RankGrid.of({"data": 2, "tensor": 8}).add_view(["tensor"], {"row": 2, "co
     ("of", "sizes", "said"),
     [
         (["tensor"], {"a": 2, "b": 3}, r"a=2 times b=3 of a view do not multiply to tensor=8.*product is 8"),
-        (["tensor"], {}, r"of a view do not multiply to tensor=8"),
+        (["tensor"], {}, r"The sizes \{\} of a view do not multiply to tensor=8"),
         (["tensor"], {"a": 8.0}, r"a=8.0 is not an integer"),
         (["tensor"], {"row": 8}, r"The name 'row' of a view"),
         (

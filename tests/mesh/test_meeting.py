@@ -45,7 +45,7 @@ def test_first_rank_prints_missing_ranks(capfd: pytest.CaptureFixture[str]) -> N
     for thread in threads:
         thread.join()
     said = capfd.readouterr().err
-    assert said.count("for ranks 1, 3 of 4") == 1 and f"127.0.0.1:{port}" in said
+    assert said.count(f"has waited for 1 s at 127.0.0.1:{port} for ranks 1, 3 of 4. ") == 1
     del store
 
 

@@ -228,12 +228,12 @@ def test_same_error_on_all_ranks_is_raised_and_keeps_workers(pool: WorkerPool) -
     [
         (refuse, (InputError, 1), ["rank 1 raised InputError: value=1"]),
         (raise_each_its_own, (), ["rank 0 raised KeyError: 0; rank 1 raised KeyError: 1", "in raise_each_its_own"]),
-        (leave, (), ["ranks 0 and 1 raised SystemExit: left", "in leave"]),
+        (leave, (), ["failed: ranks 0 and 1 raised SystemExit: left. ", "in leave"]),
         (unsendable, (), ["ranks 0 and 1 raised", "<lambda>"]),
         (
             raise_alone,
             (1,),
-            ["rank 1 raised ValueError: only here", "rank 0 was still running or waiting", "in barrier"],
+            ["failed: rank 1 raised ValueError: only here. ", "rank 0 was still running or waiting", "in barrier"],
         ),
     ],
 )
@@ -279,7 +279,7 @@ def test_hang_is_reported_with_source_line(pool: WorkerPool) -> None:
     pids = pool.pids
     with pool.with_timeout(0.5), pytest.raises(WorkerError) as caught:
         pool.run(sleep_on_one, 1)
-    assert "failed: rank 1 had not answered after 0.5 s" in str(caught.value)
+    assert "failed: rank 1 had not answered after 0.5 s. " in str(caught.value)
     assert "in sleep_long" in str(caught.value) and "in sleep_on_one" in str(caught.value)
     assert "rank 0" not in str(caught.value)
     assert pool.timeout_s == 60.0
