@@ -196,5 +196,5 @@ def reason(said: str) -> str:
     """Remove names of models and modules and sizes from a reason, so that it is the same for all types."""
     start = r"^\w+='?\w+'?(?: with sequence=\d+)?,? (?:for|does not (?:work for|support)(?: this)?) \w+"
     said = re.sub(start + "(?:: |, which | )?", "", said)
-    said = re.sub(r"(its own attention in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)
+    said = re.sub(r"(its own attention in|run|(?:mask|tensor|layer,) of shape) .*", r"\1 …", said)
     return re.sub(r"'[\w.*]+'|\b\w+\.[\w.*]+|\b\w+Attention\b", "…", said)[:200]
