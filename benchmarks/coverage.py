@@ -235,7 +235,7 @@ def outside(whole: Sequence[str]) -> list[str]:
 
 def short(error: Exception) -> str:
     said = getattr(error, "what", None) or f"{type(error).__name__}: {error}"
-    return clean(said.rpartition("found by inference: ")[2])
+    return clean(said.rpartition("could be derived: ")[2])
 
 
 def clean(text: str) -> str:

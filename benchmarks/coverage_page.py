@@ -149,7 +149,7 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
     rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
     lines += ["", "| type | why not |", "|---|---|"] if rest else []
-    why = {line["type"]: line["said"].rpartition("it is known that ")[2] for line in rest}
+    why = {line["type"]: re.sub(r"^pipe=\d+ does not work with \w+: ", "", line["said"]) for line in rest}
     return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
 
 
@@ -194,7 +194,7 @@ def counted(passed: Sequence[bool | None]) -> str:
 
 def reason(said: str) -> str:
     """Remove names of models and modules and sizes from a reason, so that it is the same for all types."""
-    start = r"^\w+='?\w+'?(?: with sequence=\d+)?,? (?:for|and of this|does not (?:work for|support)(?: this)?) \w+"
-    said = re.sub(start + "(?: it is known that |: |, which | )?", "", said)
-    said = re.sub(r"(its own attention in|run|given a (?:tensor|mask) of shape|calls its attention) .*", r"\1 …", said)
+    start = r"^\w+='?\w+'?(?: with sequence=\d+)?,? (?:for|does not (?:work for|support)(?: this)?) \w+"
+    said = re.sub(start + "(?:: |, which | )?", "", said)
+    said = re.sub(r"(its own attention in|run|(?:mask|tensor|layer,) of shape) .*", r"\1 …", said)
     return re.sub(r"'[\w.*]+'|\b\w+\.[\w.*]+|\b\w+Attention\b", "…", said)[:200]

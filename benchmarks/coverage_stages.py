@@ -115,7 +115,7 @@ def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
             )
             verdicts.append({**record, "passed": report.passed, "said": clean(str(report).splitlines()[-1])})
         except WorkerError as error:
-            in_plain = "_run_plain" in str(error)
+            in_plain = "_train_unsharded" in str(error)
             said = "the plain model does not train on this batch: " if in_plain else ""
             verdicts.append({**record, "passed": None if in_plain else False, "said": said + clean(error.what)})
         except ShardFormerError as error:

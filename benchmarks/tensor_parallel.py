@@ -58,7 +58,7 @@ class Setting:
 
 @dataclass(frozen=True)
 class Traffic:
-    """Return the collectives of one rank in a step, those of the loss, and the minimum bytes sent by both ranks."""
+    """Collectives of one rank in a step, those of the loss among them, and the minimum bytes sent by both ranks."""
 
     collectives: int
     of_loss: int

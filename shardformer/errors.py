@@ -167,7 +167,7 @@ def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
-    close = same or get_close_matches(text, names, n=count, cutoff=0.6)
+    close = same or get_close_matches(text, names, n=count, cutoff=0.4)
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])

@@ -32,11 +32,6 @@ PRIVATE_WORDS = {
     r"mend(?:s|ed)?": "use fix",
     r"meanwhile": "rewrite",
 }
-ALLOWED = {
-    "standard",
-    "standalone",
-    "standing_orders",
-}
 BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody)\b")
 TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}

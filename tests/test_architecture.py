@@ -116,13 +116,13 @@ def broken_rule(source: str, target: str) -> str | None:
 
 
 @pytest.mark.parametrize("path", FILES, ids=name_of)
-def test_a_module_imports_only_from_lower_layers(path: Path) -> None:
+def test_a_module_imports_only_from_packages_above_it(path: Path) -> None:
     module = name_of(path)
     found = imports(ast.parse(path.read_text(encoding="utf-8")), module, path.name == "__init__.py")
     assert [rule for target in found if (rule := broken_rule(module, target))] == []
 
 
-def test_every_module_has_a_layer_and_every_layer_a_module() -> None:
+def test_every_module_has_a_place_in_the_order_and_every_place_a_module() -> None:
     assert {part for path in FILES if (part := part_of(name_of(path)))} == FLOOR.keys()
 
 

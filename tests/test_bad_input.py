@@ -490,7 +490,7 @@ def test_sharding_works_after_a_failed_attempt(pool4: WorkerPool) -> None:
     assert pool4.run(_second_try) == [["ConfigError", "LaunchError", "nothing"]] * 4
 
 
-def test_a_group_of_half_of_the_processes_works(pool4: WorkerPool) -> None:
+def test_a_group_without_half_of_the_processes_raises(pool4: WorkerPool) -> None:
     refused(pool4.run(_group_lacks_this_rank, [1, 3]), LaunchError, "does not contain this process")
 
 

@@ -153,7 +153,7 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
     coverage_page = importlib.import_module("coverage_page")
     stages = {
         "olmo2": {"type": "olmo2", "passed": True, "said": "PASS: Largest difference 1e-15"},
-        "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2, and of this MPNet it is known that it differs"},
+        "mpnet": {"type": "mpnet", "passed": False, "said": "pipe=2 does not work with MPNet: it differs"},
     }
     page = coverage_page.page([coverage_page.Record(**line) for line in found.values()], [], stages)
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page

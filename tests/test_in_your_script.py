@@ -84,10 +84,8 @@ def test_on_data_ranks_it_equals_training_on_both_batches(piece: str) -> None:
 
 def compiled(sizes: dict[str, int]) -> bool:
     plain = first("llama")
-    plain.model.layers, plain.config.num_hidden_layers = (
-        plain.model.layers[:1],
-        1,
-    )  # each layer is compiled, which takes seconds
+    # each layer is compiled, which takes seconds
+    plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:1], 1
     whole = ran("Compiling", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
     ran("Compiling", model, batches_of()[:2])

@@ -137,7 +137,7 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
         table.add_row(str(shards.rank), shards.place, shards.between, shards.inside, shards.weights)
     console.print(table)
     console.print("Numbers sent per rank for one layer, forward and backward, with N tokens,")
-    console.print("H hidden features and W weights (V: sum of inner widths, E: sum of output widths of its blocks):")
+    console.print("H hidden features and W weights (V: features inside of its blocks, E: those at their exits):")
     for layout, numbers in grid_communication(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 

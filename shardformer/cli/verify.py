@@ -106,7 +106,7 @@ class VerifyOptions:
     as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")] = False
 
     def make_layout(self) -> ParallelConfig:
-        """Create the ParallelConfig of the options, with two tensor parallel ranks if no axis size was passed."""
+        """Create the ParallelConfig of the options, with tensor=2 unless --tensor, --pipe or --sequence was passed."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
         defaults = {"data": 1, "tensor": 2 if is_default else 1, "average_loss_over": "ranks"}
         return ParallelConfig(**{**defaults, **self.parallel})
@@ -250,10 +250,8 @@ def _verify_head(options: VerifyOptions, source: ModelSource, policy: Any, pool:
     data = layout.data or 1
     per_rank = max(-(-4 // data), pipeline.num_parts if pipeline is not None else 1)
     batch = options.batch or per_rank * data
-    batch_fn, sizes = (
-        source.batches(batch, options.tokens or TOKENS),
-        {n: getattr(layout, n) for n in ("tensor", "sequence")},
-    )
+    batch_fn = source.batches(batch, options.tokens or TOKENS)
+    sizes = {"tensor": layout.tensor, "sequence": layout.sequence}
     dtype = {Dtype.FP64: torch.float64, Dtype.FP32: torch.float32}[options.dtype]
     config = {**layout.shard_options(), "extra_kwargs": {}}
     return run_verify(

@@ -53,8 +53,8 @@ PARTS = 100  # maximum number of steps in which all weights are compared once
 PART_BYTES = 2**18  # minimum size of the weights that one step compares
 ROUNDINGS, MOST = 100, 0.01
 """Tolerance for replicated weights: this many machine epsilons, at most this fraction of their norm."""
-WeightSlices = list[tuple[ParamEntry, slice]]
 SIGNS = 2**14  # Number of random signs. Longer tensors reuse them in rows, and each row has another sign
+WeightSlices = list[tuple[ParamEntry, slice]]
 
 
 @dataclass(frozen=True)
@@ -153,9 +153,9 @@ class ConsistencyMonitor:
         return self.rounds
 
     def hash_stage_options(self) -> int:
-        """Return a hash of the optimizer's class and options, or 0 if the stage has several parameter groups.
+        """Return a hash of the optimizer's class and options, or 0 for several optimizers or parameter groups.
 
-        Stages have different parameters, so their groups may differ.
+        Stages have different parameters, so their optimizers and groups may differ.
         """
         has_one_group = len(self.options) == 2 and len(self.options[1]) == 1
         if not has_one_group or len(self._optimizers) > 1 or self.has_several_optimizers:
@@ -164,7 +164,7 @@ class ConsistencyMonitor:
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_inputs(self, inputs: Collection[Any]) -> int:
-        """Return a hash of the input tensors. On a GPU it uses the values of the previous forward, to avoid a sync."""
+        """Return a hash of the input tensors. On a GPU: of their shapes and the previous values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
@@ -253,7 +253,7 @@ class ConsistencyMonitor:
                 yield name
 
     def _read_async(self, key: str, tensor: Tensor) -> Any:
-        """Return the values of a tensor as a list. On a GPU return those of the previous call, to avoid a sync."""
+        """Return ``tensor.tolist()``. On a GPU return that of the previous call, or None at first, to avoid a sync."""
         if not has_data(tensor):
             return None
         if not tensor.is_cuda:

@@ -143,7 +143,7 @@ def find_temporary_paths(folder: Path, name: str) -> list[tuple[Path, TemporaryN
 
 
 def remove_leftovers(folder: Path, name: str) -> None:
-    """Remove the temporary files that killed processes of this machine left while they wrote the file ``name``."""
+    """Remove files that killed processes of this machine left while they wrote ``name``, except replaced versions."""
     for path, found in find_temporary_paths(folder, name):
         if found.owner.is_dead and found.kind != REPLACED:
             remove(path)

@@ -237,9 +237,7 @@ def _remove_stale_lock(path: Path, stale: dict[str, Any]) -> None:
     """
     folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
-        with suppress(
-            OSError
-        ):  # some network file systems have no flock. ``check_lock_is_held`` then detects a lost lock
+        with suppress(OSError):  # without flock (network file systems), ``check_lock_is_held`` detects a lost lock
             fcntl.flock(folder, fcntl.LOCK_EX)
         if _read_lock_file(path) == stale:
             with suppress(FileNotFoundError):

@@ -34,9 +34,7 @@ def describe_failures(failures: Mapping[int, ProcessFailure], ranks: Iterable[in
     """
     me = f"shardformer {command}"
     # ranks that the launcher ended after another failure are not a cause
-    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or dict(
-        failures
-    )
+    own_fault = {r: f for r, f in failures.items() if f.exitcode not in _BY_LAUNCHER or _error_text(f)} or failures
     order = sorted(own_fault, key=lambda rank: _cause_sort_key(own_fault[rank]))
     first = failures[order[0]]
     ours = _extra_info(first).get("parts")
@@ -83,9 +81,8 @@ def _lost_connection(failure: ProcessFailure) -> bool:
 
 
 def _waited_for_peer(failure: ProcessFailure) -> bool:
-    return (_extra_info(failure).get("parts") or [""])[0] == "LostPeerError" or "Timed out waiting" in _error_text(
-        failure
-    )
+    kind = (_extra_info(failure).get("parts") or [""])[0]
+    return kind == "LostPeerError" or "Timed out waiting" in _error_text(failure)
 
 
 def _format_ranks_of_world(ranks: list[int], extra_info: Mapping[str, Any]) -> str:

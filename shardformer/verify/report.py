@@ -90,7 +90,7 @@ class Report:
         return json.dumps({"passed": self.passed, **asdict(self), "collectives": calls}, indent=2)
 
     def __str__(self) -> str:
-        """Format the report as plain text of at most 120 columns."""
+        """Format the report as plain text, with tables of at most 120 columns."""
         text = io.StringIO()
         print_report(Console(file=text, width=120, color_system=None, highlight=False, legacy_windows=False), self)
         return "\n".join(line.rstrip() for line in text.getvalue().splitlines())

@@ -26,7 +26,7 @@ ADAPTIVE_BOUND = 1e-4
 
 SCALE = 2.0**14  # Loss scale in fp16. No step may be skipped, so it is small enough for the gradients of a small model
 
-SUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
+UNSUPPORTED_OPTIMIZERS = ("Optimizer", "LBFGS", "SparseAdam")
 """Unsupported classes of torch.optim: the base class, one that needs a closure, one for sparse gradients."""
 RENAMED_ARGUMENTS = {
     "zero": "zero_stage",
@@ -149,7 +149,7 @@ class VerifyTraining:
 
 def _optimizer_classes() -> dict[str, Any]:
     found = {n: kind for n, kind in vars(torch.optim).items() if isinstance(kind, type) and issubclass(kind, Optimizer)}
-    return {**{n: kind for n, kind in found.items() if n not in SUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
+    return {**{n: kind for n, kind in found.items() if n not in UNSUPPORTED_OPTIMIZERS}, "LAMB": LAMB, "LARS": LARS}
 
 
 class ReferenceOptimizers:

@@ -88,7 +88,7 @@ def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.Cap
         (("--schedule", "zbv", "--stages", "16", "--micro-batches", "1024"), "cells: a row per stage"),
         (("--durations", "F=1e308,B=1e308"), "chart of inf time units"),
         (("--durations", "F=1e-308"), "of similar size"),
-        (("--send", "1e9"), "columns"),
+        (("--send", "1e9"), "exceeds 32768 columns"),
     ],
 )
 def test_invalid_options_raise_before_drawing(

@@ -196,7 +196,7 @@ def _replicas_of(traces: Sequence[Trace]) -> tuple[str, str]:
         for name, value in trace.replicas.items():
             first = next(t.replicas[name] for t in traces if name in t.replicas)
             if not torch.equal(value, first):
-                return WRONG, f"rank {rank} has other bits of {name}, which ranks hold alike"
+                return WRONG, f"rank {rank} has other bits of the replicated {name}"
     return EQUAL, ""
 
 

@@ -26,7 +26,8 @@ def test_a_mutant_applies_once_and_is_valid_python(mutant: Mutant) -> None:
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.name)
 def test_tests_that_run_first_exist(mutant: Mutant) -> None:
-    assert mutant.first and present(ROOT, related_tests(mutant))
+    assert mutant.first and present(ROOT, mutant.first) == [*mutant.first]
+    assert present(ROOT, related_tests(mutant)) == related_tests(mutant)
 
 
 def test_names_are_unique_and_every_area_has_mutants() -> None:

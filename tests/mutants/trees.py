@@ -80,11 +80,8 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
     report = tree / ".mutants-report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
-    command += [
-        "-o",
-        "junit_family=xunit1",
-        f"--junitxml={report}",
-    ]  # the default family does not support record_property
+    # the default family does not support record_property
+    command += ["-o", "junit_family=xunit1", f"--junitxml={report}"]
     environment = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"} | {
         "PYTHONPATH": str(tree),
         "OMP_NUM_THREADS": "1",

@@ -182,7 +182,7 @@ def test_a_model_with_unknown_inputs_raises() -> None:
 
 
 def test_a_head_of_another_family_raises() -> None:
-    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel"):
+    with pytest.raises(ConfigError, match=r"bert has no head 'GPT2Model'.*BertModel.*Did you mean 'BertModel'"):
         find_model("bert").with_head("GPT2Model")
     with pytest.raises(ConfigError, match="Build the head in the function"):
         ModelSource("mine", nn.Identity, "").with_head("BertModel")

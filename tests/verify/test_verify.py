@@ -185,7 +185,18 @@ def without_reducers(model: nn.Module, plan: Any, blocks: Any, state: ShardingMe
 
 
 def nothing_replaced_elsewhere() -> Any:
-    return mock.patch.object(Sharder, "_rebind", lambda self, shared: None)
+    """Modules that only share a sharded parameter keep the full one."""
+
+    def make(original: Callable[..., None]) -> Callable[..., None]:
+        def replace_modules(self: Sharder, plan: Any) -> None:
+            before = [(module, {**module._parameters}) for module in self.model.modules()]
+            original(self, plan)
+            for module, params in before:
+                module._parameters.update(params)
+
+        return replace_modules
+
+    return replaced(Sharder, "_replace_modules", make)
 
 
 MUTATIONS: dict[str, Callable[[], Any]] = {

@@ -62,7 +62,7 @@ MUTANTS = [
         "A norm over all KV heads is wrong where several ranks hold one head (OLMo 2 with few KV heads).",
         first=(
             "tests/layers/tensor/test_split_norm.py::test_norm_over_kv_heads_equals_the_plain_norm",
-            "tests/timm/test_timm.py::test_nobody_can_tell",
+            "tests/timm/test_timm.py::test_sharded_model_equals_plain_model",
             "tests/policies/test_parts.py::test_norm_over_all_heads_sums_its_statistics",
         ),
     ),
