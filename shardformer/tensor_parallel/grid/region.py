@@ -280,8 +280,8 @@ class GridTensorParallelBlock(TensorParallelBlock):
 class GridStackActivations(StackActivations):
     """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
-    Pads a batch that does not divide with copies of its last sample, and drops their outputs. A forward that reads or
-    returns cached keys and values is replicated over the ranks.
+    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside of training, a
+    forward that reads or returns cached keys and values is replicated over the ranks.
     """
 
     def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
