@@ -208,7 +208,7 @@ class FullSequenceHook:
     """Hooks that gather the sequence for a module that needs all positions, and shard its output again.
 
     Examples are state spaces and convolutions. Every rank computes the module for all positions. Communicates: forward
-    one all-gather of B*S*H, backward one reduce-scatter of it.
+    one all-gather of B*S*H, backward one all-to-all of it.
 
     Args:
         path: the path of the stack, and of the module in a layer.

@@ -5,7 +5,7 @@ sent directly to each rank whose queries attend to it. With zig-zag chunks and a
 of a ring that forwards all chunks. The backward sends keys and values again, and their gradients back to their owner,
 which sums them in fp32.
 
-Numbers sent per rank, forward and backward, with N = B s positions per rank and K key heads:
+Numbers sent per rank, forward and backward, with N = B S positions on all ranks and K key heads:
 
     causal 4.5 N K D (P-1)/P, not causal 6 N K D (P-1)/P
 
@@ -32,7 +32,7 @@ from shardformer.context_parallel.sequence_layout import SequencePositions
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
 
-# B batch, N query heads, K key heads, s local positions, D head dim
+# B batch, N query heads, K key heads, S positions, s local positions, D head dim
 
 PURPOSE = "context"
 
@@ -65,13 +65,13 @@ def ring_attention(
     Returns (B, N, s, D).
 
     Communicates over the ring: forward the chunks of keys and values that other ranks attend to; backward these again,
-    and their gradients. With ``gathers``: forward one all-gather of keys and values; backward the same, and one
-    reduce-scatter of their gradients.
+    and their gradients. With ``gathers``: forward one all-gather of keys and values; backward the same, and each rank
+    sends its gradients of the keys and values to their owners.
 
     Args:
         sinks: (N,), the score per head of a key without a value.
-        line: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query to L - 1
-            positions after it.
+        distance_bias: (N, 2L - 1) for a sequence of L positions: the bias of keys from L - 1 positions before the query
+            to L - 1 positions after it.
     """
     out: Tensor = _Ring.apply(q, k, v, sinks, distance_bias, exchange)
     return out
@@ -88,11 +88,7 @@ class _Ring(Function):
         distance_bias: Tensor | None,
         exchange: RingExchange,
     ) -> Tensor:
-        options = (
-            exchange.options
-            if distance_bias is None
-            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
-        )
+        options = _add_bias(exchange.options, distance_bias)
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         out: Tensor | None = None
         lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
@@ -123,11 +119,7 @@ class _Ring(Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, sinks, distance_bias, out, lse = ctx.saved_tensors
         exchange: RingExchange = ctx.exchange
-        options = (
-            exchange.options
-            if distance_bias is None
-            else replace(exchange.options, bias=RelativePositionBias(distance_bias))
-        )
+        options = _add_bias(exchange.options, distance_bias)
         acc_dtype = torch.promote_types(q.dtype, torch.float32)
         bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
         bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
@@ -157,6 +149,10 @@ class _Ring(Function):
             sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
         bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
         return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad, None
+
+
+def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptions:
+    return options if distance_bias is None else replace(options, bias=RelativePositionBias(distance_bias))
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
@@ -199,9 +195,8 @@ def _start_exchange(
         return (), kv[:, :, :, :0], (), None
     to, source = (axis.rank + step) % ranks, (axis.rank - step) % ranks
     leaving, chunks = exchange.chunks_needed_by(to, axis.rank), exchange.chunks_needed_by(axis.rank, source)
-    out = kv[
-        :, :, :, _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)
-    ].contiguous()
+    at = _slice_of_chunks(exchange.mask.keys, exchange.mask.keys.chunks_of(axis.rank), leaving)
+    out = kv[:, :, :, at].contiguous()
     into = kv.new_empty((*kv.shape[:3], _count_positions(exchange, chunks), kv.shape[4]))
     return chunks, into, _exchange(axis, to, out, source, into), out
 

@@ -1,8 +1,8 @@
 """Positions of a sequence on each rank of context parallelism.
 
 The sequence axis consists of a ring of P groups with U ranks each. The sequence is split evenly into 2P chunks. Ring
-rank i has chunks i and 2P-1-i (zig-zag), which balances the work of causal attention. The U ranks of its group have
-one contiguous slice each of these two chunks. For P=2, U=2 and 16 positions:
+rank i has chunks i and 2P-1-i (zig-zag), which balances the work of causal attention. The U ranks of its group split
+the concatenation of these two chunks evenly. For P=2, U=2 and 16 positions:
 
     chunk            0            1            2            3
     position     0  1  2  3   4  5  6  7   8  9 10 11  12 13 14 15

@@ -114,7 +114,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather the rows of all ranks along ``dim``. Backward of floats: one reduce-scatter.
+    """Gather the rows of all ranks along ``dim``. Communicates one all-gather, and one all-to-all in the backward.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     """

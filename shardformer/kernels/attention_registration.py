@@ -204,9 +204,9 @@ SDPA = ("FalconAttention",)
 
 
 def find_override(cls: type[nn.Module]) -> AttentionOverride | None:
-    """Return the override of an attention class, or None if the class needs none.
+    """Return the override of an attention class, or None if it has none or does not need it.
 
-    A class on transformers' attention interface needs none, such as GPT-J from transformers 5.24 on.
+    A class on transformers' attention interface does not need one, such as GPT-J from transformers 5.24 on.
     """
     override = OVERRIDES.get(cls.__name__) or OVERRIDES.get(f"{cls.__module__}.{cls.__name__}")
     if override is None:

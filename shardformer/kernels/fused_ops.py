@@ -228,9 +228,8 @@ def norm_kind(module: nn.Module) -> str | None:
             for kind in kinds:
                 if kind == "layer" and not is_mixed:
                     formula = F.layer_norm(x, shape, weight, bias, eps or 0.0)
-                    errors[kind] = max(
-                        errors[kind], _relative_error(formula, y, least=1.0)
-                    )  # x - mean is already rounded
+                    error = _relative_error(formula, y, least=1.0)  # x - mean is already rounded
+                    errors[kind] = max(errors[kind], error)
                 elif kind != "layer" and (y is not None or not is_mixed):
                     errors[kind] = max(errors[kind], _relative_error(rms_norm(kind, x, weight, eps), y))
     best = min(errors, key=lambda kind: errors[kind], default=None)

@@ -312,8 +312,9 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
     If the sequence is sharded, gathers the inputs that have one row per token, and returns the sums of the local
     tokens. Modules before this one, such as a router, see only the local tokens.
 
-    Communicates: forward one all-reduce of the output, backward one of the gradient of each input. If the sequence is
-    sharded: forward one all-gather of each input and one reduce-scatter of the output, backward the reverse.
+    Communicates: forward one all-reduce of the output, backward one of each input that requires a gradient. If the
+    sequence is sharded: forward one all-gather of each input and one reduce-scatter of the output, backward the
+    reverse.
 
     Args:
         summands: replicated terms that the module adds to its output: parameters (the bias of the experts) and

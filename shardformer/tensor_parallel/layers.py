@@ -463,7 +463,10 @@ class ShardedNorm(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a full layer norm or RMS norm. Raises ConfigError if it does not normalize the dim of ``split``."""
+        """Shard a full layer norm or RMS norm over the ranks.
+
+        Raises ConfigError for other classes, and for a norm over another dim than that of ``split``.
+        """
         norm, full = fused_norm(module), kwargs["split"].full
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:

@@ -51,10 +51,8 @@ def accept_wide_inputs(model: nn.Module) -> None:
     Leaves modules with a custom forward unchanged, and layers such as ``nn.RMSNorm`` that accept fp32 inputs already.
     """
     for module in model.modules():
-        has_torch_forward = type(module).forward.__module__.startswith("torch.nn.modules.") and "forward" not in vars(
-            module
-        )
-        if not has_torch_forward or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
+        is_native = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.modules.")
+        if not is_native or isinstance(module, nn.RMSNorm) or _floating_point_parameter(module) is None:
             continue
         if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
@@ -157,7 +155,7 @@ def _get_or_create_shard(
 def move_hooks(new: nn.Module, native: nn.Module) -> None:
     """Move the hooks of module ``native`` to module ``new``, so that they run after the hooks of ``new``.
 
-    The handles of the hooks keep working. Hooks that would see a shard instead of the full tensor raise an error later.
+    The handles of the hooks keep working. A later check rejects hooks that would see a shard, not the full tensor.
     """
     for table, hooks in vars(native).items():
         if table.startswith(("_forward_", "_backward_")) and "hooks" in table and hooks:

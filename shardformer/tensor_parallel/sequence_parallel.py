@@ -276,8 +276,8 @@ class TokenFreeHook(GatherSequenceHook):
     """Hooks that replicate a module without token inputs over the ranks, and sum its output gradient."""
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if self._stream.is_sharded and self._random.is_enabled:
-            self._random.enter(first_tensor(args, kwargs), module.training)
+        if self._stream.is_sharded and self._random.is_enabled and module.training:
+            self._random.enter(first_tensor(args, kwargs))
 
     def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         def enter(x: Any) -> Any:

@@ -195,7 +195,7 @@ def layer_norm(x: Tensor, weight: Tensor | None, bias: Tensor | None, axis: Axis
 class _Normalize(Function):
     """Autograd function that normalizes sharded features to mean 0 and variance 1.
 
-    Combines the local means and sums of squares of all ranks (Chan 1979).
+    Combines the local means and sums of squares of all ranks (Chan et al. 1979).
     """
 
     @staticmethod

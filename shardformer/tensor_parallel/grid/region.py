@@ -280,8 +280,8 @@ class GridTensorParallelBlock(TensorParallelBlock):
 class GridStackActivations(StackActivations):
     """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
-    Pads a batch that does not divide with copies of its last sample, and drops their outputs. A forward that reads or
-    returns cached keys and values is replicated over the ranks.
+    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside of training, a
+    forward that reads or returns cached keys and values is replicated over the ranks.
     """
 
     def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
@@ -349,8 +349,10 @@ class GridStackActivations(StackActivations):
         grid, dim, width = self.grid, self.batch_dim, self.width
 
         def pad_and_shard(grad: Tensor) -> Tensor:
-            shape = [-samples % grid.samples if d == dim else n for d, n in enumerate(grad.shape)]
-            return _shard_samples_and_features(torch.cat((grad, grad.new_zeros(shape)), dim), grid, dim)
+            if padding := -samples % grid.samples:
+                shape = [padding if d == dim else n for d, n in enumerate(grad.shape)]
+                grad = torch.cat((grad, grad.new_zeros(shape)), dim)
+            return _shard_samples_and_features(grad, grid, dim)
 
         return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 

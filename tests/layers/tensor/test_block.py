@@ -383,3 +383,26 @@ def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[
 def test_backward_frees_the_block_input(pool2: WorkerPool, call: Any, mode: str) -> None:
     for found in pool2.run(left_behind, mode, call):
         assert all(found), found
+
+
+class Offsets(nn.Module):
+    """A module without inputs, such as relative positions, that has dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.values = nn.Parameter(torch.ones(3))
+
+    def forward(self) -> Tensor:
+        return nn.functional.dropout(self.values, 0.5, self.training)
+
+
+def offsets_in_eval_mode() -> list[float]:
+    stream = StackActivations(SEQUENCE_PARALLEL, ParallelContext.from_world({}).tensor, random=True)
+    offsets = Offsets().eval()
+    stream.register_token_free(offsets, random=True)
+    stream.enter_stack(torch.randn(B, S, H), False)
+    return [float(value) for value in offsets()]
+
+
+def test_token_free_module_without_arguments_runs_in_eval_mode(pool2: WorkerPool) -> None:
+    assert pool2.run(offsets_in_eval_mode) == [[1.0] * 3] * 2

@@ -122,7 +122,7 @@ def test_empty_batch(pool2: WorkerPool) -> None:
 
 
 def of_a_broken_row() -> bool:
-    """Set the first local row, which tokens of other ranks are mapped to, to NaN."""
+    """Return whether the output is finite if the first local row, to which other ranks' tokens are mapped, is NaN."""
     axis = ParallelContext.from_world({}).tensor
     table = VocabParallelEmbedding1D(V, H, process_group=axis)
     table.weight.data[0] = torch.nan

@@ -245,7 +245,7 @@ def test_each_rank_stores_only_its_shard(pool2: WorkerPool) -> None:
 
 
 def with_given_split(gather_output: bool) -> float:
-    """Return a split with both ends on rank 0 and the middle on rank 1."""
+    """Compare a layer whose split has both ends on rank 0 and the middle on rank 1 with the plain layer."""
     axis = ParallelContext.from_world({}).tensor
     split = Split((((0, 2), (6, 7)), ((2, 6),)))
     torch.manual_seed(0)
