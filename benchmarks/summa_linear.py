@@ -83,9 +83,8 @@ class Linear2D(GridModule):
         """Shard an nn.Linear with the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
         if not isinstance(module, nn.Linear):
             raise ConfigError(
-                f"{cls.__name__} was given a {type(module).__name__}",
-                rule="It stands for an nn.Linear",
-                remedy="Name the linear itself",
+                f"{cls.__name__} replaces an nn.Linear, not a {type(module).__name__}",
+                remedy="Pass the path of the nn.Linear",
             )
         check_plain_class(module, nn.Linear)
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from functools import partial
 from textwrap import indent
 
@@ -167,7 +167,9 @@ def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
-    close = same or get_close_matches(text, names, n=count, cutoff=0.4)
+    close = same or get_close_matches(text, names, n=count, cutoff=0.7 if len(text) <= 4 else 0.4)
+    similarity = [SequenceMatcher(None, n, text).ratio() for n in close]  # in descending order
+    close = [n for n, ratio in zip(close, similarity) if ratio > similarity[0] - 0.2]
     if close:
         return "Did you mean " + " or ".join(repr(c) for c in close) + "?"
     shown = ", ".join(repr(n) for n in names[:8])

@@ -30,7 +30,6 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel import region
-from shardformer.tensor_parallel import region as edges
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits
 from shardformer.verify.small_models import LANGUAGE_MODEL, RandomBatches, SmallModel
 from shardformer.weights.state_dict import full_state_dict
@@ -611,7 +610,7 @@ def sent_by_blocks(options: Mapping[str, Any], enabled: bool) -> tuple[int, bool
     ring = mock.Mock(wraps=region.all_gather_matmul)
     cast, watched = (
         torch.autocast("cpu", torch.bfloat16, enabled=enabled),
-        mock.patch.object(edges, "all_gather_matmul", ring),
+        mock.patch.object(region, "all_gather_matmul", ring),
     )
     with CollectiveRecorder(context) as recorder, watched, cast:
         loss_of(model, "llama").backward()

@@ -6,7 +6,7 @@
 Both print the same losses.
 """
 
-# B batch, H hidden; lower case: this rank's part (h = H / tensor)
+# B batch, H hidden; lower case: the local shard (h = H / tensor)
 
 from __future__ import annotations
 

@@ -8,7 +8,7 @@ All print the same losses. ``mlp.py`` explains f, g, and why columns come first.
 """
 
 # B batch, S sequence, H hidden, N heads, D head dim, V vocabulary, T = S - 1 tokens with a next one
-# lower case: this rank's part (n = N / tensor, h = H / tensor, v = V / tensor)
+# lower case: the local shard (n = N / tensor, h = H / tensor, v = V / tensor)
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ RENAMED = {
     "prove": "validate", "find_part": "find_submodel_policy", "chain": "layer_sequence", "whole": "keep_replicated",
     "parts": "submodels", "single": "unstacked_blocks", "against_sequence": "no_sequence_parallel",
     "against_pipeline": "no_pipeline", "refuses_sequence": "no_sequence_parallel_reason",
-    "refuses_pipeline": "no_pipeline_reason",
+    "refuses_pipeline": "no_pipeline_reason", "sums_exits": "sums_block_outputs",
 }  # fmt: skip
 """Earlier names of a policy's attributes and methods -> their names now."""
 

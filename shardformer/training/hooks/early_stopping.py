@@ -23,7 +23,7 @@ class EarlyStopping(Hook):
         metric: Name in ``trainer.values``. A hook that computes it, such as ``Metrics``, must come before this hook.
         patience: End the run after this number of consecutive validations without improvement.
         mode: "min" if a lower value is better, "max" if a higher value is better.
-        min_delta: Smallest change that counts as an improvement.
+        min_delta: Only a larger change counts as an improvement.
 
     Attributes:
         best: Best value so far, or None before the first validation.
