@@ -78,7 +78,7 @@ COLUMNS: Mapping[str, str] = {
     "JIT-fused operators": "`enable_jit_fused`",
     "fused norm": "`enable_fused_normalization`",
     "sequence parallel": "`enable_sequence_parallelism`",
-    "overlap": "`enable_sequence_overlap`, beside sequence parallelism",
+    "overlap": "`enable_sequence_overlap`, with sequence parallelism",
 }
 """Each feature, and the option that enables it."""
 

@@ -37,8 +37,8 @@ OWN = {
     "swinv2": "swinv2_attention",
 }
 HELD_BY_THE_MODEL = {
-    "sam": "relative positions are a product with each query, which the model makes as large as the scores",
-    "swin": "the model itself adds relative positions to the mask of each shifted window",
+    "sam": "the model computes relative positions for each query in a tensor as large as the scores",
+    "swin": "the model adds relative positions to the mask of each shifted window",
 }
 TRAINED_BIAS = ("t5", "beit", "swin", "swinv2", "sam")
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {

@@ -191,9 +191,7 @@ def test_custom_attention_receives_all_positions(
 ) -> None:
     pipeline = {"micro_batches": 2} if "pipe" in layout else {}
     check(plain_of(family), batches_of(family), layout, 3e-6, **pipeline)
-    record_property(
-        "feature", "part: every rank computes its attention whole, which computes itself what it attends to"
-    )
+    record_property("feature", "part: every rank computes the full attention, because the model implements its own")
 
 
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
@@ -448,8 +446,8 @@ def test_unsupported_model_is_refused_and_unchanged(
     family: str, record_property: Callable[[str, object], None]
 ) -> None:
     said = re.sub(r" for \w+(?=[:,])", "", refused(plain_of(family)).partition(". ")[0])
-    assert said.startswith("sequence=2")
-    record_property("feature", f"refused: {said}")
+    assert said.startswith("sequence=2 does not work: ")
+    record_property("feature", f"refused: {said.removeprefix('sequence=2 does not work: ')}")
 
 
 def test_method_that_does_not_fit_the_axis_is_refused() -> None:

@@ -35,7 +35,7 @@ ZERO_BUBBLE = ("zbv", "interleaved_zb")
 FOUR_KINDS = ("llama", "gpt2", "bert", "t5")
 SEQUENCE = {"enable_sequence_parallelism": True}
 WITHOUT_SEQUENCE = ("swin", "swinv2", "sam")
-SAYS = {"sam": "its image encoder is cut, and its small decoder stays in one piece on the last stage"}
+SAYS = {"sam": "the image encoder is split into stages, and the last stage has the full decoder"}
 Recorded = Callable[[str, object], None]
 
 
