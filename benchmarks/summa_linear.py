@@ -83,7 +83,7 @@ class Linear2D(GridModule):
         """Shard an nn.Linear with the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
         if not isinstance(module, nn.Linear):
             raise ConfigError(
-                f"{cls.__name__} replaces an nn.Linear, not a {type(module).__name__}",
+                f"{cls.__name__} stands for an nn.Linear, not a {type(module).__name__}",
                 remedy="Pass the path of the nn.Linear",
             )
         check_plain_class(module, nn.Linear)

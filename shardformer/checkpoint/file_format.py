@@ -64,13 +64,13 @@ def _weighted_sum_of_dims(numbers: Any, factors: Sequence[Any]) -> Any:
 def _index_factors(dim: int, first: int, count: int) -> Any:
     """Return an odd checksum factor for each of ``count`` indices of dimension ``dim``, starting at ``first``."""
     x = numpy.arange(first + 1, first + count + 1, dtype=numpy.uint64) * numpy.uint64(SPLITMIX64[0])
-    x += numpy.uint64(_seed_of_dim(dim))
+    x += numpy.uint64(_checksum_seed(dim))
     for shift, factor in ((30, SPLITMIX64[1]), (27, SPLITMIX64[2])):
         x = (x ^ (x >> numpy.uint64(shift))) * numpy.uint64(factor)
     return (x | numpy.uint64(1)).view(numpy.int64)
 
 
-def _seed_of_dim(dim: int) -> int:
+def _checksum_seed(dim: int) -> int:
     return (dim + 1) * SPLITMIX64[1] % 2**64
 
 

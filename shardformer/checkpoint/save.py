@@ -144,7 +144,7 @@ def _write_local_chunks(snapshot: Snapshot, hidden: Path, to_disk: bool) -> None
 def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     tensors = snapshot.index.tensors
     for rank in range(snapshot.size):
-        note = _wait_for_note(rank, hidden)
+        note = _wait_for_rank_record(rank, hidden)
         share = json.loads(note.read_text())
         note.unlink()
         for name, (dtype, shape) in share["entries"].items():
@@ -159,7 +159,7 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
             )
 
 
-def _wait_for_note(rank: int, hidden: Path) -> Path:
+def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
     note, failed = _note_path(hidden, rank, "json"), _note_path(hidden, rank, "failed")
     end = time.monotonic() + PATIENCE_S
     while not note.exists():

@@ -34,10 +34,7 @@ def train(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(
-            min=1,
-            help="Number of processes to start. By default the product of the axis sizes of the run configuration.",
-        ),
+        typer.Option(min=1, help="Number of processes to start. By default the product of the axis sizes."),
     ] = None,
     max_restarts: Annotated[
         int | None,

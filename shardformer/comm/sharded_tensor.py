@@ -253,7 +253,7 @@ def view(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     return type(result)(x.view_of(part, dim, partial(replay, number=i)) for i, part in enumerate(result))
 
 
-def copied(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
+def copy_shard(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     """Apply ``clone`` or ``contiguous`` to the local shard."""
     before = args[0].stored_shard()
     local = func(before, *args[1:], **kwargs)

@@ -180,7 +180,7 @@ class ChunkedMask:
         return tuple(q for q in queries if any(self.visibility(q, c) is not Visibility.NOTHING for c in chunks))
 
     def __getattr__(self, name: str) -> Any:
-        raise unknown_attribute_error(name, "its attention mask", "not a tensor of all scores")
+        raise unknown_attribute_error(name, "its attention mask", "computed chunk by chunk, not stored as one tensor")
 
 
 def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:

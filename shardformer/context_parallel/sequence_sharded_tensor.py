@@ -314,7 +314,7 @@ _NAMES: Mapping[Rule, str] = {
     _apply_per_position: "linear layer_norm rms_norm",
     _reduce_features: "softmax log_softmax sum mean amax amin max min argmax argmin var logsumexp",
     _dropout: "dropout",
-    rules.copied: "clone contiguous detach",
+    rules.copy_shard: "clone contiguous detach",
     rules.query_local: "requires_grad is_contiguous is_inference",
     rules.view: """
         transpose swapaxes swapdims permute unsqueeze squeeze select unbind narrow index_select expand split chunk

@@ -499,7 +499,7 @@ def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequenc
 
 
 def _find_cross_attention_source(trace: ForwardTrace, group: LinearGroup, layers: str) -> tuple[str, str] | None:
-    """Return (module path, argument) through which the states of another stack enter; None without such an argument."""
+    """Return the module path and argument that receive the states of another stack, or None."""
     source = next(iter(trace.inputs[group.other_columns[0]].values())) if group.other_columns else None
     for path in sorted(trace.inputs, key=len):
         for name, x in list(trace.inputs[path].items())[1:]:  # the first argument is the hidden states

@@ -18,9 +18,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from shardformer.errors import ConfigError, LaunchError
+from shardformer.mesh.deadlock_detection import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
 from shardformer.mesh.rank_failures import MonitoredWork, PeerRanks, ReceivedWork
 from shardformer.mesh.rank_grid import AXES, AxisSizes, RankGrid, RingUlyssesSize, TensorGridSize, build_rank_grid
-from shardformer.mesh.rank_presence import DeadlockMonitor, get_deadlock_monitor, message_key, uncounted_key
 from shardformer.mesh.transport import (
     NO_TRANSPORT,
     AnnouncedCall,

@@ -236,8 +236,9 @@ def _get_module_path(layer: Layer) -> str:
     owners = {p.rpartition(".")[0] for p in (layer.weight, layer.bias) if p}
     if not path or len(owners) > 1 or "" in owners:
         raise PolicyError(
-            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) does not name one layer",
-            remedy="Pass weight=, and bias= if the layer has one, of the same layer",
+            f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name the weight and bias of "
+            "one layer",
+            remedy="Pass weight='path.weight', and bias='path.bias' if the layer has a bias",
         )
     return path.rpartition(".")[0]
 

@@ -371,7 +371,7 @@ _ALIASES = {torch.ops.aten.view.default, torch.ops.aten.alias.default, torch.ops
 # methods and attributes of a tensor, and functions of torch and torch.nn.functional
 _NAMES: Mapping[Rule, str] = {
     rules.view: " ".join(rules.VIEW_RULES),
-    rules.copied: "clone contiguous",
+    rules.copy_shard: "clone contiguous",
     _detach: "detach data",
     _cast: "to type type_as cpu cuda float double half bfloat16",
     rules.elementwise: rules.ELEMENTWISE,

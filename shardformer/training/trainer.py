@@ -168,8 +168,7 @@ class Trainer:
             steps: Total number of steps. Pass either ``steps`` or ``epochs``.
             epochs: Total number of epochs.
             validation: Validation data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
-            validate_every: Steps between validations. None validates after every epoch. The last step is always
-                followed by a validation.
+            validate_every: Steps between validations, in addition to the last step. None: after every epoch.
             batch_size: Global batch size of ``train`` and ``validation``. The default is that of ``engine.data``. A
                 DataLoader specifies its own.
 

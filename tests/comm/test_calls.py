@@ -17,7 +17,7 @@ from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.errors import InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh import parallel_context, rank_presence
+from shardformer.mesh import deadlock_detection, parallel_context
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
@@ -111,8 +111,8 @@ def test_late_rank_is_waited_for() -> None:
 
 def of_processes(folder: str, others: str) -> str:
     (
-        rank_presence.SURE_AFTER_S,
-        rank_presence.LOOK_EVERY_S,
+        deadlock_detection.SURE_AFTER_S,
+        deadlock_detection.LOOK_EVERY_S,
         parallel_context.ASK_AFTER_S,
         parallel_context.ASK_EVERY_S,
     ) = 0.2, 0.05, 0.1, 0.1

@@ -16,10 +16,10 @@ import torch
 import torch.distributed as dist
 
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh import rank_presence
-from shardformer.mesh import rank_presence as presence
+from shardformer.mesh import deadlock_detection
+from shardformer.mesh import deadlock_detection as presence
+from shardformer.mesh.deadlock_detection import Report, find_deadlock, format_deadlock
 from shardformer.mesh.init_distributed import launch_from_torch
-from shardformer.mesh.rank_presence import Report, find_deadlock, format_deadlock
 
 
 def waits(group: str, number: int, begun: dict[str, int], place: str = "", **others: Any) -> Report:
@@ -88,7 +88,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
     limits = {"WATCH_AFTER_S": 0.3, "WATCH_EVERY_S": 0.1, "BLOCKED_AFTER_S": 0.3, "LOOK_EVERY_S": 0.05}
     before = {name: getattr(presence, name) for name in limits}
     end, said, lock, has_gone_on = (
-        rank_presence.DeadlockMonitor._end_process,
+        deadlock_detection.DeadlockMonitor._end_process,
         list[str](),
         threading.Lock(),
         list[int](),
@@ -110,13 +110,13 @@ def watched(is_slow: bool) -> tuple[int, str]:
                 has_gone_on.append(1)
                 others()
 
-    def end_process(self: rank_presence.DeadlockMonitor, ranks: list[int], message: str = "") -> None:
+    def end_process(self: deadlock_detection.DeadlockMonitor, ranks: list[int], message: str = "") -> None:
         said.append(message)
         threading.Thread(target=go_on).start()
-        rank_presence.WATCH_AFTER_S = 60.0
+        deadlock_detection.WATCH_AFTER_S = 60.0
 
     try:
-        rank_presence.DeadlockMonitor._end_process = end_process  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._end_process = end_process  # type: ignore[method-assign]
         for name, value in limits.items():
             setattr(presence, name, value)
         if is_slow:
@@ -127,7 +127,7 @@ def watched(is_slow: bool) -> tuple[int, str]:
             go_on()
     finally:
         dist.barrier()
-        rank_presence.DeadlockMonitor._end_process = end  # type: ignore[method-assign]
+        deadlock_detection.DeadlockMonitor._end_process = end  # type: ignore[method-assign]
         for name, value in before.items():
             setattr(presence, name, value)
     return len(said), "".join(said)
@@ -142,7 +142,7 @@ def test_deadlocked_processes_exit(pool2: WorkerPool) -> None:
 
 SCRIPT = """
     import torch, torch.distributed as dist, shardformer
-    from shardformer.mesh import rank_presence as presence
+    from shardformer.mesh import deadlock_detection as presence
 
     presence.WATCH_AFTER_S, presence.WATCH_EVERY_S, presence.BLOCKED_AFTER_S = 2.0, 0.3, 1.0
     context = shardformer.launch_from_torch(data=2)

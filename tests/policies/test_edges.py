@@ -20,7 +20,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, InputError, PolicyError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh import parallel_context, rank_presence
+from shardformer.mesh import deadlock_detection, parallel_context
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies import registry
@@ -378,8 +378,8 @@ def test_write_error_of_the_first_rank_is_raised_on_all(tmp_path: Path) -> None:
 
 def saved_by_one(folder: str) -> str:
     (
-        rank_presence.SURE_AFTER_S,
-        rank_presence.LOOK_EVERY_S,
+        deadlock_detection.SURE_AFTER_S,
+        deadlock_detection.LOOK_EVERY_S,
         parallel_context.ASK_AFTER_S,
         parallel_context.ASK_EVERY_S,
     ) = 0.2, 0.1, 0.1, 0.1

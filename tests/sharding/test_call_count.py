@@ -40,7 +40,8 @@ def test_shard_model_calls_few_functions_in_few_files(monkeypatch: pytest.Monkey
         finally:
             sys.setprofile(before)
 
-    monkeypatch.setattr(sharding_metadata, "_TABLES", WeakSet())  # models of other tests are searched too
+    monkeypatch.setattr(sharding_metadata, "_TABLES", WeakSet())  # without models of other tests
+    monkeypatch.setattr(sharding_metadata, "_OWNERS", {})
     run_as_threads(shard, tensor=2)
     assert 1_000 < calls.total() <= MAX_CALLS, calls.most_common(10)
     assert len(calls) <= MAX_FILES, sorted(calls)

@@ -25,7 +25,7 @@ from shardformer.kernels.fused_ops import rms_norm
 from shardformer.layout.shard_spec import AnySplit, Coords, EvenSplit, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import GRID_MODES, TensorGrid
-from shardformer.tensor_parallel.grid.region import GridRegion, GridRowParallelMatmul, hidden_dim
+from shardformer.tensor_parallel.grid.communication import GridRegion, GridRowParallelMatmul, hidden_dim
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,

@@ -120,7 +120,7 @@ def test_communication_of_a_summa_product() -> None:
 def test_unsupported_sizes_raise() -> None:
     def wrong(context: ParallelContext) -> None:
         grid = grid_of(context, "2d", (2, 1))
-        with pytest.raises(ConfigError, match="It stands for"):
+        with pytest.raises(ConfigError, match=r"Linear2D stands for an nn\.Linear, not a"):
             Linear2D.from_native_module(nn.LayerNorm(IN), grid)
         with pytest.raises(ConfigError, match="1 hidden features cannot be sharded over 2 ranks"):
             Linear2D(1, OUT, grid=grid)

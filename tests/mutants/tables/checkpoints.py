@@ -33,7 +33,7 @@ MUTANTS = [
     mutant(
         "checksum-of-a-transposed-matrix",
         "shardformer/checkpoint/file_format.py",
-        "    x += numpy.uint64(_seed_of_dim(dim))\n",
+        "    x += numpy.uint64(_checksum_seed(dim))\n",
         "",
         "A checkpoint in which two numbers of a matrix changed places across its diagonal is loaded.",
         first=("tests/checkpoint/test_parts.py",),
