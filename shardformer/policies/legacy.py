@@ -238,7 +238,7 @@ def _get_module_path(layer: Layer) -> str:
         raise PolicyError(
             f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name the weight and bias of "
             "one layer",
-            remedy="Pass weight='path.weight', and bias='path.bias' if the layer has a bias",
+            remedy="Pass weight='path.weight', and bias='path.bias' of the same layer if it has one",
         )
     return path.rpartition(".")[0]
 
