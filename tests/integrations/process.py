@@ -1,7 +1,7 @@
 """Worker processes in which PEFT, accelerate, TRL, Lightning and Ray can be imported.
 
-``make test`` puts these libraries into ``.venv/integrations``, because transformers changes its behavior when accelerate
-is importable. No other test sees them. A child process with that folder on its path holds the worker pools.
+``make test`` puts these libraries into ``.venv/integrations``, because transformers changes its behavior when
+accelerate is importable. No other test sees them. A child process with that folder on its path holds the worker pools.
 """
 
 from __future__ import annotations
