@@ -25,7 +25,7 @@ from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
-from shardformer.sharding.checks import check_can_be_sharded
+from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
@@ -288,7 +288,7 @@ def resolve_policy(
         return chosen, f"the user's policy {type(chosen).__name__}"
     if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
-        if tensor not in (None, 1) and not is_user_registered(model):
+        if tensor not in (None, 1) and not is_user_registered(model) and runs_user_code(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:

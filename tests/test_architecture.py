@@ -36,6 +36,7 @@ FLOORS = [
     "tensor_parallel",
     "context_parallel",
     "offload",
+    "gradient_accumulation",
     "pipeline",
     "zero",
     "checkpoint",

@@ -22,8 +22,8 @@ from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, d
 from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
+from shardformer.layout.shard_export_guard import to_plain_tensor
 from shardformer.layout.sharding_metadata import find_metadata
-from shardformer.layout.slice_tensor import to_plain_tensor
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states

@@ -20,8 +20,8 @@ from shardformer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
     from shardformer.local_ranks.worker_pool import WorkerPool
-    from shardformer.pipeline.micro_batch_loss import LossWeight
     from shardformer.verify.model_source import ModelSource
     from shardformer.verify.report import Report
     from shardformer.verify.train_both import VerifyPipeline

@@ -8,12 +8,13 @@ after the layers             a ``SequenceShardedTensor``, on which a head and it
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather_numbers
+from shardformer.comm.collectives import all_gather_numbers, broadcast
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.context_parallel.sequence_layout import (
@@ -30,7 +31,7 @@ from shardformer.context_parallel.sequence_sharded_tensor import (
     slice_local_rows,
 )
 from shardformer.errors import InputError
-from shardformer.tensor_parallel.region import LocalRandomState
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, map_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,
@@ -108,7 +109,7 @@ class StackHook:
         draws: bool,
     ) -> None:
         self._state, self._path, self._first = state, path, layers[0]
-        self._random = LocalRandomState(state.axis, enabled=draws)
+        self._random = LocalRandomState(state.axis.rank, enabled=draws)
         self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
             layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
@@ -217,7 +218,7 @@ class FullSequenceHook:
 
     def __init__(self, state: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
         self._state, self._path = state, path
-        self._random = LocalRandomState(state.axis, aligned=True, enabled=draws)
+        self._random = LocalRandomState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=draws)
         self._positions: SequencePositions | None = None
         self._outer_positions: SequencePositions | None = None
         module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)

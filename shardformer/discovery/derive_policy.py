@@ -102,7 +102,7 @@ def _format_value(value: Any, used_classes: set[str]) -> str:
 
 def _format_non_default_fields(value: Any, used_classes: set[str]) -> list[tuple[str, str]]:
     out = []
-    for f in fields(value):
+    for f in (f for f in fields(value) if f.init):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
         if getattr(value, f.name) not in (usual, (), [], {}):
             out.append((f.name, _format_value(getattr(value, f.name), used_classes)))

@@ -408,7 +408,8 @@ class ParallelContext:
 
     def axis(self, name: str) -> Axis:
         """Return the mesh axis with this name. Raises ConfigError if there is none."""
-        self.grid.check(name)
+        if name not in self.axes:
+            self.grid.check(name)
         return self.axes[name]
 
     @property

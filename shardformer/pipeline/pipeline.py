@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from shardformer.comm import collectives
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_and_check_ranks
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
+from shardformer.gradient_accumulation import micro_batches as splitting
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
+from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
-from shardformer.pipeline import micro_batches as splitting
-from shardformer.pipeline import paired_losses as trials
-from shardformer.pipeline.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
-from shardformer.pipeline.micro_batches import iterate_named_tensors
+from shardformer.pipeline import contrastive_losses as trials
+from shardformer.pipeline.contrastive_losses import Finding, Trial
 from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.paired_losses import Finding, Trial
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, NoOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
 from shardformer.pipeline.stage_forward import list_dtypes

@@ -13,11 +13,8 @@ from shardformer.context_parallel import attention
 from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, run_on_local_positions
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
-from shardformer.kernels.attention_registration import (
-    find_attention_classes,
-    find_attention_configs,
-    uses_attention_interface,
-)
+from shardformer.kernels.attention_registration import find_attention_classes, find_attention_configs
+from shardformer.kernels.model_specific_attention import uses_attention_interface
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import find_module

@@ -23,8 +23,8 @@ from shardformer.module_paths import find_module, is_transposed, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import change_argument
-from shardformer.tensor_parallel.grid.communication import GridStackActivations
 from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
+from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path

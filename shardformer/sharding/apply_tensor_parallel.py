@@ -31,8 +31,8 @@ from shardformer.policies.module_descriptions import BlockArguments, BlockDescri
 from shardformer.random_state import uses_dropout
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
-from shardformer.tensor_parallel.grid.communication import GridStackActivations, GridTensorParallelBlock
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, ModeLayers
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, GridTensorParallelBlock, ModeLayers
+from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.region import align_random_state, enter_region
 from shardformer.tensor_parallel.sequence_parallel import StackActivations

@@ -21,8 +21,8 @@ from torch.autograd import Function
 from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, install_wrapper_guards
 from shardformer.consistency.rank_divergence import check_same_batch, sync_and_check_ranks
-from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters

@@ -40,10 +40,10 @@ from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.mesh.parallel_context import Axis
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     SEQUENCE,
     ColumnParallel,
-    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
@@ -140,7 +140,7 @@ class TensorParallelBlock:
 
     def __post_init__(self) -> None:
         self.axis = self.stream.axis
-        self._random = LocalRandomState(self.axis, enabled=self.random)
+        self._random = LocalRandomState(self.axis.rank, enabled=self.random)
 
     @property
     def is_open(self) -> bool:

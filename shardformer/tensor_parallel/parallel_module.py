@@ -18,8 +18,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.layout.shard_export_guard import mark_slices
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
-from shardformer.layout.slice_tensor import mark_slices
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
 from shardformer.torch_compat import without_fake_tensors

@@ -26,7 +26,7 @@ from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.datasets import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run_checks import Resume, check_task
-from shardformer.training.data_sources import collate_samples
+from shardformer.training.data_loader import collate_samples
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
 from shardformer.training.trainer import Trainer

@@ -19,14 +19,19 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
 from shardformer.errors import ConfigError, check_int, check_names
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
+from shardformer.gradient_accumulation.micro_batches import (
+    batch_size_of,
+    iterate_named_tensors,
+    micro_batch_sizes,
+    split_batch,
+)
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
-from shardformer.pipeline.micro_batch_loss import LossWeight
-from shardformer.pipeline.micro_batches import batch_size_of, iterate_named_tensors, micro_batch_sizes, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
 from shardformer.pipeline.runtime import find_loss
 from shardformer.pipeline.schedules import make_schedule

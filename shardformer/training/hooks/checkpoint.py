@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.errors import ConfigError, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError, InputError, did_you_mean
-from shardformer.pipeline.micro_batches import TARGET_KEY
+from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 

@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.zero.matrix_optimizers import state_after_step
+from shardformer.zero.elementwise_trial import state_after_step
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 

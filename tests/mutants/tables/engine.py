@@ -9,7 +9,7 @@ mutant = partial(Mutant, "engine")
 MUTANTS = [
     mutant(
         "augmentation-depends-on-the-ranks",
-        "shardformer/training/data_sources.py",
+        "shardformer/training/sample_order.py",
         "for i, n in enumerate(batch[local_slice], local_slice.start)]",
         "for i, n in enumerate(batch[local_slice])]",
         "Random augmentation of a sample changes with the number of data ranks.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "each-epoch-in-the-same-order",
-        "shardformer/training/data_sources.py",
+        "shardformer/training/sample_order.py",
         'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
         "Every epoch has the order of the first epoch.",
