@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -218,6 +220,10 @@ def test_version_dependent_names_of_transformers_are_in_one_module(path: Path) -
 
 
 ALLOWED_PRIVATE = {
+    "_parameters": "of nn.Module",
+    "_buffers": "of nn.Module",
+    "_modules": "of nn.Module",
+    "_version": "of tensors; torch's documentation names it",
     "_forward_hooks": "of nn.Module",
     "_forward_pre_hooks": "of nn.Module",
     "_backward_hooks": "of nn.Module",
@@ -230,15 +236,26 @@ ALLOWED_PRIVATE = {
 }
 """Private attributes of other libraries that any file may use. The tables of nn.Module have no public names."""
 OPERATORS = re.compile(r"(torch\.ops\.)?aten\.", re.IGNORECASE)
+_WEIGHT = torch.nn.Parameter(torch.zeros(1))
+PRIVATE_IN_TORCH = {
+    name
+    for x in (_WEIGHT, _WEIGHT.untyped_storage(), torch.nn.Linear(1, 1), torch.optim.Adam([_WEIGHT]), DataLoader([1]))
+    for name in dir(x)
+    if re.match(r"_[^_]", name)
+}
+"""Private attributes of torch's objects. The package may define attributes of the same name for its own objects."""
 
 
 def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
     """Return imports of private names and modules of torch, and private attributes not defined in the package.
 
     Args:
-        own: the private names that the package defines.
+        own: the private names that the package defines. One that torch defines, too, is the package's own only as an
+            attribute of ``self`` in a file that defines it.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    own_here = {f"self.{name}" for name in defined_private_names(tree)}
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -247,7 +264,8 @@ def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
         yield from (name for name in names if name.partition(".")[0] == "torch" and "._" in name)
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
             text = ast.unparse(node)
-            is_of_torch = text.startswith("torch.") or (node.attr not in own and node.attr not in ALLOWED_PRIVATE)
+            is_own = text in own_here if node.attr in PRIVATE_IN_TORCH else node.attr in own
+            is_of_torch = text.startswith("torch.") or not (is_own or node.attr in ALLOWED_PRIVATE)
             if is_of_torch and not OPERATORS.match(text):
                 yield text
 
@@ -275,10 +293,14 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         ("torch._C._current_graph_task_id() >= 0", ["torch._C", "torch._C._current_graph_task_id"]),
         ("x.untyped_storage()._cdata", ["x.untyped_storage()._cdata"]),
         ("from torch.nn import Module\nself._own\nmodel._forward_hooks\nATEN._to_copy.default", []),
+        ("x._base", ["x._base"]),
+        ("self._base = 1\nx._base", ["x._base"]),
+        ("self._base = 1\nself._base", []),
+        ("self._base", ["self._base"]),
     ],
 )
 def test_private_names_are_detected(code: str, names: list[str]) -> None:
-    assert sorted(private_names_of_torch(code, {"_own"})) == names
+    assert sorted(private_names_of_torch(code, {"_own", "_base"})) == names
 
 
 MAY_BE_SHORT = re.compile(
