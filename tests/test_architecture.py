@@ -361,6 +361,7 @@ SHARED = {
     "launcher.shutdown.STACK_LOCATIONS": "of a process that ends",
     "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
     "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
+    "mesh.parallel_context._LOGS": "by process group; ranks that are threads have none",
     "mesh.deadlock_detection._OF_PROCESS": "by process id; ranks that are threads have no presence",
     "discovery.user_policy_validation._RESULTS": "findings about classes and configs, made under a lock",
     "discovery.validation._CONTEXT_RESULTS": "findings about classes and configs, made under a lock",

@@ -304,7 +304,7 @@ class Sharder:
         make = target.from_native_module
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
-            group = axis.group  # user-defined classes take a torch process group
+            group = axis.group or axis  # user-defined classes take a torch process group; threads have none
         elif isinstance(target, type) and issubclass(target, ParallelModule):
             kwargs["shared"] = shared
             group = self.grid if target.takes_grid else axis
