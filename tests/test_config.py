@@ -8,6 +8,7 @@ from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, isfunction, signature
 from operator import attrgetter
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
@@ -42,6 +43,7 @@ OTHER_DEFAULTS = {
     "shardformer.launch_from_torch.pipe": "None: the size in its config file, or 1",
     "shardformer.launch_from_torch.sequence": "None: the size in its config file, or 1",
     "shardformer.launch_from_torch.tensor": "None: the size in its config file, or the remaining processes",
+    "shardformer.policies.LayerStack.sequence": "hints for sequence parallelism, not a number of ranks",
     "shardformer.verify.VerifyPipeline.pipe": "a pipeline has two stages at least",
     "shardformer.verify.VerifyTraining.average_loss_over": "None: that of Pipeline.step or of loss.backward()",
     "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",
@@ -112,13 +114,14 @@ def test_a_field_without_effect_raises(name: str) -> None:
 
 
 def entry_points() -> Iterator[tuple[str, Any]]:
-    for name in ("", ".compat", ".offload", ".pipeline", ".training", ".verify", ".zero"):
-        module = import_module(f"shardformer{name}")
-        for public in module.__all__:
+    """Yield the functions and classes that the package and its modules list in ``__all__``."""
+    names = [f"shardformer.{each.name}" for each in iter_modules(shardformer.__path__) if each.name != "__main__"]
+    for module in map(import_module, ["shardformer", *names]):
+        for public in getattr(module, "__all__", ()):
             if isfunction(found := getattr(module, public)) or (
                 isinstance(found, type) and found is not ParallelConfig
             ):
-                yield f"shardformer{name}.{public}", found
+                yield f"{module.__name__}.{public}", found
 
 
 def test_a_parameter_with_the_name_of_a_field_has_its_default() -> None:
