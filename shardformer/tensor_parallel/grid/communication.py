@@ -26,6 +26,7 @@ from shardformer.comm.autograd_collectives import gather_from_region, once_diffe
 from shardformer.comm.collectives import PendingCollective, all_gather, local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor, resolve_deferred
 from shardformer.errors import InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
@@ -305,8 +306,8 @@ class GridStackActivations(StackActivations):
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        first.register_forward_pre_hook(self._enter_module, with_kwargs=True)
-        last.register_forward_hook(self._leave_module)
+        register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
+        register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_training = module.training or torch.is_grad_enabled()
@@ -392,8 +393,7 @@ class GatherHiddenHook(GatherHook):
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
         self._random = LocalRandomState(self._axis, aligned=True, enabled=random)
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        register_forward_hooks(module, HookOrder.FULL_FEATURES, self._enter, self._leave, with_kwargs=True)
 
     def _split(self) -> Split:
         return Split.even(self._stream.width, self._axis.size)
