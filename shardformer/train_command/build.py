@@ -181,7 +181,7 @@ def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hoo
     kind = _find_hook_class(name)
     parameters = inspect.signature(kind).parameters
     if "directory" in parameters:
-        arguments = {"directory": str(config.path / FOLDERS.get(name, name)), **arguments}
+        arguments = {"directory": str(config.path / FOLDERS.get(name, name.rpartition(":")[2])), **arguments}
     check_arguments(kind, arguments, f"hooks.{name}")
     arguments = _validate_argument_types(kind, arguments, f"hooks.{name}")
     if isinstance(directory := arguments.get("directory"), str):

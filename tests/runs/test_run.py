@@ -173,6 +173,18 @@ def test_hooks_are_created_with_their_arguments(tmp_path: Path) -> None:
     ]
 
 
+def test_the_directory_of_an_own_hook_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import shardformer\n"
+        "class Writes(shardformer.hooks.Hook):\n"
+        "    def __init__(self, directory: str) -> None: self.directory = directory\n",
+        encoding="utf-8",
+    )
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks={f"{tmp_path}/mine.py:Writes": True})
+    found: Any = next(hook for hook in build_hooks(made) if type(hook).__name__ == "Writes")
+    assert Path(found.directory) == made.path / "Writes"
+
+
 def test_a_table_is_converted_to_the_type_of_the_argument(tmp_path: Path) -> None:
     hooks = {"checkpoint": {"retention": {"last": 2, "every": 10}, "every_minutes": math.inf}}
     hook = build_hooks(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))[-1]
