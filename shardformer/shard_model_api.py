@@ -167,9 +167,9 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Shards models in place according to a ``ShardConfig``.
+    """Shards models in place, by default over all processes as tensor parallel ranks.
 
-    If the config has no context, all processes are tensor parallel ranks.
+    ``ShardConfig`` specifies another layout.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -199,12 +199,16 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Any,
 ) -> nn.Module:
-    """Shard a model in place across the launched processes.
+    """Shard a model in place, by default over all processes as tensor parallel ranks.
+
+    ``loss.backward()`` averages the gradients over the data parallel ranks, because only your loop knows how many
+    labels its loss counts. If their number differs between ranks, call ``Pipeline(model, 1).step(batch)`` instead,
+    which averages over labels.
 
     Args:
         model: the plain model.
         policy: your policy. None uses the policy registered for the model's family, or derives one.
-        context: the process grid from ``launch_from_torch``. None uses all processes as tensor parallel ranks.
+        context: the process grid from ``launch_from_torch``.
         config: a full ``ShardConfig``. Alternatively pass its fields by name, such as
             ``enable_sequence_parallelism=True``.
 

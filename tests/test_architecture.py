@@ -24,6 +24,7 @@ FLOORS = [
     "torch_patches",
     "transformers_compat",
     "module_paths",
+    "forward_hooks",
     "filesystem",
     "random_state",
     "mesh",
@@ -301,6 +302,15 @@ def test_private_names_of_torch_are_in_one_module() -> None:
 )
 def test_private_names_are_detected(code: str, names: list[str]) -> None:
     assert sorted(private_names_of_torch(code, {"_own", "_base"})) == names
+
+
+def test_forward_hooks_have_one_written_order() -> None:
+    """``discovery`` uses hooks of torch on its own copies of a model, which no other feature changes."""
+    text = {name_of(path): path.read_text(encoding="utf-8") for path in FILES}
+    found = {
+        name for name, code in text.items() if re.search(r"\.register_(full_)?(forward|backward)_(pre_)?hook", code)
+    }
+    assert {name for name in found if not name.startswith("shardformer.discovery.")} == {"shardformer.forward_hooks"}
 
 
 MAY_BE_SHORT = re.compile(

@@ -31,6 +31,7 @@ from shardformer.context_parallel.sequence_sharded_tensor import (
     slice_local_rows,
 )
 from shardformer.errors import InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, map_first_output
 from shardformer.torch_compat import (
@@ -54,8 +55,8 @@ class ModelInputHook:
 
     def __init__(self, state: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
         self._state, self._draws, self._arguments = state, draws, arguments_of(model)
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        order = HookOrder.MODEL_SEQUENCE
+        register_forward_hooks(model, order, self._enter, self._leave, with_kwargs=True, always_call=True)
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
@@ -112,9 +113,9 @@ class StackHook:
         self._random = LocalRandomState(state.axis.rank, enabled=draws)
         self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._enter, with_kwargs=True)
         for end in dict.fromkeys(ends):
-            end.register_forward_hook(self._leave)
+            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, after=self._leave)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
@@ -198,8 +199,7 @@ def run_on_local_positions(module: nn.Module) -> None:
         x = sharded.pop()
         return map_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
-    module.register_forward_pre_hook(unwrap_inputs, with_kwargs=True, prepend=True)
-    module.register_forward_hook(wrap_output)
+    register_forward_hooks(module, HookOrder.LOCAL_POSITIONS, unwrap_inputs, wrap_output, with_kwargs=True)
 
 
 # B batch, S sequence, H hidden; s: local positions
@@ -221,8 +221,7 @@ class FullSequenceHook:
         self._random = LocalRandomState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=draws)
         self._positions: SequencePositions | None = None
         self._outer_positions: SequencePositions | None = None
-        module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._leave)
+        register_forward_hooks(module, HookOrder.FULL_SEQUENCE, self._enter, self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, hidden = self._state, first_tensor(args, kwargs)

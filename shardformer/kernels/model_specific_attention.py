@@ -264,7 +264,7 @@ def apply_overrides(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., 
         if override.method in vars(module):
             continue  # installed before
         setattr(module, override.method, override.function.__get__(module))
-        module.register_forward_pre_hook(_refuse_attention_weights, with_kwargs=True)
+        register_forward_hooks(module, HookOrder.CHECKS, _refuse_attention_weights, with_kwargs=True)
         yield f"{path}.{override.method}", override.method, override.function
 
 

@@ -99,9 +99,9 @@ class Pipeline:
         loss_fn: (output, micro-batch) -> loss, for a model that does not return a loss.
         loss_weight: (micro-batch) -> number of counted labels, for a loss that is not computed by torch's loss
             functions.
-        average_loss_over: "ranks": the loss is the mean of the data ranks' losses, as in DDP. "tokens": the batches of
-            all data ranks form one batch in which each counted token (or sample) has the same weight. This costs two
-            small all-reduces over data per step, and is the default of ``initialize``.
+        average_loss_over: "tokens": the batches of all data ranks form one batch in which each counted token (or
+            sample) has the same weight. This costs two small all-reduces over data per step. "ranks": the loss is the
+            mean of the data ranks' losses, as in DDP.
         allow_short_batches: whether a batch with fewer samples than ``micro_batches``, such as the last one of an
             epoch, is split into one micro-batch per sample, if the schedule allows that number.
     """
@@ -114,7 +114,7 @@ class Pipeline:
         micro_batch_size: int | None = None,
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
-        average_loss_over: str = "ranks",
+        average_loss_over: str = "tokens",
         allow_short_batches: bool = False,
     ) -> None:
         for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):

@@ -183,8 +183,7 @@ def install_context_attention(
 ) -> None:
     """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
 
-    Must run before the hooks of tensor-parallel regions, which enclose the attention, are installed. Communicates to
-    create process groups.
+    Communicates to create process groups.
     """
     context = state.context
     sizes = choose_ring_sizes(model, context, method)
@@ -230,7 +229,7 @@ def install_context_hooks(
 ) -> None:
     """Install the hooks that shard the sequence in the layers of a model.
 
-    Must run after all other changes of the model.
+    Must run after modules were replaced by parallel layers.
     """
     run, inside = state.context_run, set[int]()
     for stack in stacks:

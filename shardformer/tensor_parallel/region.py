@@ -33,6 +33,7 @@ from shardformer.comm.collectives import (
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
 from shardformer.random_state import LocalRandomState
@@ -356,5 +357,11 @@ def align_random_state(axis: Axis, module: nn.Module) -> None:
     Communicates: in training one broadcast of one number per call.
     """
     random = LocalRandomState(axis.rank, partial(broadcast, axis=axis))
-    module.register_forward_pre_hook(lambda module, args: random.enter(args[0], module.training))
-    module.register_forward_hook(lambda *_: random.leave(), always_call=True)
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        random.enter(args[0], module.training)
+
+    def leave(*_: Any) -> None:
+        random.leave()
+
+    register_forward_hooks(module, HookOrder.RANDOM_STATE, enter, leave, always_call=True)

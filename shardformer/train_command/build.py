@@ -11,12 +11,15 @@ import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from types import GenericAlias
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -177,38 +180,62 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
     kind = _find_hook_class(name)
     parameters = inspect.signature(kind).parameters
-    arguments = {
-        **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
-        **arguments,
-    }
+    if "directory" in parameters:
+        arguments = {"directory": str(config.path / FOLDERS.get(name, name.rpartition(":")[2])), **arguments}
     check_arguments(kind, arguments, f"hooks.{name}")
-    _check_argument_types(kind, arguments, f"hooks.{name}")
-    if isinstance(folder := arguments.get("folder"), str):
-        arguments["folder"] = os.path.expanduser(folder)
+    arguments = _validate_argument_types(kind, arguments, f"hooks.{name}")
+    if isinstance(directory := arguments.get("directory"), str):
+        arguments["directory"] = os.path.expanduser(directory)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
     positional = [value for name in several for value in arguments.pop(name, ())]
     hook: Hook = kind(*positional, **arguments)
     return hook
 
 
-def _check_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> None:
-    """Raise ConfigError if an argument of a hook does not have the type that its class declares."""
-    parameters = inspect.signature(hook_class).parameters
-    for argument, value in arguments.items():
-        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
-            continue  # the annotation is that of one item
+@dataclass(frozen=True)
+class HookArgument:
+    """One argument of a hook class, as its annotation ``Annotated[type, description]`` specifies it."""
+
+    annotation: Any
+    default: Any = PydanticUndefined
+    description: str = ""
+
+
+def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
+    """Return the arguments of a hook class by name. ``*names`` is a list, and ``**options`` is left out."""
+    found = {}
+    try:
+        hints = get_type_hints(hook_class.__init__, include_extras=True)
+    except NameError:  # an annotation of a user's hook that is imported only for type checkers
+        hints = {}
+    for name, p in inspect.signature(hook_class).parameters.items():
+        hint, *notes = get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else (hints.get(name, Any),)
+        description = next((note for note in notes if isinstance(note, str)), "")
+        if p.kind is p.VAR_POSITIONAL:
+            found[name] = HookArgument(GenericAlias(list, hint), None, description)
+        elif p.kind is not p.VAR_KEYWORD:
+            found[name] = HookArgument(hint, PydanticUndefined if p.default is p.empty else p.default, description)
+    return found
+
+
+def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> dict[str, Any]:
+    """Return the arguments with the types that the hook's class declares. Raise ConfigError for a wrong type."""
+    known, found = hook_arguments(hook_class), dict(arguments)
+    for name, value in arguments.items():
         try:
-            adapter = TypeAdapter(get_type_hints(hook_class.__init__)[argument])
-        except Exception:  # no annotation, or one that pydantic cannot check
+            adapter = TypeAdapter(known[name].annotation)
+        except Exception:  # a type that pydantic does not know
             continue
         try:
-            adapter.validate_json(json.dumps(value, default=str), strict=True)
+            found[name] = adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
+            messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{table}.{argument} = {value!r:.80} has the wrong type",
-                rule="; or ".join(dict.fromkeys(each["msg"] for each in error.errors())),
+                f"{table}.{name} = {value!r:.80} has the wrong type",
+                rule=". ".join(filter(None, (messages, known[name].description.replace("`", "'").rstrip(".")))),
                 remedy="Correct the value",
             ) from error
+    return found
 
 
 def _find_hook_class(hook_name: str) -> Any:

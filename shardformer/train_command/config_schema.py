@@ -6,6 +6,7 @@ import os
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -231,7 +232,7 @@ TRAINER_KEYS = {
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
     "per_device_train_batch_size": "data.batch_size, the samples of all processes",
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
-    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
+    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.retention",
     "output_dir": "folder, above all tables",
 }  # fmt: skip
 """Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
@@ -240,6 +241,8 @@ RENAMED_KEYS = {
     "data.workers": "data.num_workers",
     "schedule.final": "schedule.min_lr_rate",
     "hooks.gradient_watch": "hooks.gradient_monitor",
+    "hooks.checkpoint.keep": "hooks.checkpoint.retention",
+    **{f"hooks.{n}.folder": f"hooks.{n}.directory" for n in ("checkpoint", "json_lines", "tensor_board", "profiler")},
     **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
 }
 """Earlier name of a configuration key -> its current name."""
@@ -288,10 +291,12 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 
     If a table has both names, validation reports the earlier name.
     """
-    found = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    found: dict[str, Any] = deepcopy(dict(tables))
     for old, new in RENAMED_KEYS.items():
-        (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
-        table = found.get(name)
+        *parents, old_key = old.split(".")
+        new_key, table = new.rpartition(".")[2], found
+        for name in parents:
+            table = table.get(name, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict) and old_key in table and new_key not in table:
             value = table.pop(old_key)
             table[new_key] = RENAMED_METHODS.get(value, value) if isinstance(value, str) else value

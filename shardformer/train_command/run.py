@@ -103,8 +103,8 @@ def _print_interruption(trainer: Trainer) -> None:
     how = " without a checkpoint: see hooks.checkpoint in the configuration"
     if saved is not None:
         more = f" at step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        is_local = saved.folder.is_relative_to(Path.cwd())
-        folder = saved.folder.relative_to(Path.cwd()) if is_local else saved.folder
+        is_local = saved.directory.is_relative_to(Path.cwd())
+        folder = saved.directory.relative_to(Path.cwd()) if is_local else saved.directory
         how = f"; saved in {folder}{more}: run the same command to resume"
     if trainer.is_first:
         print(f"stopped after step {trainer.step}{how}", flush=True)

@@ -319,7 +319,12 @@ class VerifyJob:
     @property
     def num_parts(self) -> int:
         """Number of shards into which a batch is split for the loss of the unsharded model."""
-        return 1 if self.training.average_loss_over == "tokens" else self.data
+        return 1 if self.average_loss_over == "tokens" else self.data
+
+    @property
+    def average_loss_over(self) -> str:
+        """The passed average, or that of the compared step: of ``Pipeline``, or of ``loss.backward()`` on each rank."""
+        return self.training.average_loss_over or ("ranks" if self.pipeline is None else "tokens")
 
 
 @dataclass
@@ -532,7 +537,7 @@ def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeli
         settings.micro_batches,
         loss_fn=None if job.loss_fn is None else loss_of_output,
         loss_weight=settings.loss_weight,
-        average_loss_over=job.training.average_loss_over,
+        average_loss_over=job.average_loss_over,
     )
 
     def run_step(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:

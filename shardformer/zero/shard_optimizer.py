@@ -14,6 +14,7 @@ from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import broadcast
 from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, check_no_new_parameters, install_wrapper_guards
 from shardformer.errors import ConfigError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
@@ -185,7 +186,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
         for reducer in table.reducers:
             reducer.refresh()
 
-    model.register_forward_pre_hook(check_before_forward)
+    register_forward_hooks(model, HookOrder.CHECKS, check_before_forward)
     return table
 
 

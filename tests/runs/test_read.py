@@ -111,6 +111,8 @@ def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], wo
             {"schedule__name": "cosine", "schedule__min_lr_rate": 0.1},
         ),
         ({"hooks__gradient_watch": True}, {"hooks__gradient_monitor": True}),
+        ({"hooks__checkpoint": {"keep": 2}}, {"hooks__checkpoint": {"retention": 2}}),
+        ({"hooks__profiler": {"folder": "a"}}, {"hooks__profiler": {"directory": "a"}}),
     ],
     ids=str,
 )

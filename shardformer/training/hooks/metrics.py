@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -30,18 +30,25 @@ class Metrics(Hook):
     The predictions are the classes with the highest logits, and labels of -100 are ignored. Both are gathered over the
     data ranks, so that a metric covers all samples. The model runs each batch a second time for its output.
 
-    Args:
-        names: "perplexity", which is exp of the loss, or names of ``sklearn.metrics`` functions of labels and
-            predictions, such as "accuracy" or "f1" (binary with two classes, otherwise macro-averaged). The default is
-            "accuracy" and "f1".
-        shift: Compare the label of a position with the output of the previous position. None does so if the model's
-            loss does.
-        functions: Functions of (labels, predictions), two integer arrays, by name; or metrics of torchmetrics.
-
     After a validation, each data rank communicates its predictions and labels.
     """
 
-    def __init__(self, *names: str, shift: bool | None = None, **functions: Any) -> None:
+    def __init__(
+        self,
+        *names: Annotated[
+            str,
+            '"perplexity", which is exp of the loss, or names of `sklearn.metrics` functions of labels and '
+            'predictions, such as "accuracy" or "f1" (binary with two classes, otherwise macro-averaged). The default '
+            'is "accuracy" and "f1".',
+        ],
+        shift: Annotated[
+            bool | None,
+            "Compare the label of a position with the output of the previous position. None: as the model's loss does.",
+        ] = None,
+        **functions: Annotated[
+            Any, "Functions of (labels, predictions), two integer arrays, by name; or metrics of torchmetrics."
+        ],
+    ) -> None:
         if not names and not functions:
             names = ("accuracy", "f1")
         self.shift = shift
