@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import inspect
 import json
@@ -9,7 +10,7 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
-from shardformer.train_command.datasets import TrainingData
+from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
@@ -109,6 +110,27 @@ def has_weight_decay(model: nn.Module, name: str) -> bool:
     owner = type(model.get_submodule(name.rpartition(".")[0]))
     is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
     return not is_norm and NOT_DECAYED.search(name.lower()) is None
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Set ``requires_grad = False`` for the parameters whose names match one of the patterns, such as ``wte.*``.
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or all parameters match.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = did_you_mean(pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names})
+            raise ConfigError(f"model.freeze has {pattern!r}, which matches no parameter", remedy=near)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained",
+            remedy="Remove a pattern",
+        )
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
@@ -256,6 +278,9 @@ AUTO_CLASSES = {
     "masked": "AutoModelForMaskedLM",
     "sequence_to_sequence": "AutoModelForSeq2SeqLM",
     "classification": "AutoModelForSequenceClassification",
+    "multi_label_classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "regression": "AutoModelForSequenceClassification",
     "image_classification": "AutoModelForImageClassification",
 }
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")

@@ -16,9 +16,12 @@ from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.partition import RENAMED_METHODS
 
-Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
-Format = Literal["text", "jsonl", "datasets", "images"]
-PATHS = ("folder", "name", "train", "validation", "tokenizer")
+Task = Literal[
+    "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
+    "regression", "image_classification",
+]  # fmt: skip
+Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
+PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
 
@@ -53,12 +56,16 @@ class ModelTable(ConfigTable):
     )
     task: Task = _config_key(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
-        "text from a source text; `classification` of texts; `image_classification`.",
+        "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
+        "text; `token_classification`: one class per word; `regression`: one number per text; `image_classification`.",
         "causal",
     )
     head: str | None = _config_key("The transformers class. By default that of the task.", None)
     random: bool = _config_key("Initialize the weights at random instead of loading them.", False)
     config: dict[str, Any] = _config_key("Changed fields of the model's config.", {})
+    freeze: list[str] = _config_key(
+        "Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`.", []
+    )
     trust_remote_code: bool = _config_key("Allow Python code of models that transformers does not contain.", False)
 
 
@@ -69,12 +76,26 @@ class DataTable(ConfigTable):
         "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
         "`format`."
     )
-    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
-    format: Format | None = _config_key(
-        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
-        "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
-        "images.",
+    weights: list[float] | None = _config_key(
+        "One number per item of `train`, to mix them in this proportion. An epoch ends when each item was read at "
+        "least once.",
         None,
+    )
+    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
+    validation_fraction: float | None = _config_key(
+        "Fraction of the training rows to validate on instead of training on them.", None, gt=0, lt=1
+    )
+    format: Format | None = _config_key(
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`, also with tabs; `parquet`; "
+        "`datasets`: the name or the folder of a data set of the library `datasets`; `images`. By default it follows "
+        "from the suffix, and a folder contains images.",
+        None,
+    )
+    options: dict[str, Any] = _config_key(
+        "Arguments of `datasets.load_dataset` for `csv`, `parquet` and `datasets`, such as `{ sep = ';' }`.", {}
+    )
+    streaming: bool = _config_key(
+        "Read the data during training instead of before it. `training.steps` must be set.", False
     )
     batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
     sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
@@ -83,10 +104,39 @@ class DataTable(ConfigTable):
         "the weights are random.",
         None,
     )
-    text: str = _config_key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    text: str = _config_key(
+        "The field that contains the text, or the list of words for `token_classification`.", "text"
+    )
     pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
-    target: str = _config_key("The field of the target text, for `sequence_to_sequence`.", "target")
-    label: str = _config_key("The field of the class label, for `classification`.", "label")
+    target: str = _config_key(
+        "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
+    )
+    label: str = _config_key(
+        "The field of the class label, the list of labels, or the number, for classification and regression.", "label"
+    )
+    messages: str = _config_key(
+        "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
+        "`value`. It is used for rows without a text.",
+        "messages",
+    )
+    prompt: str | None = _config_key(
+        "The field of a prompt that `target` answers, for `causal`. Rows with `prompt` and `completion`, `instruction` "
+        "and `output` or `question` and `answer` need no setting.",
+        None,
+    )
+    chat_template: str | None = _config_key(
+        "The template of conversations: a file in Jinja, `chatml`, or `none` to concatenate the texts. By default that "
+        "of the tokenizer, or `chatml` for bytes.",
+        None,
+    )
+    train_on: Literal["answers", "last", "all"] = _config_key(
+        "The tokens of a conversation that have labels: those of all answers, of the last answer, or all tokens.",
+        "answers",
+    )
+    packing: bool = _config_key(
+        "Put several texts or conversations into one row, for `causal`. No text attends to another one.", False
+    )
+    group_by_length: bool = _config_key("Put samples of similar length into the same batch.", False)
     image: str = _config_key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
     split: str = _config_key("The split of `datasets` to train on.", "train")
     validation_split: str | None = _config_key(
@@ -167,12 +217,47 @@ class TrainConfig(ConfigTable):
                 f"training.steps = {training.steps} and training.epochs = {training.epochs} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
-        if training.validate_every is not None and data.validation is None and data.validation_split is None:
+        validations = (data.validation, data.validation_split, data.validation_fraction)
+        if training.validate_every is not None and all(value is None for value in validations):
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires data.validation",
                 remedy="Set data.validation, or remove validate_every",
             )
+        self._check_data()
         self._check_no_unused_keys()
+
+    def _check_data(self) -> None:
+        """Raise ConfigError if options of the data contradict each other."""
+        data = self.data
+        count = 1 if isinstance(data.train, str) else len(data.train)
+        if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
+            raise ConfigError(
+                f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}",
+                rule="There is one positive weight for each item",
+                remedy="Correct the weights",
+            )
+        if data.validation_fraction is not None and (data.validation or data.validation_split):
+            raise ConfigError(
+                f"data.validation_fraction = {data.validation_fraction} and data.validation cannot both be set",
+                remedy="Remove one of them",
+            )
+        if not data.streaming:
+            return
+        conflicts = {
+            "data.validation_fraction": data.validation_fraction, "data.packing": data.packing,
+            "data.group_by_length": data.group_by_length, "data.num_workers": data.num_workers,
+        }  # fmt: skip
+        for key, value in conflicts.items():
+            if value:
+                raise ConfigError(
+                    f"data.streaming = true and {key} = {str(value).lower()} cannot both be set",
+                    remedy="Remove one of them",
+                )
+        if self.training.steps is None:
+            raise ConfigError(
+                "data.streaming = true requires training.steps, because the length of the data is unknown",
+                remedy="Set training.steps",
+            )
 
     def _check_no_unused_keys(self) -> None:
         """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
@@ -180,10 +265,28 @@ class TrainConfig(ConfigTable):
         is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
         has_changing_rate = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
         datasets_format = (self.data.format == "datasets", "data.format = 'datasets'")
+        names = [self.data.train] if isinstance(self.data.train, str) else self.data.train
+        is_table = self.data.format in ("csv", "parquet", "datasets") or any(
+            name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
+        )
+        is_causal = (task == "causal", "model.task = 'causal'")
         conditions = {
-            "data.pair": (task == "classification", "model.task = 'classification'"),
-            "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
-            "data.label": (task.endswith("classification"), "a classification task"),
+            "data.pair": (
+                task in ("classification", "multi_label_classification", "regression"),
+                "a classification of texts or a regression",
+            ),
+            "data.target": (
+                task == "sequence_to_sequence" or self.data.prompt is not None,
+                "model.task = 'sequence_to_sequence' or data.prompt",
+            ),
+            "data.label": (task.endswith(("classification", "regression")), "a classification task or a regression"),
+            "data.messages": is_causal,
+            "data.prompt": is_causal,
+            "data.chat_template": is_causal,
+            "data.train_on": is_causal,
+            "data.packing": is_causal,
+            "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
+            "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
             "data.image": (is_image_task, "model.task = 'image_classification'"),
             "data.text": (not is_image_task, "a text task"),
             "data.tokenizer": (not is_image_task, "a text task"),

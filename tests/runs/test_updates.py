@@ -13,7 +13,7 @@ from torch import nn
 from shardformer.errors import ConfigError
 from shardformer.train_command.build import build_optimizer, build_scheduler
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
-from shardformer.train_command.datasets import load_data
+from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import count_steps
 from tests.runs.files import config, labelled, write_rows
 
