@@ -166,14 +166,31 @@ class OptimizerTable(ConfigTable):
     name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
     lr: float = _config_key("The learning rate.", 1e-4, gt=0)
     decay_biases_and_norms: bool = _config_key("Apply `weight_decay` to biases and norm weights too.", False)
+    lr_factors: dict[str, float] = _config_key(
+        "Factors of the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
+        "pattern that matches applies.",
+        {},
+    )
+    layer_decay: float = _config_key(
+        "Factor of the learning rate from each layer to the layer before it. The last layer and the head have `lr`.",
+        1.0,
+        gt=0,
+        le=1,
+    )
 
 
 class ScheduleTable(ConfigTable):
     """The learning-rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = _config_key("The decay after warm-up.", "constant")
+    name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
+        _config_key("The decay after warm-up.", "constant")
+    )
     warmup: float = _config_key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
     min_lr_rate: float = _config_key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    cycles: int = _config_key("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    decay: float = _config_key(
+        "Steps of the decay at the end of `warmup_stable_decay`, or below 1 their fraction of all steps.", 0.1, gt=0
+    )
     steps: int | None = _config_key(
         "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
         "required to resume a run with another length, if that would change learning rates.",
@@ -293,7 +310,15 @@ class TrainConfig(ConfigTable):
             "data.split": datasets_format,
             "data.validation_split": datasets_format,
             "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
-            "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
+            "schedule.min_lr_rate": (
+                self.schedule.name not in ("constant", "inverse_sqrt"),
+                "schedule.name = 'linear' or 'cosine'",
+            ),
+            "schedule.cycles": (
+                self.schedule.name == "cosine_with_restarts",
+                "schedule.name = 'cosine_with_restarts'",
+            ),
+            "schedule.decay": (self.schedule.name == "warmup_stable_decay", "schedule.name = 'warmup_stable_decay'"),
             "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
             "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
             "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
