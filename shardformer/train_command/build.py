@@ -253,7 +253,7 @@ def lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> f
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
-WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "checkpoint")
+WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "wandb", "mlflow", "checkpoint")
 """Hooks that write the metrics of other hooks, and therefore come after them."""
 FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
@@ -279,6 +279,7 @@ def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hoo
     parameters = inspect.signature(kind).parameters
     arguments = {
         **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
+        **({"config": config.model_dump(mode="json")} if "config" in parameters else {}),
         **arguments,
     }
     check_arguments(kind, arguments, f"hooks.{name}")
