@@ -360,6 +360,7 @@ AUTO_CLASSES = {
     "multi_label_classification": "AutoModelForSequenceClassification",
     "token_classification": "AutoModelForTokenClassification",
     "regression": "AutoModelForSequenceClassification",
+    "preference": "AutoModelForCausalLM",
     "image_classification": "AutoModelForImageClassification",
 }
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")

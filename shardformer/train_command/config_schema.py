@@ -18,7 +18,7 @@ from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal[
     "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
-    "regression", "image_classification",
+    "regression", "preference", "image_classification",
 ]  # fmt: skip
 Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
@@ -57,7 +57,8 @@ class ModelTable(ConfigTable):
     task: Task = _config_key(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
         "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
-        "text; `token_classification`: one class per word; `regression`: one number per text; `image_classification`.",
+        "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
+        "one answer to another one (DPO); `image_classification`.",
         "causal",
     )
     head: str | None = _config_key("The transformers class. By default that of the task.", None)
@@ -124,6 +125,8 @@ class DataTable(ConfigTable):
         "and `output` or `question` and `answer` need no setting.",
         None,
     )
+    chosen: str = _config_key("The field of the better answer, for `preference`.", "chosen")
+    rejected: str = _config_key("The field of the worse answer, for `preference`.", "rejected")
     chat_template: str | None = _config_key(
         "The template of conversations: a file in Jinja, `chatml`, or `none` to concatenate the texts. By default that "
         "of the tokenizer, or `chatml` for bytes.",
@@ -199,6 +202,13 @@ class ScheduleTable(ConfigTable):
     )
 
 
+class PreferenceTable(ConfigTable):
+    """The loss of `task = "preference"`."""
+
+    beta: float = _config_key("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    label_smoothing: float = _config_key("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
+
+
 class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
@@ -219,6 +229,7 @@ class TrainConfig(ConfigTable):
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
+    preference: PreferenceTable = PreferenceTable()
     hooks: dict[str, bool | dict[str, Any]] = _config_key(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
@@ -287,6 +298,8 @@ class TrainConfig(ConfigTable):
             name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
         )
         is_causal = (task == "causal", "model.task = 'causal'")
+        is_chat = (task in ("causal", "preference"), "model.task = 'causal' or 'preference'")
+        is_preference = (task == "preference", "model.task = 'preference'")
         conditions = {
             "data.pair": (
                 task in ("classification", "multi_label_classification", "regression"),
@@ -298,14 +311,18 @@ class TrainConfig(ConfigTable):
             ),
             "data.label": (task.endswith(("classification", "regression")), "a classification task or a regression"),
             "data.messages": is_causal,
-            "data.prompt": is_causal,
-            "data.chat_template": is_causal,
+            "data.prompt": is_chat,
+            "data.chat_template": is_chat,
+            "data.chosen": is_preference,
+            "data.rejected": is_preference,
+            "preference.beta": is_preference,
+            "preference.label_smoothing": is_preference,
             "data.train_on": is_causal,
             "data.packing": is_causal,
             "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
             "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
             "data.image": (is_image_task, "model.task = 'image_classification'"),
-            "data.text": (not is_image_task, "a text task"),
+            "data.text": (not is_image_task and task != "preference", "a text task"),
             "data.tokenizer": (not is_image_task, "a text task"),
             "data.split": datasets_format,
             "data.validation_split": datasets_format,

@@ -81,6 +81,26 @@ def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]
     return _read_messages(messages, fields[0])
 
 
+def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
+    """Return the messages of a row whose answer is in ``field``: its prompt and the answer, or a whole conversation.
+
+    Raises:
+        InputError: The row has no such answer.
+    """
+    prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(field)
+    messages = [] if answer is None else [*_as_answer(answer, field)]
+    if prompt is not None and messages:
+        is_list = isinstance(prompt, (list, tuple))
+        messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
+    if len(messages) < 2 or messages[-1]["role"] != ANSWER:
+        raise InputError(
+            f"A row has {answer!r:.60} in the field {field!r}, which is not an answer to a prompt",
+            rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the prompt",
+            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields",
+        )
+    return messages
+
+
 def _as_answer(value: Any, field: str) -> list[Message]:
     return _read_messages(value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field)
 

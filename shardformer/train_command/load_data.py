@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -30,6 +30,13 @@ from shardformer.train_command.datasets import (
     stream_blocks,
 )
 from shardformer.train_command.packing import LengthGroupedSampler, PackedDataset
+from shardformer.train_command.preference import (
+    PreferenceCollator,
+    PreferenceDataset,
+    PreferenceLoss,
+    count_rows,
+    read_pairs,
+)
 from shardformer.train_command.read_rows import (
     DatasetRows,
     data_sources_of,
@@ -64,6 +71,9 @@ class TrainingData:
         problem_type: ``problem_type`` in the model's config, which selects its loss, or None.
         sampler: Function that returns the order of an epoch, or None for a random or sequential order.
         skipped: Description of rows that are left out, or "".
+        loss_fn: Loss function of the task, or None for the loss of the model.
+        loss_weight: Weight of a micro-batch for ``loss_fn``.
+        preferences: Data sets whose reference values are computed before training.
     """
 
     title: str
@@ -76,6 +86,9 @@ class TrainingData:
     problem_type: str | None = None
     sampler: Any = None
     skipped: str = ""
+    loss_fn: Any = None
+    loss_weight: Any = None
+    preferences: Sequence[PreferenceDataset] = ()
 
     @property
     def num_samples(self) -> int | None:
@@ -132,18 +145,26 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         is_stream = length_or_none(sources[0]) is None
         validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
     is_padded = tokens is not None and not isinstance(train, TokenBlocks)
+    is_preference = model.task == "preference"
     return TrainingData(
-        ", ".join(data_sources_of(data)),
-        train,
-        validation,
-        PaddingCollator(tokens.pad) if tokens is not None and is_padded else None,
-        tokens,
-        classes,
-        transform,
-        PROBLEM_TYPES.get(model.task),
-        _make_sampler(data, train) if data.group_by_length else None,
-        builder.skipped,
+        title=", ".join(data_sources_of(data)),
+        train=train,
+        validation=validation,
+        collate=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
+        tokens=tokens,
+        classes=classes,
+        transform=transform,
+        problem_type=PROBLEM_TYPES.get(model.task),
+        sampler=_make_sampler(data, train) if data.group_by_length else None,
+        skipped=builder.skipped,
+        loss_fn=PreferenceLoss(config.preference) if is_preference else None,
+        loss_weight=count_rows if is_preference else None,
+        preferences=builder.preferences,
     )
+
+
+def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
+    return PreferenceCollator(tokens.pad) if task == "preference" else PaddingCollator(tokens.pad)
 
 
 def _mix(config: TrainConfig, sources: list[Any]) -> Any:
@@ -196,6 +217,7 @@ class _DatasetBuilder:
     transform: ImageTransform | None
     classes: Sequence[Any] | None
     skipped: str = ""
+    preferences: list[PreferenceDataset] = field(default_factory=list)
 
     def build(self, rows: DatasetRows, validation: bool) -> Any:
         """Return a data set of samples from rows of the training or validation data."""
@@ -206,6 +228,11 @@ class _DatasetBuilder:
         assert self.tokens is not None
         if data.streaming:
             return self._build_stream(rows, self.tokens)
+        if task == "preference":
+            preferences = read_pairs(rows, data, ChatFormat.of(data, self.tokens))
+            self._count_skipped(len(rows) - len(preferences), len(rows))
+            self.preferences.append(preferences)
+            return preferences
         is_text = infer_format(data, data_sources_of(data, validation=validation)) == "text"
         if task in ("causal", "masked") or is_text:
             return self._build_language_modeling(rows, self.tokens)
@@ -243,14 +270,17 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
             samples = encode_conversations(rows, data, ChatFormat.of(data, tokens))
-            if len(samples) < len(rows):
-                missing = len(rows) - len(samples)
-                self.skipped = f"{missing} of {len(rows)} rows have no answer within {data.sequence_length} tokens"
+            self._count_skipped(len(rows) - len(samples), len(rows))
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
         else:
             return self._build_blocks(rows, tokens)
         return PackedDataset.of(samples, data.sequence_length) if data.packing else SampleDataset(samples)
+
+    def _count_skipped(self, count: int, total: int) -> None:
+        if count:
+            length = self.config.data.sequence_length
+            self.skipped = f"{count} of {total} rows are left out, because they have no answer within {length} tokens"
 
     def _build_blocks(self, rows: DatasetRows, tokens: TextTokenizer) -> TokenBlocks:
         data = self.config.data

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -33,6 +34,7 @@ from shardformer.train_command.build import (
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
+from shardformer.train_command.preference import PreferenceCollator, compute_reference
 from shardformer.train_command.run_checks import Resume, check_packing, check_task
 from shardformer.training.data_sources import collate_samples
 from shardformer.training.hooks.checkpoint import Checkpoint
@@ -131,13 +133,17 @@ def build_trainer(
     engine = initialize(
         model,
         make_optimizer(model),
+        data.loss_fn,
         train_data=source,
         scheduler=build_scheduler(config.schedule, num_steps),
         parallel=layout,
         batch_size=batch_size,
         context=context,
+        loss_weight=data.loss_weight,
         data_options={"seed": config.seed, **data_options},
     )
+    for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
+        compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
     return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
 
 
@@ -165,10 +171,12 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     model = build_model(config, data, saved)
     freeze_parameters(model, config.model.freeze)
     check_task(config, model)
-    if config.data.packing:
-        check_packing(model)
+    if config.data.packing or config.model.task == "preference":
+        check_packing(model, *(["model.task = 'preference'"] if config.model.task == "preference" else []))
     if config.training.export:
         check_export(model, data.processor)
+    if data.skipped and os.environ.get("RANK", "0") == "0":
+        warnings.warn(data.skipped, stacklevel=2)
     return data, model
 
 
@@ -257,7 +265,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             freeze_parameters(unsharded, config.model.freeze)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
             batch = fake((data.collate or collate_samples)(samples))
-            step, reason = _trace_peak_memory(model, layout, batch, shapes.setdefault(tensor, {}))
+            step, reason = _trace_peak_memory(model, layout, data, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
     return DryRunReport(
@@ -274,7 +282,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 
 
 def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
+    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
 
@@ -283,7 +291,7 @@ def _trace_peak_memory(
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         with MemoryTracker([*model.parameters()]) as tracker:
-            pipeline = make_pipeline(model, layout, None, None)
+            pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
             if layout.pipe > 1:
                 pipeline.exchange.given = dict(shapes)
             pipeline.step(batch)

@@ -197,11 +197,11 @@ def label_dependence(model: Any) -> LabelDependence | None:
     return None
 
 
-def check_packing(model: Any) -> None:
+def check_packing(model: Any, option: str = "data.packing = true") -> None:
     """Raise ConfigError if a model mixes the documents of a row whose ``position_ids`` restart.
 
     The output of a document in a packed row is compared with that of the document alone, on a copy of the model or a
-    reduced model. Communicates nothing, and keeps the random state.
+    reduced model. Communicates nothing, and keeps the random state. ``option`` is the setting to name in the error.
     """
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -213,8 +213,9 @@ def check_packing(model: Any) -> None:
             is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"data.packing = true does not fit {type(model).__name__}, which {reason}",
-            remedy="Remove data.packing",
+            f"{option} does not fit {type(model).__name__}, which {reason}",
+            rule="Several texts in a row are separated by their position_ids",
+            remedy="Use another model" if option.startswith("model") else "Remove data.packing",
         )
 
 
