@@ -289,58 +289,7 @@ class TrainConfig(ConfigTable):
 
     def _check_no_unused_keys(self) -> None:
         """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
-        task, layout = self.model.task, self.layout
-        is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
-        has_changing_rate = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
-        datasets_format = (self.data.format == "datasets", "data.format = 'datasets'")
-        names = [self.data.train] if isinstance(self.data.train, str) else self.data.train
-        is_table = self.data.format in ("csv", "parquet", "datasets") or any(
-            name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
-        )
-        is_causal = (task == "causal", "model.task = 'causal'")
-        is_chat = (task in ("causal", "preference"), "model.task = 'causal' or 'preference'")
-        is_preference = (task == "preference", "model.task = 'preference'")
-        conditions = {
-            "data.pair": (
-                task in ("classification", "multi_label_classification", "regression"),
-                "a classification of texts or a regression",
-            ),
-            "data.target": (
-                task == "sequence_to_sequence" or self.data.prompt is not None,
-                "model.task = 'sequence_to_sequence' or data.prompt",
-            ),
-            "data.label": (task.endswith(("classification", "regression")), "a classification task or a regression"),
-            "data.messages": is_causal,
-            "data.prompt": is_chat,
-            "data.chat_template": is_chat,
-            "data.chosen": is_preference,
-            "data.rejected": is_preference,
-            "preference.beta": is_preference,
-            "preference.label_smoothing": is_preference,
-            "data.train_on": is_causal,
-            "data.packing": is_causal,
-            "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
-            "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
-            "data.image": (is_image_task, "model.task = 'image_classification'"),
-            "data.text": (not is_image_task and task != "preference", "a text task"),
-            "data.tokenizer": (not is_image_task, "a text task"),
-            "data.split": datasets_format,
-            "data.validation_split": datasets_format,
-            "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
-            "schedule.min_lr_rate": (
-                self.schedule.name not in ("constant", "inverse_sqrt"),
-                "schedule.name = 'linear' or 'cosine'",
-            ),
-            "schedule.cycles": (
-                self.schedule.name == "cosine_with_restarts",
-                "schedule.name = 'cosine_with_restarts'",
-            ),
-            "schedule.decay": (self.schedule.name == "warmup_stable_decay", "schedule.name = 'warmup_stable_decay'"),
-            "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
-            "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
-            "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
-            "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
-        }
+        conditions = _conditions_of_keys(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
             tables: BaseModel = getattr(self, table)
@@ -357,6 +306,62 @@ class TrainConfig(ConfigTable):
     def path(self) -> Path:
         """Path of the folder of the run."""
         return Path(self.folder)
+
+
+def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """Return for each key that some runs do not use whether this run uses it, and what it requires."""
+    task, layout = config.model.task, config.layout
+    is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
+    has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
+    datasets_format = (config.data.format == "datasets", "data.format = 'datasets'")
+    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    is_table = config.data.format in ("csv", "parquet", "datasets") or any(
+        name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
+    )
+    is_causal = (task == "causal", "model.task = 'causal'")
+    is_chat = (task in ("causal", "preference"), "model.task = 'causal' or 'preference'")
+    is_preference = (task == "preference", "model.task = 'preference'")
+    return {
+        "data.pair": (
+            task in ("classification", "multi_label_classification", "regression"),
+            "a classification of texts or a regression",
+        ),
+        "data.target": (
+            task == "sequence_to_sequence" or config.data.prompt is not None,
+            "model.task = 'sequence_to_sequence' or data.prompt",
+        ),
+        "data.label": (task.endswith(("classification", "regression")), "a classification task or a regression"),
+        "data.messages": is_causal,
+        "data.prompt": is_chat,
+        "data.chat_template": is_chat,
+        "data.chosen": is_preference,
+        "data.rejected": is_preference,
+        "preference.beta": is_preference,
+        "preference.label_smoothing": is_preference,
+        "data.train_on": is_causal,
+        "data.packing": is_causal,
+        "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
+        "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
+        "data.image": (is_image_task, "model.task = 'image_classification'"),
+        "data.text": (not is_image_task and task != "preference", "a text task"),
+        "data.tokenizer": (not is_image_task, "a text task"),
+        "data.split": datasets_format,
+        "data.validation_split": datasets_format,
+        "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
+        "schedule.min_lr_rate": (
+            config.schedule.name not in ("constant", "inverse_sqrt"),
+            "schedule.name = 'linear' or 'cosine'",
+        ),
+        "schedule.cycles": (
+            config.schedule.name == "cosine_with_restarts",
+            "schedule.name = 'cosine_with_restarts'",
+        ),
+        "schedule.decay": (config.schedule.name == "warmup_stable_decay", "schedule.name = 'warmup_stable_decay'"),
+        "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
+        "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
+        "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
+        "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
+    }
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:

@@ -85,7 +85,13 @@ def test_losses_and_weights_equal_those_of_the_formula(smoothing: float, tmp_pat
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}, {"tensor": 2, "sequence_parallel": True}],
+    [
+        {"tensor": 2},
+        {"pipe": 2},
+        {"data": 2, "zero_stage": 3},
+        {"tensor": 2, "sequence_parallel": True},
+        {"sequence": 2},
+    ],
     ids=str,
 )
 def test_the_layout_does_not_change_the_loss(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:

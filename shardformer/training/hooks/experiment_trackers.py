@@ -51,7 +51,6 @@ class _Tracker(MetricsHook):
 
     def _start(self) -> None:
         """Start or continue a run, and set ``_run_id`` and ``_writer``. Called on the first rank."""
-        raise NotImplementedError
 
 
 class Wandb(_Tracker):

@@ -34,8 +34,8 @@ class Metrics(Hook):
 
     Args:
         names: "perplexity", which is exp of the loss, or names of ``sklearn.metrics`` functions of labels and
-            predictions, such as "accuracy" or "f1" (binary with two classes, otherwise macro-averaged), or
-            "mean_squared_error" for a regression. The default is "accuracy" and "f1".
+            predictions, such as "accuracy". "f1" is binary with two classes and macro-averaged otherwise. The default
+            is "accuracy" and "f1". For a regression, use "mean_squared_error", for example.
         shift: Compare the label of a position with the output of the previous position. None does so if the model's
             loss does.
         functions: Functions of (labels, predictions), two arrays, by name; or metrics of torchmetrics.
