@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.kernels.attention import (
     attention,
     check_attention_arguments,

@@ -12,6 +12,7 @@ from shardformer.comm.autograd_collectives import gather_from_region, scatter_to
 from shardformer.comm.collectives import all_gather, broadcast, local_chunk
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.errors import InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
@@ -59,8 +60,8 @@ class GridStackActivations(StackActivations):
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
-        first.register_forward_pre_hook(self._enter_module, with_kwargs=True)
-        last.register_forward_hook(self._leave_module)
+        register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
+        register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         is_training = module.training or torch.is_grad_enabled()
@@ -146,8 +147,7 @@ class GatherHiddenHook(GatherHook):
     def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
         self._stream, self._axis = stream, stream.grid.hidden
         self._random = LocalRandomState(self._axis.rank, partial(broadcast, axis=self._axis), enabled=random)
-        module.register_forward_pre_hook(self._enter, with_kwargs=True)
-        module.register_forward_hook(self._leave)
+        register_forward_hooks(module, HookOrder.FULL_FEATURES, self._enter, self._leave, with_kwargs=True)
 
     def _split(self) -> Split:
         return Split.even(self._stream.width, self._axis.size)
