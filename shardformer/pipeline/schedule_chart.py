@@ -142,8 +142,13 @@ def check_chart_file(path: Path) -> None:
             f"The chart file {str(path)!r} is a folder or is not in a writable folder",
             remedy="Create the folder first, or choose another path",
         )
+    check_matplotlib(f"The chart {str(path)!r}")
+
+
+def check_matplotlib(what: str) -> None:
+    """Raise ConfigError if matplotlib, which ``what`` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"The chart {str(path)!r} needs matplotlib", remedy="Run pip install 'shardformer[plot]'")
+        raise ConfigError(f"{what} needs matplotlib", remedy="Run pip install 'shardformer[plot]'")
 
 
 @contextmanager
