@@ -1,10 +1,11 @@
 """Train your existing model across many devices, with the same results as on one.
 
->>> import shardformer
->>> engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32,         # doctest: +SKIP
-...                                 parallel=shardformer.ParallelConfig(tensor=2, data=2))
->>> shardformer.Trainer(engine).fit(epochs=3)                                                 # doctest: +SKIP
->>> engine.export("exported")                                                                 # doctest: +SKIP
+    import shardformer
+
+    parallel = shardformer.ParallelConfig(tensor=2, data=2)
+    engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32, parallel=parallel)
+    shardformer.Trainer(engine).fit(epochs=3)
+    engine.export("exported")
 
 Start the script with ``shardformer run --nproc_per_node 4 script.py``, or call ``notebook_launcher`` in a notebook.
 

@@ -328,7 +328,7 @@ def performance() -> Figure:
         axes.set_yticks(range(len(rows)), [shown for shown, _ in rows], fontsize=8.5)
         axes.invert_yaxis()
         for place, value in enumerate(times):
-            axes.text(value, place, f" {value:,.0f} ms", va="center", fontsize=8.5, color=INK)
+            axes.text(value + 0.03 * max(times), place, f"{value:,.0f} ms", va="center", fontsize=8.5, color=INK)
         axes.set(xlim=(0, 1.4 * max(times)), xticks=[])
         axes.spines[:].set_visible(False)
         axes.tick_params(length=0)
