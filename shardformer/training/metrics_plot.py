@@ -182,7 +182,7 @@ def describe_differences(runs: Runs) -> list[str]:
     (first, records), *others = runs.items()
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [
-        f"{run}: loss within {each[0]:.1e} (relative) of {first} over {each[1]} common steps"
+        f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
         for run, each in found
         if each is not None
     ]
@@ -368,8 +368,8 @@ def _draw_layout_changes(axes: Axes, runs: Runs, *, has_text: bool) -> None:
         if has_text:
             is_right = change.step - low > 0.7 * (high - low)
             place = (change.step, 0.95 - 0.08 * (number % 6)), (-4 if is_right else 4, 0)
-            text = axes.annotate(change.text, *place, axes.get_xaxis_transform(), "offset points", color=_INK)
-            text.set(fontsize=8.5, ha="right" if is_right else "left", va="top")
+            text = axes.annotate(change.text, *place, axes.get_xaxis_transform(), "offset points")
+            text.set(color=color if len(runs) > 1 else _INK, fontsize=8.5, ha="right" if is_right else "left", va="top")
 
 
 def _draw_curve(axes: Axes, series: Series, color: Any, name: str, place: tuple[int, int]) -> None:

@@ -154,7 +154,7 @@ def test_every_run_is_visible_where_curves_coincide(validated: bool) -> None:
 
 def test_the_difference_of_losses_is_stated() -> None:
     runs = {"a": run(40), "b": moved(run(20), 1 + 2e-6), "c": of("grad_norm", 1.0)}
-    assert describe_differences(runs) == ["b: loss within 2.0e-06 (relative) of a over 20 common steps"]
+    assert describe_differences(runs) == ["b: loss differs from a by at most 2.0e-06 (relative, 20 steps)"]
     assert describe_differences({"a": run(3)}) == []
 
 
