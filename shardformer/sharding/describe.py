@@ -376,8 +376,7 @@ def count_parameters(model: nn.Module) -> tuple[int, int]:
     local = sum(p.numel() for p in model.parameters())
     if state.stages is not None and state.stages.manager.num_stages > 1:
         return state.stages.num_parameters, local
-    specs = shard_specs(model)
-    return sum(prod(specs[name].shape) for name, _ in model.named_parameters()), local
+    return sum(prod(entry.spec.shape) for entry in state.entries), local
 
 
 def sharded_extra_repr(self: nn.Module) -> str:
