@@ -63,9 +63,9 @@ def test_the_layout_is_written_after_each_start_and_each_change(tmp_path: Path) 
                 trainer.engine.reshard({"data": 2, "zero_stage": 1})
 
     def run(context: ParallelContext) -> None:
-        engine = engine_of(context)
+        trainer = Trainer(engine_of(context), [Reshards(), JsonLines(tmp_path)])
         for steps in (2, 6):
-            Trainer(engine, [Reshards(), JsonLines(tmp_path)]).fit(steps=steps)
+            trainer.fit(steps=steps)
 
     run_as_threads(run, data=2)
     layouts = {r.step: r.layout for r in read_records(tmp_path)}
