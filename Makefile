@@ -5,7 +5,7 @@
 # make lint           ruff, codespell and mypy             make format   let ruff rewrite the files
 # make docs           build the documentation into site/   make docs-serve   serve it and rebuild it after each edit
 # make dist           build the sdist and the wheel, check both, and use the wheel in an empty environment
-# make pages          write docs/configuration.md and docs/commands.md from the code
+# make pages          write docs/configuration.md, docs/commands.md and docs/pictures from the code
 # make features       test all model families and write docs/features.md from the results
 # make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
 # make test-integrations  test with PEFT, accelerate, TRL and Lightning, in a folder of their own
@@ -61,6 +61,7 @@ features: $(VENV)/.installed-test $(VENV)/.installed-timm
 
 pages: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.reference_pages
+	$(TEST_ENV) $(BIN)/python -m tests.pictures
 
 hostile: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.hostile $(ARGS)

@@ -1,4 +1,42 @@
-"""ShardFormer: train your existing model across many devices, with the same results as on one."""
+"""Train your existing model across many devices, with the same results as on one.
+
+    import shardformer
+
+    parallel = shardformer.ParallelConfig(tensor=2, data=2)
+    engine = shardformer.initialize(model, optimizer, train_data=data, batch_size=32, parallel=parallel)
+    shardformer.Trainer(engine).fit(epochs=3)
+    engine.export("exported")
+
+Start the script with ``shardformer run --nproc_per_node 4 script.py``, or call ``notebook_launcher`` in a notebook.
+
+Train under any layout:
+    initialize              an Engine from a model, an optimizer, data and a ParallelConfig
+    Trainer                 a training loop with progress, validation and checkpoints; hooks are in shardformer.hooks
+    notebook_launcher       run a function of a notebook in several processes
+
+Shard a model in your own loop:
+    launch_from_torch       join the processes, and return the ParallelContext with this process's rank on each axis
+    shard_model             shard the model in place
+    from_pretrained         build and load only the shards of this process
+    Pipeline                run the forward and backward of a model that is split into stages
+    no_sync                 accumulate gradients over several backward passes
+    clip_grad_norm_         clip by the norm over all shards
+    shard_optimizer         ZeRO stages 1 to 3, with MixedPrecision and OffloadConfig
+
+Inspect and save:
+    describe_sharding       what was sharded and how
+    estimate_memory         the memory of a model under ZeRO
+    measure_pipeline_costs  the time of each layer, to split it into stages of equal time
+    save_checkpoint         save for any other layout; load_checkpoint loads it
+    export_pretrained       save for from_pretrained of transformers
+    full_state_dict         gather the full weights
+
+Models without a policy:
+    derive_policy           derive and validate how to shard a model
+    register_policy         use your policy for a class of models
+
+``shardformer.verify.verify`` compares sharded and plain training. Errors derive from ShardFormerError.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +73,7 @@ if TYPE_CHECKING:
     from shardformer.errors import WorkerError as WorkerError
     from shardformer.gradients.clipping import clip_grad_norm_ as clip_grad_norm_
     from shardformer.gradients.reducer import no_sync as no_sync
+    from shardformer.local_ranks.notebook import notebook_launcher as notebook_launcher
     from shardformer.mesh.init_distributed import launch_from_torch as launch_from_torch
     from shardformer.mesh.parallel_context import ParallelContext as ParallelContext
     from shardformer.offload.host import OffloadConfig as OffloadConfig

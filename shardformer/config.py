@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
 from functools import cache
 from math import prod
-from typing import TYPE_CHECKING, Annotated, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, TypedDict, get_args, get_type_hints
 
 from shardformer.errors import ConfigError, check_argument, check_bool, check_choice, check_int, check_names
 from shardformer.pipeline.partition import RENAMED_METHODS, check_partition
@@ -28,6 +28,25 @@ if TYPE_CHECKING:
 CONTEXT_PARALLEL_METHODS = ("auto", "ring", "ulysses", "gather")
 EXTRA_KWARGS = ("check_inputs", "bucket_bytes")
 RENAMED_SHARD_FIELDS = {"watch": "check_consistency", "stream": "activation_layout"}
+
+
+class ShardOptions(TypedDict, total=False):
+    """Types of the options of ``shard_model``: the fields of ``ShardConfig`` without ``context``."""
+
+    tensor_parallel_process_group: dist.ProcessGroup | None
+    pipeline_stage_manager: PipelineStageManager | None
+    enable_tensor_parallelism: bool
+    enable_fused_normalization: bool
+    enable_flash_attention: bool
+    enable_jit_fused: bool
+    enable_sequence_parallelism: bool
+    enable_sequence_overlap: bool
+    enable_all_optimization: bool
+    tensor_parallel_mode: str
+    context_parallel: str
+    check_consistency: bool
+    extra_kwargs: dict[str, Any]
+    activation_layout: ActivationLayout | None
 
 
 @renamed_arguments(RENAMED_SHARD_FIELDS, attributes=RENAMED_SHARD_FIELDS)
@@ -195,6 +214,7 @@ class ShardConfig:
 
 
 STAGE_FIELDS = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
+_LAYOUT_OPTIONS = ("tensor_parallel_mode", "sequence_parallel", "zero_stage", "precision", "offload")
 _STAGE_3_FIELDS = ("keep_frozen", "reshard_after_forward")
 _SHARD_OPTIONS = {
     "sequence_parallel": "enable_sequence_parallelism",
@@ -392,6 +412,19 @@ class ParallelConfig:
 
         composite = {name: num_ranks(getattr(self, name), name) for name in ("sequence", "tensor")}
         return {"data": self.data, "pipe": self.pipe, **composite}
+
+    def describe(self, sizes: Mapping[str, int]) -> str:
+        """Describe the layout by the axis sizes and options that differ from one plain process.
+
+        Args:
+            sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
+
+        >>> ParallelConfig(tensor=2, zero_stage=1).describe({"data": 4, "pipe": 1, "sequence": 1, "tensor": 2})
+        'data=4, tensor=2, zero_stage=1'
+        """
+        options = {name: getattr(self, name) for name in _LAYOUT_OPTIONS if getattr(self, name) != _DEFAULTS[name]}
+        axes = {name: size for name, size in sizes.items() if size > 1}
+        return ", ".join(f"{name}={value}" for name, value in {**axes, **options}.items()) or "one process"
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
         """Return the parallel layout most similar to this one for another number of processes.

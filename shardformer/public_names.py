@@ -14,7 +14,9 @@ from functools import wraps
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
+from importlib.util import find_spec
 from inspect import getsource
+from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
@@ -33,7 +35,10 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
 
     ``__getattr__`` raises AttributeError for an unknown name, with the nearest known names.
     """
-    found = _parse_lazy_imports(getsource(sys.modules[package]))
+    module = sys.modules[package]
+    found = _parse_lazy_imports(getsource(module))
+    # dir() lists the public names, also before they are imported, and no helpers of the module
+    vars(module)["__dir__"] = lambda: sorted({*found, *(name for name in vars(module) if name.startswith("__"))})
 
     def load(name: str) -> Any:
         if name in found:
@@ -47,10 +52,20 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
             home, _, last = new.rpartition(".")
             return getattr(import_module(home), last)
         # importlib, copy and pickle look up private names
-        hint = "" if name.startswith("_") else f". {did_you_mean(name, [*found, *(renamed or {})])}"
-        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name, obj=sys.modules[package])
+        hint = "" if name.startswith("_") else f". {_suggest(package, name, found, renamed or {})}"
+        # without obj=, for which Python would add a second suggestion
+        raise AttributeError(f"module {package!r} has no attribute {name!r}{hint}", name=name)
 
     return load, sorted(found)
+
+
+def _suggest(package: str, name: str, found: Mapping[str, tuple[str, str]], renamed: Mapping[str, str]) -> str:
+    """Suggest the subpackage that has the public name ``name``, or names of the package that are similar."""
+    for full_name in (f"{package}.{each}" for each, (module, _) in found.items() if module == package):
+        spec = find_spec(full_name)
+        if spec and spec.origin and name in _parse_lazy_imports(Path(spec.origin).read_text(encoding="utf-8")):
+            return f"Use {full_name}.{name}"
+    return did_you_mean(name, [*found, *renamed])
 
 
 def renamed_arguments(

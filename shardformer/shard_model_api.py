@@ -5,13 +5,13 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar, Unpack, cast
 
 import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
-from shardformer.config import ShardConfig
+from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_files
 from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, make_no_policy_error
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
@@ -26,9 +26,12 @@ from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
 from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
+from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
+
+M = TypeVar("M", bound=nn.Module)
 
 
 def shard_in_place(
@@ -63,6 +66,7 @@ def shard_in_place(
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
+        sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
         finish(sharder.model)
     return sharder.model, shared_params
 
@@ -192,13 +196,13 @@ class ShardFormer:
 
 
 def shard_model(
-    model: nn.Module,
+    model: M,
     policy: Policy | type[Policy] | None = None,
     *,
     context: ParallelContext | None = None,
     config: ShardConfig | None = None,
-    **options: Any,
-) -> nn.Module:
+    **options: Unpack[ShardOptions],
+) -> M:
     """Shard a model in place, by default over all processes as tensor parallel ranks.
 
     ``loss.backward()`` averages the gradients over the data parallel ranks, because only your loop knows how many
@@ -230,7 +234,7 @@ def shard_model(
             remedy="Put all options into ShardConfig(...), or omit config",
         )
     config = config or ShardConfig.of({"context": context, **options})
-    return shard_in_place(model, _require_shard_config(config), policy)[0]
+    return cast(M, shard_in_place(model, _require_shard_config(config), policy)[0])
 
 
 @renamed_parameters({"rounds": "repeats"})

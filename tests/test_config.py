@@ -19,7 +19,7 @@ from torch import nn
 import shardformer
 from shardformer.cli import build_app
 from shardformer.compat import ShardFormer
-from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig
+from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig, ShardOptions
 from shardformer.errors import ConfigError
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.worker_pool import WorkerPool
@@ -196,3 +196,9 @@ def test_earlier_attributes_work_with_a_warning() -> None:
     with pytest.warns(DeprecationWarning):
         shard.watch = False  # type: ignore[attr-defined]
     assert not shard.check_consistency
+
+
+def test_the_typed_options_of_shard_model_are_the_fields_of_the_config() -> None:
+    expected = {field.name: field.type for field in fields(ShardConfig) if field.name != "context"}
+    typed = {name: hint.__forward_arg__ for name, hint in ShardOptions.__annotations__.items()}
+    assert typed == expected

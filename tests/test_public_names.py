@@ -7,7 +7,7 @@ import importlib
 import sys
 from inspect import getsource
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 import pytest
 import torch
@@ -40,7 +40,7 @@ def test_no_public_name_is_a_module(name: str) -> None:
 
 def test_the_top_level_has_few_names() -> None:
     modules = [name for name in public(shardformer) if isinstance(getattr(shardformer, name), ModuleType)]
-    assert len(public(shardformer)) - len(modules) <= 30
+    assert len(public(shardformer)) - len(modules) <= 31
 
 
 @pytest.mark.parametrize("old", sorted(shardformer._RENAMED))
@@ -66,6 +66,21 @@ def test_zero_can_still_be_called() -> None:
     warned = pytest.warns(DeprecationWarning, match=r"shardformer\.zero is now shardformer\.shard_optimizer")
     with warned, pytest.raises(shardformer.ConfigError):
         shardformer.zero(1, 2)  # type: ignore[operator]
+
+
+def test_dir_lists_the_public_names_and_no_helpers() -> None:
+    assert [name for name in dir(shardformer) if not name.startswith("__")] == sorted(public(shardformer))
+    assert "Progress" in dir(shardformer.hooks) and "TYPE_CHECKING" not in dir(shardformer.hooks)
+
+
+def test_the_docstring_of_the_package_lists_its_functions() -> None:
+    functions = [name for name in public(shardformer) if isinstance(getattr(shardformer, name), FunctionType)]
+    assert [name for name in functions if name not in (shardformer.__doc__ or "")] == []
+
+
+def test_a_name_of_a_subpackage_is_suggested() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'Progress'\. Use shardformer\.hooks\.Progress"):
+        shardformer.Progress  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_misspelt_name_gets_a_suggestion() -> None:

@@ -74,7 +74,10 @@ def draw(
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate(chosen, _parse_durations(durations, chosen), send)
     console = Console(highlight=False)
-    console.print(_color_schedule(schedule_as_text(chosen, timeline, console.width), chosen))
+    text = schedule_as_text(chosen, timeline, console.width)
+    console.print(_color_schedule(text, chosen))
+    if "is not shown" in text:
+        console.print("\nA wider terminal or --out FILE.svg shows the whole schedule.", soft_wrap=True)
     if out is not None:
         save_chart(chosen, timeline, out)
         console.print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
@@ -177,6 +180,8 @@ def _color_schedule(text: str, schedule: Schedule) -> Text:
     for line in text.splitlines(keepends=True):
         shown = Text(line)
         head, bar, _ = line.partition("|")
+        if head.startswith("  ..."):
+            running.clear()  # an action that continues after the omitted part is not known
         for number, cell in enumerate(re.finditer(r" *(\S+)", line[len(head) + 1 :] if bar else "")):
             goes_on = cell[1] == CONTINUATION_MARK
             running[head] = running.get(head, Style()) if goes_on else styles.get(cell[1], Style())

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shardformer.errors import ConfigError, check_names
+from shardformer.errors import ConfigError
 
 if TYPE_CHECKING:
     from rich.console import Console, JustifyMethod
@@ -25,7 +23,11 @@ def plot(
     ],
     out: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="The plot, as .png or .svg. By default curves.png in the run's folder."),
+        typer.Option(
+            metavar="FILE",
+            help="The plot, as .png or .svg. By default curves.png: of one run in its folder, of several runs in the "
+            "working directory.",
+        ),
     ] = None,
     values: Annotated[
         str, typer.Option(metavar="NAMES", help="The metrics to plot, as loss,grad_norm. By default all.")
@@ -35,24 +37,30 @@ def plot(
     from rich.console import Console
 
     from shardformer.pipeline.schedule_chart import check_chart_file
-    from shardformer.training.metrics_log import find_metrics_file, read_records
-    from shardformer.training.metrics_plot import draw_metrics, list_panels
+    from shardformer.training.metrics_plot import (
+        check_metric_names,
+        describe_differences,
+        draw_metrics,
+        list_metrics,
+        read_runs,
+    )
 
-    _check_duplicates([find_metrics_file(path) for path in runs])
-    found = {name: read_records(path) for name, path in zip(_run_names(runs), runs)}
-    known = list_panels(found)
-    if not known:
+    found = read_runs(runs)
+    if not list_metrics(found):
         raise ConfigError(
             f"No metrics are recorded in {', '.join(map(str, runs))}",
             remedy="Wait for the first step, or pass another run",
         )
-    selected = _parse_metric_names(values, known)
+    names = [name.strip() for name in values.split(",")] if values else []
+    selected = check_metric_names(names, found, "--values")
     path = out if out is not None else _default_output_folder(runs) / "curves.png"
     has_matplotlib = find_spec("matplotlib") is not None
     if has_matplotlib:
         check_chart_file(path)
     console = Console(highlight=False)
     _print_tables(console, found)
+    for line in describe_differences(found):
+        _print_line(console, line, wraps=True)
     if has_matplotlib:
         draw_metrics(found, path, selected or None)
         _print_line(console, f"Plot saved to {path}")
@@ -62,36 +70,10 @@ def plot(
         _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 
 
-def _parse_metric_names(values: str, known: Sequence[str]) -> list[str]:
-    """Parse metric names such as ``loss,grad_norm``. Raises ConfigError for a metric that was not recorded."""
-    names = list(dict.fromkeys(name.strip() for name in values.split(",")))
-    if names == [""]:
-        return []
-    rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
-    check_names(names, known, "--values has no metric", rule)
-    return names
-
-
 def _default_output_folder(runs: list[Path]) -> Path:
     if len(runs) > 1:
         return Path()
     return runs[0] if runs[0].is_dir() else runs[0].parent
-
-
-def _check_duplicates(files: list[Path]) -> None:
-    real = [file.resolve() for file in files]
-    if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
-
-
-def _run_names(runs: list[Path]) -> list[str]:
-    """Name each run by the shortest end of its path that distinguishes it from the other runs."""
-    parts = [Path(os.path.abspath(path)).parts for path in runs]
-    parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
-    count = 1
-    while count < max(map(len, parts)) and len({part[-count:] for part in parts}) < len(runs):
-        count += 1
-    return [os.path.join(*part[-count:]) for part in parts]
 
 
 def _print_tables(console: Console, runs: Runs) -> None:

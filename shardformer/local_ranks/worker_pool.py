@@ -69,8 +69,8 @@ class WorkerPool:
         check_int("threads", threads)
         self.num_workers, self.timeout_s, self.grace_s = num_workers, timeout_s, grace_s
         self._threads, self._imports = threads, tuple(imports)
-        self._workers: list[_Worker] = []
-        self._group_address: _GroupAddress | None = None
+        self._workers: list[Worker] = []
+        self._group_address: GroupAddress | None = None
         self._closed = False
 
     def run(self, fn: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -113,7 +113,10 @@ class WorkerPool:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall]) -> list[R]:
+    def _start_worker(self, rank: int) -> Worker:
+        return Worker(rank, _fork_server_context(self._imports), self._threads)
+
+    def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
             raise LaunchError("run() was called on a closed WorkerPool", remedy="Create a new WorkerPool")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
@@ -122,7 +125,7 @@ class WorkerPool:
                 self._kill()
             if not self._workers:
                 for rank in range(self.num_workers):
-                    self._workers.append(_Worker(rank, self._threads, self._imports))
+                    self._workers.append(self._start_worker(rank))
                 self._create_group()
             replies = self._call_workers(name, calls, self.timeout_s)
             if any(reply.regroup for reply in replies):
@@ -134,7 +137,7 @@ class WorkerPool:
         return [pickle.loads(reply.result) for reply in replies]
 
     def _create_group(self) -> None:
-        before, self._group_address = self._group_address, _GroupAddress()
+        before, self._group_address = self._group_address, GroupAddress()
         name = "the start of the group"
         call = RemoteCall.of(worker_process.join_group, (self._group_address.store, self._imports), {})
         try:
@@ -143,7 +146,7 @@ class WorkerPool:
             if before:
                 before.release()
 
-    def _call_workers(self, name: str, calls: Sequence[RemoteCall], timeout_s: float) -> list[RemoteReply]:
+    def _call_workers(self, name: str, calls: Sequence[RemoteCall | None], timeout_s: float) -> list[RemoteReply]:
         """Send one call to each worker and return the replies. Raises WorkerError if some ranks fail."""
         assert self._group_address is not None
         env = {
@@ -201,17 +204,22 @@ class WorkerPool:
         self._workers, self._group_address = [], None
 
 
-class _Worker:
-    """Handle of one worker process in the parent: a pipe for calls, and a pipe for stack traces."""
+class Worker:
+    """Handle of one worker process in the parent: a pipe for calls, and a pipe for stack traces.
 
-    def __init__(self, rank: int, threads: int, imports: Sequence[str]) -> None:
-        context = _fork_server_context(imports)
+    Args:
+        context: multiprocessing context that starts the process.
+        inherited: function that the process inherits, if the context forks this process.
+    """
+
+    def __init__(self, rank: int, context: Any, threads: int, inherited: Callable[[], Any] | None = None) -> None:
         self.rank = rank
         self.calls, calls = context.Pipe()
         self._stack, stack = context.Pipe(duplex=False)
-        args = (threads, dict(os.environ), calls, stack)
+        args = (threads, dict(os.environ), calls, stack, inherited)
+        is_daemon = inherited is None  # a daemon cannot start processes, such as those of a DataLoader
         self.process: BaseProcess = context.Process(
-            target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=True
+            target=worker_process.serve_calls, args=args, name=f"worker-{rank}", daemon=is_daemon
         )
         self.process.start()
         calls.close()  # only the process keeps these ends, so the pipes end with it
@@ -289,7 +297,7 @@ def start_fork_server(imports: Sequence[str]) -> None:
         forkserver.ensure_running()
 
 
-class _GroupAddress:
+class GroupAddress:
     """File store of a pool's process group, and a reserved port for groups that functions create."""
 
     def __init__(self) -> None:

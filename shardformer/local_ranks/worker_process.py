@@ -59,9 +59,12 @@ class RemoteCall:
 
 @dataclass(frozen=True)
 class RemoteRequest:
-    """Request to a worker: a call, the parent's import path, and the environment variables of the rank."""
+    """Request to a worker: a call, the parent's import path, and the environment variables of the rank.
 
-    call: RemoteCall
+    ``call`` is None for the function that a forked worker inherited from its parent.
+    """
+
+    call: RemoteCall | None
     path: tuple[str, ...]
     env: Mapping[str, str]
 
@@ -94,6 +97,14 @@ class _Pickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if callable(obj):
             name = getattr(obj, "__module__", None)
+            if name == "__main__" and not hasattr(sys.modules[name], "__file__"):
+                raise ConfigError(
+                    f"{getattr(obj, '__qualname__', obj)} of a notebook or interactive session cannot be sent to "
+                    "worker processes",
+                    rule="Worker processes import functions and classes from a file",
+                    remedy="Write it to a file with %%writefile my_functions.py and import it from there, or call "
+                    "shardformer.notebook_launcher, whose processes inherit the functions of the notebook",
+                )
             file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
             if file and name != "__main__":
                 self.sources[str(name)] = file
@@ -104,9 +115,18 @@ class _Pickler(pickle.Pickler):
 
 
 def serve_calls(
-    threads: int, env: Mapping[str, str], calls: connection.Connection, stack: connection.Connection
+    threads: int,
+    env: Mapping[str, str],
+    calls: connection.Connection,
+    stack: connection.Connection,
+    inherited: Callable[[], Any] | None = None,
 ) -> None:
-    """Run the calls that arrive on the pipe until the parent closes it. ``env`` is the parent's environment."""
+    """Run the calls that arrive on the pipe until the parent closes it.
+
+    Args:
+        env: environment of the parent.
+        inherited: function to call for a request without a call, if this process was forked from the parent.
+    """
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     faulthandler.enable(stack.fileno())
     faulthandler.register(signal.SIGUSR1, stack.fileno())
@@ -123,7 +143,10 @@ def serve_calls(
             destroy_process_group()
             return
         _reset_process({**home, **request.env}, request.path, threads)
-        calls.send_bytes(pickle.dumps(_run_call(request.call)))
+        reply = _run_call(request.call, inherited)
+        if inherited is not None:
+            sys.stdout.flush()  # a notebook shows the output when it is flushed
+        calls.send_bytes(pickle.dumps(reply))
         del request
 
 
@@ -158,13 +181,13 @@ def _reset_process(env: Mapping[str, str], path: Sequence[str], threads: int) ->
     seed_random(0)
 
 
-def _run_call(call: RemoteCall) -> RemoteReply:
+def _run_call(call: RemoteCall | None, inherited: Callable[[], Any] | None) -> RemoteReply:
     world = dist.group.WORLD
     try:
-        for name, file in call.sources.items():
+        for name, file in call.sources.items() if call else ():
             if name not in sys.modules:
                 _import_module(name, file)
-        fn, args, kwargs = pickle.loads(call.payload)
+        fn, args, kwargs = pickle.loads(call.payload) if call else (inherited, (), {})
         result = fn(*args, **kwargs)
         buffer = io.BytesIO()
         _Pickler(buffer).dump(result)

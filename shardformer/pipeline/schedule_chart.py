@@ -27,6 +27,7 @@ ACTION_STYLES = {
 }
 CONTINUATION_MARK = "--"
 MAX_COLUMNS = 2**15
+MAX_BANDS = 5
 SUFFIXES = (".svg", ".png")
 _IDLE_COLOR = "#EDEDED"
 _COLUMN_AND_MAX_WIDTH = 0.3, 40.0  # inches
@@ -41,7 +42,8 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     names the chunk: ``F3b``.
 
     Args:
-        width: maximum line length, beyond which the grid wraps; None for no limit.
+        width: maximum line length, beyond which the grid wraps into bands; None for no limit. Of more than five bands,
+            the first two and the last two are printed, because the pattern repeats.
     """
     rows, unit = _layout_cells(schedule, timeline), _shortest_action(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
@@ -50,7 +52,13 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     in_band = columns if width is None else max(1, (width - len(row_labels[0])) // cell)
     in_band -= in_band % 5 if 5 < in_band < columns else 0  # bands start at a time label
     lines = []
-    for first in range(0, columns, in_band):
+    bands = range(0, columns, in_band)
+    omitted = bands[2:-2] if len(bands) > MAX_BANDS else ()
+    for first in bands:
+        if omitted and first in omitted:
+            if first == omitted[0]:
+                lines += [f"  ...  time {first * unit:g} to {bands[-2] * unit:g} is not shown", ""]
+            continue
         times = [f"{i * unit:<{5 * cell}g}" for i in range(first, min(first + in_band, columns), 5)]
         lines.append("time   ".rjust(len(row_labels[0]) + 1) + "".join(times).rstrip())
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
@@ -142,8 +150,13 @@ def check_chart_file(path: Path) -> None:
             f"The chart file {str(path)!r} is a folder or is not in a writable folder",
             remedy="Create the folder first, or choose another path",
         )
+    check_matplotlib(f"The chart {str(path)!r}")
+
+
+def check_matplotlib(what: str) -> None:
+    """Raise ConfigError if matplotlib, which ``what`` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"The chart {str(path)!r} needs matplotlib", remedy="Run pip install 'shardformer[plot]'")
+        raise ConfigError(f"{what} needs matplotlib", remedy="Run pip install 'shardformer[plot]'")
 
 
 @contextmanager

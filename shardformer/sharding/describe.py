@@ -7,6 +7,7 @@ import textwrap
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from html import escape
 from itertools import accumulate, groupby, zip_longest
 from math import prod
 from typing import Any
@@ -347,6 +348,45 @@ class ShardingDescription:
         return "\n".join([*lines, *[f"\n{note}" for note in self.notes]])
 
 
+def format_summary(title: str, rows: Mapping[str, str]) -> str:
+    """Format a title and named values as text.
+
+    >>> print(format_summary("Engine of GPT2LMHeadModel", {"layout": "tensor=2", "steps": "60"}))
+    Engine of GPT2LMHeadModel
+      layout  tensor=2
+      steps   60
+    """
+    return "\n".join([title, *(f"  {line}" for line in align_columns(list(rows.items())))])
+
+
+def format_summary_as_html(title: str, rows: Mapping[str, str]) -> str:
+    """Format a title and named values as an HTML table, for notebooks."""
+    cell = '<td style="text-align: left">'
+    body = "".join(f"<tr>{cell}{escape(name)}</td>{cell}{escape(value)}</td></tr>" for name, value in rows.items())
+    return f"<table><caption>{escape(title)}</caption>{body}</table>"
+
+
+def count_parameters(model: nn.Module) -> tuple[int, int]:
+    """Return the number of parameters of the full model, and the number that this rank stores.
+
+    Replicated parameters count on each rank. Under ZeRO stage 3, this rank's number includes the shards that it gathers
+    from other ranks.
+    """
+    state = metadata_of(model)
+    local = sum(p.numel() for p in model.parameters())
+    if state.stages is not None and state.stages.manager.num_stages > 1:
+        return state.stages.num_parameters, local
+    return sum(prod(entry.spec.shape) for entry in state.entries), local
+
+
+def sharded_extra_repr(self: nn.Module) -> str:
+    """Add a line about the sharding to the printed form of a sharded model."""
+    total, local = count_parameters(self)
+    own, context = type(self).extra_repr(self), str(metadata_of(self).context)
+    line = f"# sharded over {context}: {local:,} of {total:,} parameters on this rank"
+    return f"{own}\n{line}" if own else line
+
+
 def describe_sharding(model: nn.Module) -> ShardingDescription:
     """Describe a sharded model: its policy, replaced modules, full and local shapes, and replicated parameters.
 
@@ -377,8 +417,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
             of = (pattern(name), _format_shape(p.shape))
             count, size = replicated.get(of, (0, 0))
             replicated[of] = (count + 1, size + p.numel())
-    here = sum(prod(specs[n].shape) for n, _ in model.named_parameters())
-    total = max(here if stages is None else stages.num_parameters, 1)
+    total = max(count_parameters(model)[0], 1)
     rows_of_stages = [] if stages is None else make_stage_rows(stages)
     return ShardingDescription(
         _format_title(model, state, total),

@@ -8,5 +8,6 @@ from shardformer.public_names import lazy_names
 
 if TYPE_CHECKING:
     from shardformer.training.data_loader import ShardedDataLoader as ShardedDataLoader
+    from shardformer.training.metrics_plot import plot_metrics as plot_metrics
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -32,6 +32,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline.pipeline import Pipeline, evaluating
 from shardformer.public_names import renamed_arguments, renamed_parameters
+from shardformer.sharding.describe import count_parameters, format_summary, format_summary_as_html
 from shardformer.torch_compat import is_true
 from shardformer.training.data_loader import ShardedDataLoader, is_batch_list, move_to_device, to_forward_arguments
 from shardformer.weights.save_pretrained import export_pretrained
@@ -89,9 +90,11 @@ class Engine:
         optimizers: The user's optimizers, or the sharded optimizers that wrap them. Empty for evaluation only.
         scheduler: The user's scheduler.
         scheduler_every: When the scheduler steps: after each "step" or each "epoch".
-        data: Training data of this rank, or None.
+        data: Training data of this rank. Raises ConfigError if the engine has none.
+        has_data: Whether the engine has training data.
         pipeline: Pipeline that runs every batch.
         parallel: Configuration of the layout.
+        layout: The layout in short, such as ``tensor=2, data=2``.
         context: Process grid.
         steps: Number of training steps, including skipped steps.
         skipped: Number of steps without an update because gradients were not finite.
@@ -111,7 +114,7 @@ class Engine:
         scheduler: Any = None,
         has_target: bool = False,
     ) -> None:
-        self.data: ShardedDataLoader | None = None
+        self._data: ShardedDataLoader | None = None
         self.adopt(model, optimizers, pipeline, parallel, context)
         self.scheduler, self.scheduler_every = scheduler, "step"
         self._has_target = has_target
@@ -124,7 +127,43 @@ class Engine:
         self._saving: AsyncSave | None = None
         self.rebuild: Callable[[Any], ReshardStats] | None = None
 
+    def __repr__(self) -> str:
+        return format_summary(*self.summary())
+
+    def _repr_html_(self) -> str:
+        return format_summary_as_html(*self.summary())
+
+    def summary(self) -> tuple[str, dict[str, str]]:
+        """Return a title and the rows of a table about the engine and its progress. Communicates nothing."""
+        total, local = count_parameters(self.model)
+        kinds = [type(inner).__name__ for each in self.optimizers for inner in getattr(each, "inner", (each,))]
+        return f"Engine of {type(self.model).__name__}", {
+            "layout": f"{self.layout} (rank {self.context.rank} of {self.world.size})",
+            "parameters": f"{total:,}, of which {local:,} on this rank",
+            "optimizer": ", ".join(dict.fromkeys(kinds)) or "none, for evaluation",
+            "data": f"batches of {self.data.batch_size}, epoch {self.data.epoch}" if self.has_data else "none",
+            "steps": str(self.steps),
+        }
+
+    @property
+    def layout(self) -> str:
+        """The layout in short, such as ``tensor=2, data=2, zero_stage=1``."""
+        return self.parallel.describe({axis.name: axis.size for axis in self.context.base_axes})
+
     # --- a step
+
+    @property
+    def has_data(self) -> bool:
+        return self._data is not None
+
+    @property
+    def data(self) -> ShardedDataLoader:
+        if self._data is None:
+            raise ConfigError(
+                "The engine has no training data",
+                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32)",
+            )
+        return self._data
 
     @property
     def optimizer(self) -> Any:
@@ -160,7 +199,7 @@ class Engine:
                 "The engine cannot train without an optimizer",
                 remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only",
             )
-        compare_step_call(call, self.world, self.data.facts() if self.data is not None else None)
+        compare_step_call(call, self.world, self.data.facts() if self.has_data else None)
         self._notify("before_forward")
         try:
             self._pending_loss = self._average_over_data_ranks(self.pipeline.step(batch))
@@ -358,7 +397,7 @@ class Engine:
 
     def set_data(self, data: ShardedDataLoader) -> None:
         """Replace the training data of the engine, and step epoch-wise schedulers after each of its epochs."""
-        self.data = data
+        self._data = data
         data.on_epoch_end = self._end_epoch
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
@@ -412,7 +451,7 @@ class Engine:
         self._check_between_steps("engine.save")
         wait_for_all_ranks("engine.save", self.world)
         self.wait()
-        if position is None and self.data is not None:
+        if position is None and self.has_data:
             position = self.data.state()
         options = {
             "step": self.steps,
@@ -450,10 +489,10 @@ class Engine:
         """Load a checkpoint and pass it to ``take``. If either step fails, the engine keeps its previous state."""
         wait_for_all_ranks("engine.load", self.world)
         self.wait()
-        before = self.steps, self.skipped, None if self.data is None else self.data.state()
+        before = self.steps, self.skipped, self.data.state() if self.has_data else None
 
         def restore(steps: int, skipped: int, position: Any) -> None:
-            if self.data is not None and position is not None:
+            if self.has_data and position is not None:
                 self.data.load_state(position)
             self.steps, self.skipped = steps, skipped
 
@@ -512,7 +551,7 @@ class Engine:
         if (monitor := metadata_of(model).monitor) is not None:
             monitor.has_several_optimizers = sum(len(getattr(each, "inner", (each,))) for each in optimizers) > 1
         _ = self.world  # connects all ranks now, because later only some ranks may reach a collective
-        if self.data is not None:
+        if self.has_data:
             self.data.shard_over(context)
 
     @renamed_parameters({"folder": "directory"})

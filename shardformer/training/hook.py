@@ -72,60 +72,62 @@ class Hook:
     ``trainer.stop()`` on at least one rank. Before a hook communicates, all ranks must call ``trainer.agree()``;
     otherwise ranks could wait for a rank on which another hook failed. Do not communicate from ``before_forward`` to
     ``after_optimizer_step``.
+
+    The base class types ``trainer`` as Any, so that a subclass may annotate it as ``shardformer.Trainer``.
     """
 
-    def setup(self, trainer: TrainerProtocol) -> None:
+    def setup(self, trainer: Any) -> None:
         """Called at the start of ``fit``, before all other methods. The Checkpoint hook loads a checkpoint here."""
 
-    def before_train(self, trainer: TrainerProtocol) -> None:
+    def before_train(self, trainer: Any) -> None:
         """Called before the first step of ``fit``. After resuming, ``trainer.step`` is not 0."""
 
-    def before_epoch(self, trainer: TrainerProtocol) -> None:
+    def before_epoch(self, trainer: Any) -> None:
         """Called before the first batch of an epoch. A resumed run calls it in the middle of the epoch."""
 
-    def before_step(self, trainer: TrainerProtocol) -> None:
+    def before_step(self, trainer: Any) -> None:
         """Called when ``trainer.batch`` contains the local batch of the next step."""
 
-    def before_forward(self, trainer: TrainerProtocol) -> None:
+    def before_forward(self, trainer: Any) -> None:
         """Called before the forward pass of a training step."""
 
-    def after_backward(self, trainer: TrainerProtocol) -> None:
+    def after_backward(self, trainer: Any) -> None:
         """Called after the gradients are computed. ZeRO stores them in its own buffers, not in ``param.grad``."""
 
-    def before_optimizer_step(self, trainer: TrainerProtocol) -> None:
+    def before_optimizer_step(self, trainer: Any) -> None:
         """Called before gradient clipping and the weight update."""
 
-    def after_optimizer_step(self, trainer: TrainerProtocol) -> None:
+    def after_optimizer_step(self, trainer: Any) -> None:
         """Called after the weights are updated and the gradients are cleared."""
 
-    def after_step(self, trainer: TrainerProtocol) -> None:
+    def after_step(self, trainer: Any) -> None:
         """Called after each training step. Read ``trainer.loss``, and add your own metrics to ``trainer.values``."""
 
-    def before_validation(self, trainer: TrainerProtocol) -> None:
+    def before_validation(self, trainer: Any) -> None:
         """Called before the validation data is evaluated."""
 
-    def on_validation_batch(self, trainer: TrainerProtocol, batch: Any) -> None:
+    def on_validation_batch(self, trainer: Any, batch: Any) -> None:
         """Called on all ranks after each validation batch, in eval mode."""
 
-    def after_validation(self, trainer: TrainerProtocol) -> None:
+    def after_validation(self, trainer: Any) -> None:
         """Called after validation. ``trainer.values`` contains ``validation/loss`` and the metrics of earlier hooks."""
 
-    def before_save(self, trainer: TrainerProtocol) -> None:
+    def before_save(self, trainer: Any) -> None:
         """Called before a checkpoint is saved."""
 
-    def after_save(self, trainer: TrainerProtocol) -> None:
+    def after_save(self, trainer: Any) -> None:
         """Called after a checkpoint is saved, or after saving in the background has started."""
 
-    def after_epoch(self, trainer: TrainerProtocol) -> None:
+    def after_epoch(self, trainer: Any) -> None:
         """Called after the last batch of an epoch."""
 
-    def on_signal(self, trainer: TrainerProtocol) -> None:
+    def on_signal(self, trainer: Any) -> None:
         """Called on all ranks after any rank received SIGTERM or SIGINT. The run stops afterwards."""
 
-    def on_exception(self, trainer: TrainerProtocol) -> None:
+    def on_exception(self, trainer: Any) -> None:
         """Called when the error ``trainer.problem`` ends the run. Do not communicate: other ranks may not call it."""
 
-    def after_train(self, trainer: TrainerProtocol) -> None:
+    def after_train(self, trainer: Any) -> None:
         """Called at the end of the run, unless an error ended it."""
 
     def state(self) -> Any:

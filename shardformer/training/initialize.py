@@ -226,7 +226,7 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
             remedy="Pass the unsharded model to initialize",
         )
     context = _make_resharded_context(engine.context, config)
-    if engine.data is not None:
+    if engine.has_data:
         engine.data.check_ranks(context.data.size)
     changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)

@@ -2,6 +2,7 @@
 
     {"step": 10, "epoch": 0, "seconds": 4.2, "values": {"loss": 3.25, "tokens_per_s": 51200.0, "grad_norm": "nan"}}
 
+The first record after a start, a resume or a change of the layout also has the key "layout", as in "tensor=2, data=2".
 JSON has no NaN and infinity, so they are written as "nan", "inf" and "-inf".
 """
 
@@ -35,12 +36,15 @@ class MetricsRecord:
         seconds: Seconds since the run started.
         values: Metrics by name. Plots have titles for loss, learning_rate, tokens_per_s, flops_per_s, memory_bytes and
             grad_norm. The prefix "validation/", as in validation/loss, marks metrics of the validation data.
+        layout: Parallel layout, as in "tensor=2, data=2", if this is the first record after a start, a resume or a
+            change of the layout. Otherwise empty.
     """
 
     step: int
     epoch: int
     seconds: float
     values: dict[str, float]
+    layout: str = ""
 
 
 class MetricsWriter:
@@ -126,6 +130,7 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
 def _to_json_line(record: MetricsRecord) -> str:
     values = {name: _to_json(value) for name, value in record.values.items()}
     line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
+    line |= {"layout": record.layout} if record.layout else {}
     return json.dumps(line, allow_nan=False) + "\n"
 
 
@@ -140,6 +145,7 @@ def _parse_record(line: bytes) -> MetricsRecord:
         found = json.loads(line.decode("utf-8"))
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+    layout = found.pop("layout", "") if isinstance(found, dict) else ""
     if not isinstance(found, dict) or sorted(found) != sorted(_KEYS):
         raise ValueError(f"its keys are not {', '.join(_KEYS)}")
     for name in ("step", "epoch"):
@@ -147,8 +153,10 @@ def _parse_record(line: bytes) -> MetricsRecord:
             raise ValueError(f"{name} is not an integer")
     if not isinstance(found["values"], dict):
         raise ValueError("values is not an object")
+    if not isinstance(layout, str):
+        raise ValueError("layout is not a string")
     values = {name: _to_float(name, value) for name, value in found["values"].items()}
-    return MetricsRecord(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values)
+    return MetricsRecord(found["step"], found["epoch"], _to_float("seconds", found["seconds"]), values, layout)
 
 
 def _to_float(name: str, value: Any) -> float:

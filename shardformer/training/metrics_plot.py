@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import os
 from collections.abc import Callable, Mapping, Sequence
 from math import ceil, isfinite, log10
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from shardformer.errors import ConfigError
-from shardformer.pipeline.schedule_chart import check_chart_file, replace_chart_file
-from shardformer.training.metrics_log import MetricsRecord
+from shardformer.errors import ConfigError, check_names
+from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
+from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -31,7 +33,8 @@ _TITLES = {
     "flops_per_s": "FLOP per second",
     "grad_norm": "norm of the gradients",
 }
-FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s"}
+FROM_ZERO = {"tokens_per_s", "memory_bytes", "flops_per_s", "learning_rate"}
+_SAME_CURVE = {"samples_per_s", "flops_per_s"}  # proportional to tokens_per_s
 _NEVER_SMOOTHED = {"memory_bytes", "learning_rate"}
 _LOG_IF_WIDE = {"loss", "grad_norm"}
 _WIDE = 100.0  # ratio of largest to smallest value above which an axis is logarithmic
@@ -39,10 +42,46 @@ _MANY_POINTS = 100  # number of points above which a curve is smoothed
 # Palette of Okabe and Ito without yellow, which is too light for a line.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#444444")
 _INK, _GRID = "#444444", "#E4E4E4"
+_STYLE = {"svg.hashsalt": "shardformer", "agg.path.chunksize": 10_000, "font.size": 9, "text.parse_math": False}
+_COINCIDE = 0.005  # curves closer than this share of a panel's height are drawn as dashes of both colors
+_DASH = 4.0  # length of a dash, in line widths
+_EQUAL = 1e-3  # largest relative difference of losses that the legend states
+
+
+def read_runs(paths: Sequence[str | Path]) -> Runs:
+    """Read the records of runs. A run is named by the shortest end of its path that distinguishes it from the others.
+
+    Args:
+        paths: Output folders of training runs, or their record files.
+
+    Raises:
+        ConfigError: A folder has no run, or a run is passed twice.
+    """
+    files = [find_metrics_file(path) for path in paths]
+    real = [file.resolve() for file in files]
+    if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
+        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
+    return dict(zip(name_runs([Path(path) for path in paths]), map(read_records, files)))
+
+
+def name_runs(runs: Sequence[Path]) -> list[str]:
+    """Name each run by the shortest end of its path that distinguishes it from the other runs."""
+    parts = [Path(os.path.abspath(path)).parts for path in runs]
+    parts = [p[:-1] if path.is_file() and p[-1] == "records.jsonl" else p for path, p in zip(runs, parts)]
+    count = 1
+    while count < max(map(len, parts)) and len({part[-count:] for part in parts}) < len(runs):
+        count += 1
+    return [os.path.join(*part[-count:]) for part in parts]
 
 
 def list_panels(runs: Runs) -> list[str]:
-    """Return the metric names to plot, one per panel: well-known metrics such as loss first, then all other metrics.
+    """Return the metrics to plot by default: all of ``list_metrics``, but only one of those that measure the speed."""
+    names = list_metrics(runs)
+    return [name for name in names if name not in _SAME_CURVE or "tokens_per_s" not in names]
+
+
+def list_metrics(runs: Runs) -> list[str]:
+    """Return the recorded metrics, one per panel: well-known metrics such as loss first, then all other metrics.
 
     A validation metric shares the panel of its training metric: validation/loss is drawn with loss.
     """
@@ -113,21 +152,113 @@ def panel_title(name: str) -> str:
     return _TITLES.get(name, name.replace("_", " "))
 
 
+class LayoutChange(NamedTuple):
+    """A resume or a change of the parallel layout: the last step before it, and text that describes it."""
+
+    step: int
+    text: str
+
+
+def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
+    """Return where a run was resumed or changed its parallel layout."""
+    changes, layout, step = [], "", 0
+    for record in records:
+        if record.layout and layout:
+            changes.append(LayoutChange(step, record.layout if record.layout != layout else "resumed"))
+        layout, step = record.layout or layout, record.step
+    return changes
+
+
+def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRecord]) -> tuple[float, int] | None:
+    """Return the largest relative difference of two runs' losses, and the number of steps that both recorded."""
+    one, two = (dict(zip(*drop_nonfinite(metric_series(each, "loss")))) for each in (records, others))
+    common = one.keys() & two.keys()
+    scale = {step: max(abs(one[step]), abs(two[step])) or 1.0 for step in common}
+    return (max(abs(one[step] - two[step]) / scale[step] for step in common), len(common)) if common else None
+
+
+def describe_differences(runs: Runs) -> list[str]:
+    """Return a line for each run after the first that compares its losses with those of the first run."""
+    (first, records), *others = runs.items()
+    found = ((run, loss_difference(records, each)) for run, each in others)
+    return [
+        f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
+        for run, each in found
+        if each is not None
+    ]
+
+
+def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
+    """Return for each run its place among the runs whose curves of a metric coincide, and the number of these runs."""
+    series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
+    values = [value for each in series for value in each.values()]
+    bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
+    groups: list[list[int]] = []
+    for number, curve in enumerate(series):
+        for group in groups:
+            common = series[group[0]].keys() & curve.keys()
+            if common and all(abs(series[group[0]][step] - curve[step]) <= bound for step in common):
+                group.append(number)
+                break
+        else:
+            groups.append([number])
+    places = {number: (place, len(group)) for group in groups for place, number in enumerate(group)}
+    return [places[number] for number in range(len(series))]
+
+
 # ----------------------------------------------------------------------------------------------------------- the chart
 
 
-def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
-    """Plot the metrics of runs, with one panel per metric, and save the chart as an .svg or .png file.
+def plot_metrics(*runs: str | Path, metrics: Sequence[str] | None = None) -> Figure:
+    """Plot the metrics of one or more training runs. In a notebook, the returned figure is displayed.
 
-    Each run has a color. Validation metrics are dashed. A curve of more than 100 points is drawn as a moving average
-    over the recorded values. A cross on the lower edge marks a value that is not finite.
+    >>> shardformer.training.plot_metrics("runs/a", "runs/b", metrics=["loss"])                   # doctest: +SKIP
+
+    Args:
+        runs: Output folders of training runs, or their records.jsonl.
+        metrics: Metrics to plot, one panel each. None plots all.
+
+    Returns:
+        A matplotlib figure, which ``savefig`` saves to a file.
+
+    Raises:
+        ConfigError: A folder has no run, a metric was not recorded, or matplotlib is not installed.
+    """
+    check_matplotlib("plot_metrics")
+    found = read_runs(runs)
+    names = None if metrics is None else check_metric_names(metrics, found, "metrics")
+    return make_figure(found, names)
+
+
+def check_metric_names(names: Sequence[str], runs: Runs, argument: str) -> list[str]:
+    """Return the names without duplicates. Raises ConfigError for a metric that was not recorded."""
+    rule = "Only recorded metrics can be plotted. Validation metrics are plotted with those of training"
+    check_names(names, list_metrics(runs), f"{argument} has no metric", rule)
+    return list(dict.fromkeys(names))
+
+
+def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> None:
+    """Plot the metrics of runs with ``make_figure``, and save the chart as an .svg or .png file."""
+    check_chart_file(path)
+    figure = make_figure(runs, names)
+    import matplotlib
+
+    with matplotlib.rc_context(_STYLE), replace_chart_file(path) as hidden:
+        figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+
+
+def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
+    """Plot the metrics of runs, with one panel per metric and the same steps in each panel.
+
+    Each run has a color, and curves that coincide are drawn as dashes of all their colors. Validation metrics are
+    dashed, and a star marks the lowest validation loss. A vertical line marks a resume or a change of the layout. A
+    curve of more than 100 points is drawn as a moving average over the recorded values. A cross on the lower edge marks
+    a value that is not finite.
 
     Args:
         runs: Records by run name.
-        path: File to write.
-        names: Metrics to draw. None draws all.
+        names: Metrics to draw. None draws those of ``list_panels``.
     """
-    check_chart_file(path)
     names = list(names) if names is not None else list_panels(runs)
     if not names:
         where = ", ".join(runs) or "no run"
@@ -139,8 +270,7 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
     columns = 1 if len(names) == 1 else 2 if len(names) <= 4 else 3
     rows = ceil(len(names) / columns)
     size = (7.5, 11.0, 14.5)[columns - 1], (4.2, 3.1, 2.9)[columns - 1] * rows + 0.5
-    style = {"svg.hashsalt": "shardformer", "agg.path.chunksize": 10_000, "font.size": 9, "text.parse_math": False}
-    with matplotlib.rc_context(style):
+    with matplotlib.rc_context(_STYLE):
         figure = Figure(figsize=size)
         figure.set_layout_engine("constrained", w_pad=0.1, h_pad=0.1)
         FigureCanvasAgg(figure)
@@ -149,22 +279,29 @@ def draw_metrics(runs: Runs, path: Path, names: Sequence[str] | None = None) -> 
         for number, name in enumerate(names):
             place = divmod(number + wide - 1, columns)
             cell = grid[0, :wide] if number == 0 else grid[place]
-            is_lowest = number + columns >= len(names)
-            _draw_panel(figure.add_subplot(cell), runs, name, is_lowest)
+            axes = figure.add_subplot(cell)
+            _draw_panel(axes, runs, name)
+            _draw_layout_changes(axes, runs, has_text=number == 0)
+            axes.set_xlabel("step" if number + columns >= len(names) else "", color=_INK)
         _draw_legend(figure, runs, names)
-        with replace_chart_file(path) as hidden:
-            figure.savefig(hidden, dpi=150, metadata={"Date": None} if path.suffix.lower() == ".svg" else {})
+    vars(figure)["_repr_png_"] = lambda: _to_png(figure)  # notebooks display it without pyplot
+    return figure
 
 
-def _draw_panel(axes: Axes, runs: Runs, name: str, has_axis_label: bool) -> None:
-    from matplotlib.ticker import MaxNLocator
+def _to_png(figure: Figure) -> bytes:
+    import matplotlib
 
-    for color, records in zip(_choose_colors(len(runs)), runs.values()):
+    with matplotlib.rc_context(_STYLE), io.BytesIO() as file:
+        figure.savefig(file, dpi=100, format="png")
+        return file.getvalue()
+
+
+def _draw_panel(axes: Axes, runs: Runs, name: str) -> None:
+    places = zip(find_coinciding(runs, name), find_coinciding(runs, VALIDATION + name))
+    for color, records, (place, validation_place) in zip(_choose_colors(len(runs)), runs.values(), places):
         trained, validated = metric_series(records, name), metric_series(records, VALIDATION + name)
-        _draw_curve(axes, trained, color, name)
-        steps, losses = drop_nonfinite(validated)
-        marker = "o" if len(steps) <= 40 else ""
-        axes.plot(steps, losses, "--", color=color, marker=marker, markersize=3.5, linewidth=1.3)
+        _draw_curve(axes, trained, color, name, place)
+        _draw_validation(axes, drop_nonfinite(validated), color, validation_place, has_best=name == "loss")
         for steps, recorded in (trained, validated):
             bad = steps[~np.isfinite(recorded)]
             if len(bad):  # an empty line breaks the constrained layout
@@ -175,33 +312,74 @@ def _draw_panel(axes: Axes, runs: Runs, name: str, has_axis_label: bool) -> None
     if uses_log_scale(name, values):
         axes.set_yscale("log")
         axes.yaxis.set_minor_formatter(lambda *_: "")
-    elif name in FROM_ZERO and len(values) and values.min() >= 0:
+    elif len(values) and values.min() >= 0 and (name in FROM_ZERO or np.ptp(values) <= 1e-9 * values.max()):
         axes.set_ylim(bottom=0, top=1.1 * values.max() or 1.0)
     only_validation = all(name not in record.values for records in runs.values() for record in records)
     axes.set_title(
         f"{panel_title(name)} (validation)" if only_validation else panel_title(name), loc="left", fontsize=10
     )
+    _style_axes(axes, runs, _tick_formatter(name, values))
+    if len(values) == 0:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
+
+
+def _style_axes(axes: Axes, runs: Runs, format_value: Callable[[float, float], str]) -> None:
+    """Set the grid, the tick labels, and the range of steps, which is the same in all panels."""
+    from matplotlib.ticker import MaxNLocator
+
     axes.grid(color=_GRID, linewidth=0.7)
     axes.set_axisbelow(True)
     axes.spines[:].set_visible(False)
     axes.spines["bottom"].set(visible=True, color="#BBBBBB")
     axes.tick_params(length=0, colors=_INK)
-    axes.yaxis.set_major_formatter(_tick_formatter(name, values))
+    axes.yaxis.set_major_formatter(format_value)
     axes.xaxis.set_major_formatter(_format_number)
-    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True))
-    if len(values) == 0:
-        axes.set_yticks([])
-        axes.text(0.5, 0.5, "no finite value", transform=axes.transAxes, ha="center", color=_INK)
-    if has_axis_label:
-        axes.set_xlabel("step", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(nbins=6, integer=True, steps=[1, 2, 5, 10]))
+    steps = [record.step for records in runs.values() for record in records] or [0]
+    first, last = min(steps), max(steps)
+    margin = 0.01 * (last - first) or 1
+    axes.set_xlim((0 if first <= 0.1 * last else first) - margin, last + margin)
 
 
-def _draw_curve(axes: Axes, series: Series, color: Any, name: str) -> None:
+def _draw_validation(axes: Axes, series: Series, color: Any, place: tuple[int, int], has_best: bool) -> None:
+    steps, values = series
+    number, count = place
+    dashes = (-2 * number * _DASH, (_DASH, (2 * count - 1) * _DASH))
+    size = 3.5 + 3.0 * (count - 1 - number)  # coinciding points are concentric
+    marker = "o" if len(steps) <= 40 else ""
+    axes.plot(steps, values, linestyle=dashes, color=color, marker=marker, markersize=size, linewidth=1.3)
+    if has_best and len(steps):
+        best = int(values.argmin())
+        style = {"markersize": 9 + size, "markerfacecolor": color, "markeredgecolor": "black", "zorder": 4}
+        style |= {"markeredgewidth": 0.8, "clip_on": False}
+        axes.plot(steps[best], values[best], "*", **style)
+
+
+def _draw_layout_changes(axes: Axes, runs: Runs, *, has_text: bool) -> None:
+    changes = [
+        (change, color)
+        for color, records in zip(_choose_colors(len(runs)), runs.values())
+        for change in layout_changes(records)
+    ]
+    low, high = axes.get_xlim()
+    for number, (change, color) in enumerate(changes):
+        axes.axvline(change.step, color=color, linestyle=":", linewidth=1.2, zorder=1)
+        if has_text:
+            is_right = change.step - low > 0.7 * (high - low)
+            place = (change.step, 0.95 - 0.08 * (number % 6)), (-4 if is_right else 4, 0)
+            text = axes.annotate(change.text, *place, axes.get_xaxis_transform(), "offset points")
+            text.set(color=color if len(runs) > 1 else _INK, fontsize=8.5, ha="right" if is_right else "left", va="top")
+
+
+def _draw_curve(axes: Axes, series: Series, color: Any, name: str, place: tuple[int, int]) -> None:
+    number, count = place
+    dashes = (-number * _DASH, (_DASH, (count - 1) * _DASH)) if number else "solid"  # dashes over the first run's line
     steps, curve = curve_to_plot(name, series)
     if is_smoothed(name, series):
         recorded = np.where(np.isfinite(series[1]), series[1], np.nan)
         axes.plot(steps, recorded, color=color, alpha=0.25, linewidth=0.8)
-    axes.plot(steps, curve, color=color, linewidth=1.6)
+    axes.plot(steps, curve, color=color, linewidth=1.6, linestyle=dashes)
     axes.plot(steps[find_isolated_points(curve)], curve[find_isolated_points(curve)], "o", color=color, markersize=3.5)
 
 
@@ -237,13 +415,25 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
     if len(runs) == 1:
         figure.suptitle(_shorten_run_name(next(iter(runs)), 90), x=0.01, ha="left", fontsize=12)
     else:
-        for color, run in zip(_choose_colors(len(runs)), runs):
-            entries.append((_shorten_run_name(run, 60), Line2D([], [], color=color, linewidth=2)))
+        first = next(iter(runs))
+        for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
+            found = loss_difference(runs[first], records) if run != first else None
+            equal = (
+                f" (loss within {found[0]:.0e} of {_shorten_run_name(first, 30)})"
+                if found and found[0] <= _EQUAL
+                else ""
+            )
+            entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
     trained = [(name, metric_series(records, name)) for records in runs.values() for name in names]
     validated = [metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
     if any(len(steps) for steps, _ in validated):
         line = Line2D([], [], color=_INK, linestyle="--", marker="o", markersize=3.5, linewidth=1.3)
         entries.append(("validation", line))
+    if "loss" in names and any(VALIDATION + "loss" in r.values for records in runs.values() for r in records):
+        star = Line2D([], [], linestyle="", marker="*", markersize=10, color="white", markeredgecolor="black")
+        entries.append(("lowest validation loss", star))
+    if any(layout_changes(records) for records in runs.values()):
+        entries.append(("resume or change of layout", Line2D([], [], color=_INK, linestyle=":", linewidth=1.2)))
     if any(is_smoothed(name, series) for name, series in trained):
         entries.append(("moving average", Line2D([], [], color=_INK, linewidth=1.6)))
         entries.append(("as recorded", Line2D([], [], color=_INK, alpha=0.3, linewidth=1)))

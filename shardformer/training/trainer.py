@@ -16,6 +16,7 @@ from shardformer.checkpoint.load import LoadedCheckpoint
 from shardformer.errors import ConfigError
 from shardformer.launcher.shutdown import is_aborted_by_launcher
 from shardformer.pipeline.pipeline import modes_of, set_modes, start_training
+from shardformer.sharding.describe import format_summary, format_summary_as_html
 from shardformer.training.data_loader import ShardedDataLoader, create_data_loader, is_batch_list
 from shardformer.training.engine import Engine, needs_metric
 from shardformer.training.hook import Hook
@@ -84,6 +85,18 @@ class Trainer:
         self._training_modes: dict[str, bool] = {}
         self._started_at = time.perf_counter()
 
+    def __repr__(self) -> str:
+        return format_summary(*self._summary())
+
+    def _repr_html_(self) -> str:
+        return format_summary_as_html(*self._summary())
+
+    def _summary(self) -> tuple[str, dict[str, str]]:
+        title, rows = self.engine.summary()
+        total = f" of {self.num_steps}" if self.engine.has_data and self.num_steps is not None else ""
+        hooks = ", ".join(self._named_hooks()) or "none"
+        return title.replace("Engine", "Trainer", 1), {**rows, "steps": f"{rows['steps']}{total}", "hooks": hooks}
+
     # --- interface for hooks
 
     @property
@@ -142,11 +155,6 @@ class Trainer:
 
     @property
     def _training_data(self) -> ShardedDataLoader:
-        if self.engine.data is None:
-            raise ConfigError(
-                "The engine has no training data",
-                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32)",
-            )
         return self.engine.data
 
     def fit(
@@ -401,7 +409,7 @@ class Trainer:
     def _set_data_loaders(
         self, train: Any, validation: Any, validate_every: int | None, batch_size: int | None
     ) -> None:
-        previous = self.engine.data
+        previous = self.engine.data if self.engine.has_data else None
         if train is not None:
             self.engine.set_data(self._make_data_loader(train, batch_size, previous))
         if validation is not None:

@@ -34,6 +34,16 @@ def test_a_schedule_fits_into_80_columns(name: str, capsys: pytest.CaptureFixtur
     assert said.count("rank 3 |") > 1
 
 
+def test_a_long_schedule_fits_on_a_screen(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--micro-batches", "32") == 0
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= 36
+    assert "F0 " in said and "B31" in said and "F15" not in said
+    assert "time 30 to 75 is not shown" in said and "--out FILE.svg shows the whole schedule" in said
+    schedule = make_schedule("1f1b", 4, 32)
+    assert "F15" in schedule_as_text(schedule, simulate(schedule)), "without a width, nothing is left out"
+
+
 def test_durations_and_send_time_are_applied(capsys: pytest.CaptureFixture[str]) -> None:
     assert run("--stages", "2", "--micro-batches", "3", "--durations", "F=1, B=3", "--send", "1") == 0
     schedule = make_schedule("1f1b", 2, 3)

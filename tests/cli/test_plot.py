@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from shardformer.cli import main
-from shardformer.cli.plot import _run_names
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
+from shardformer.training.metrics_plot import name_runs
 
 needs_matplotlib = pytest.mark.skipif(find_spec("matplotlib") is None, reason="matplotlib is an extra")
 
@@ -152,10 +152,10 @@ def test_an_invalid_output_path_raises_before_drawing(
 
 def test_run_names_are_as_short_as_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert _run_names([Path("a/x"), Path("b/y")]) == ["x", "y"]
-    assert _run_names([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
-    assert _run_names([Path()]) == [tmp_path.name]
+    assert name_runs([Path("a/x"), Path("b/y")]) == ["x", "y"]
+    assert name_runs([Path("a/x/log"), Path("a/y/log")]) == ["x/log", "y/log"]
+    assert name_runs([Path()]) == [tmp_path.name]
     (tmp_path / "records.jsonl").write_text("")
     (tmp_path / "records.1.jsonl").write_text("")
-    assert _run_names([Path("records.jsonl")]) == [tmp_path.name]
-    assert _run_names([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
+    assert name_runs([Path("records.jsonl")]) == [tmp_path.name]
+    assert name_runs([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]

@@ -53,7 +53,6 @@ def main() -> None:
     engine.resume(args.folder)
     begun = engine.steps
     while engine.steps < args.steps:
-        assert engine.data is not None
         for batch in engine.data:
             if restart < args.kills and engine.steps == begun + fatal and engine.world.rank == victim:
                 os.kill(os.getpid(), signal.SIGKILL)

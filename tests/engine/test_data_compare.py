@@ -28,7 +28,6 @@ def samples_used(rank: int, context: ParallelContext, data: Any, **options: Any)
     try:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
         engine = initialize(model, optimizer, nn.MSELoss(), data, context=context, **options)
-        assert engine.data is not None
         for inputs, targets in engine.data:
             engine.train_step((inputs, targets))
             seen += inputs.flatten().tolist()
@@ -167,7 +166,6 @@ def skipped(context: ParallelContext, where: int) -> str:
     model = nn.Linear(1, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     engine = initialize(model, optimizer, nn.MSELoss(), SAMPLES, context=context, batch_size=6)
-    assert engine.data is not None
     try:
         for number, batch in enumerate(engine.data):
             if number == where and context.rank == 1:

@@ -78,7 +78,6 @@ def trained(parallel: dict[str, Any]) -> tuple[Losses, dict[str, Tensor]]:
         model, optimizer, train_data=rows(), batch_size=6, scheduler=scheduler,
         parallel={"max_grad_norm": 1.0, **parallel},
     )  # fmt: skip
-    assert engine.data is not None
     losses = []
     for _ in range(2):
         for batch in engine.data:
@@ -141,7 +140,6 @@ def _seen_by_norms() -> list[Tensor]:
     for module in engine.model.modules():
         if isinstance(module, nn.LayerNorm):
             module.register_forward_hook(lambda module, args, out: seen.append(args[0].detach().clone()))
-    assert engine.data is not None
     for batch in engine.data:
         engine.train_step(batch)
     return seen
@@ -179,7 +177,6 @@ def made(**options: Any) -> Engine:
 def test_tuples_of_inputs_and_targets_are_batches() -> None:
     data = pairs()
     engine, plainly = made(train_data=data, batch_size=4, data_options={"shuffle": False}), Sum()
-    assert engine.data is not None
     torch.manual_seed(0)
     plainly = Sum()
     optimizer = sgd(plainly)
@@ -195,7 +192,6 @@ def test_tuples_of_inputs_and_targets_are_batches() -> None:
 
 def test_a_user_loader_keeps_its_settings() -> None:
     engine = made(train_data=DataLoader(pairs(), batch_size=4, drop_last=True))
-    assert engine.data is not None
     assert [len(batch[1]) for batch in engine.data] == [4, 4]
 
 
@@ -299,7 +295,6 @@ def test_schedulers_may_step_every_epoch() -> None:
     engine = initialize(
         model, optimizer, nn.CrossEntropyLoss(), pairs(), scheduler, batch_size=5, scheduler_every="epoch"
     )
-    assert engine.data is not None
     for batch in engine.data:
         engine.train_step(batch)
         assert scheduler.get_last_lr() == [0.05]
@@ -447,7 +442,6 @@ def _resumed(tmp: str, first: dict[str, Any], then: dict[str, Any], dropout: flo
         start(engine)
         losses: Losses = []
         while engine.steps < steps:
-            assert engine.data is not None
             for batch in engine.data:
                 losses.append(float(engine.train_step(batch)))
                 if engine.steps == steps:

@@ -61,7 +61,7 @@ def state(engine: Engine) -> Any:
             "groups": [[id(p) for group in each.param_groups for p in group["params"]] for each in optimizers],
             "schedulers": [each.state_dict() for each in engine.schedulers],
             "random": (torch.get_rng_state(), numpy.random.get_state()[1], random.getstate()),
-            "steps": (engine.steps, engine.skipped, engine.data.state() if engine.data is not None else None),
+            "steps": (engine.steps, engine.skipped, engine.data.state() if engine.has_data else None),
             "modes": [m.training for m in engine.model.modules()],
         }
     )

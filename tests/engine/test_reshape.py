@@ -43,7 +43,6 @@ def made(family: str, layout: Layout, **options: Any) -> Engine:
 
 def losses(engine: Engine, steps: int) -> list[float]:
     found = []
-    assert engine.data is not None
     for batch in engine.data:
         found.append(float(engine.train_step(batch)))
         if len(found) == steps:
@@ -193,7 +192,6 @@ def test_reshard_raises_within_a_step_and_for_a_model_passed_sharded() -> None:
     from shardformer.shard_model_api import shard_model
 
     engine = made("gpt2", {})
-    assert engine.data is not None
     engine(next(iter(engine.data)))
     with pytest.raises(InputError, match="in the middle of a step"):
         engine.reshard({})

@@ -11,14 +11,21 @@ import numpy as np
 import pytest
 
 from shardformer.errors import ConfigError
-from shardformer.training.metrics_log import MetricsRecord
+from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 from shardformer.training.metrics_plot import (
+    COLORS,
     curve_to_plot,
+    describe_differences,
     draw_metrics,
+    find_coinciding,
     find_isolated_points,
+    layout_changes,
+    list_metrics,
     list_panels,
+    make_figure,
     metric_series,
     metrics_summary,
+    plot_metrics,
     uses_log_scale,
 )
 
@@ -90,10 +97,12 @@ def test_the_legend_lists_only_what_is_drawn(tmp_path: Path) -> None:
     records = [*run(150), *of("grad_norm", 1.0, 2.0), *of("validation/loss", 1.0, math.nan)]
     runs = {"validation": records, "_second $x$": run(3)}
     kinds = ["validation", "moving average", "as recorded", "not finite"]
+    best = "lowest validation loss"
+    entries = ["validation", "_second $x$ (loss within 0e+00 of validation)", kinds[0], best, *kinds[1:]]
     draw_metrics(runs, tmp_path / "all.svg")
-    assert [word for word in words(tmp_path / "all.svg") if word in [*runs, *kinds]] == [*runs, *kinds]
+    assert words(tmp_path / "all.svg")[-len(entries) :] == entries
     draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])
-    assert [word for word in words(tmp_path / "norm.svg") if word in [*runs, *kinds]] == list(runs)
+    assert words(tmp_path / "norm.svg")[-2:] == entries[:2]
 
 
 @needs_matplotlib
@@ -111,6 +120,89 @@ def test_many_runs_have_different_colors(tmp_path: Path) -> None:
     draw_metrics({f"run {i}": run(5) for i in range(12)}, tmp_path / "many.svg", ["loss"])
     strokes = re.findall(r"stroke: (#[0-9a-f]{6}); stroke-width: 1.6", (tmp_path / "many.svg").read_text("utf-8"))
     assert len(set(strokes)) == 12
+
+
+def test_the_speed_is_drawn_once() -> None:
+    both = {"a": run(3, tokens_per_s=8.0, samples_per_s=2.0, flops_per_s=9.0)}
+    assert list_panels(both) == ["loss", "tokens_per_s", "memory_bytes"]
+    assert list_metrics(both) == ["loss", "tokens_per_s", "memory_bytes", "flops_per_s", "samples_per_s"]
+    assert list_panels({"a": of("samples_per_s", 1.0)}) == ["samples_per_s"]
+
+
+def moved(records: list[MetricsRecord], factor: float) -> list[MetricsRecord]:
+    return [MetricsRecord(r.step, 0, r.seconds, {"loss": r.values["loss"] * factor}) for r in records]
+
+
+def test_curves_that_coincide_are_found() -> None:
+    runs = {"a": run(40), "b": moved(run(40), 1.2), "c": moved(run(20), 1.001), "d": moved(run(30), 1.2)}
+    assert find_coinciding(runs, "loss") == [(0, 2), (0, 2), (1, 2), (1, 2)]
+    assert find_coinciding({"a": of("loss", 1.0), "b": of("grad_norm", 1.0)}, "loss") == [(0, 1), (0, 1)]
+
+
+@needs_matplotlib
+@pytest.mark.parametrize("validated", [False, True])
+def test_every_run_is_visible_where_curves_coincide(validated: bool) -> None:
+    records = [MetricsRecord(s, 0, 0.0, {"validation/loss" if validated else "loss": 3 / s}) for s in range(1, 60)]
+    figure = make_figure({name: records for name in "abc"}, ["loss"])
+    figure.legends[0].remove()
+    figure.canvas.draw()
+    pixels = np.asarray(figure.canvas.buffer_rgba())[:, :, :3].astype(int)
+    colors = [[int(color[i : i + 2], 16) for i in (1, 3, 5)] for color in COLORS[:3]]
+    counts = [int((np.abs(pixels - color).sum(axis=2) < 40).sum()) for color in colors]
+    assert min(counts) > 0.15 * sum(counts), counts
+
+
+def test_the_difference_of_losses_is_stated() -> None:
+    runs = {"a": run(40), "b": moved(run(20), 1 + 2e-6), "c": of("grad_norm", 1.0)}
+    assert describe_differences(runs) == ["b: loss differs from a by at most 2.0e-06 (relative, 20 steps)"]
+    assert describe_differences({"a": run(3)}) == []
+
+
+def with_layouts(**layouts: str) -> list[MetricsRecord]:
+    return [MetricsRecord(r.step, 0, r.seconds, r.values, layouts.get(f"s{r.step}", "")) for r in run(40)]
+
+
+def test_a_resume_and_a_change_of_the_layout_are_found() -> None:
+    records = with_layouts(s1="tensor=2", s11="tensor=2", s31="pipe=2")
+    assert layout_changes(records) == [(10, "resumed"), (30, "pipe=2")]
+    assert layout_changes(run(3)) == []
+
+
+@needs_matplotlib
+def test_layout_changes_and_the_best_validation_point_are_marked() -> None:
+    validation = [MetricsRecord(step, 0, 0.0, {"validation/loss": abs(step - 20) + 1.0}) for step in (10, 20, 30)]
+    figure = make_figure({"a": [*with_layouts(s1="tensor=2", s31="pipe=2"), *validation]})
+    for axes in figure.axes:
+        assert [line.get_xdata() for line in axes.lines if line.get_linestyle() == ":"] == [[30, 30]]
+    loss = figure.axes[0]
+    assert [text.get_text() for text in loss.texts] == ["pipe=2"]
+    assert [(*line.get_xdata(), *line.get_ydata()) for line in loss.lines if line.get_marker() == "*"] == [(20, 1.0)]
+
+
+@needs_matplotlib
+def test_all_panels_have_the_same_steps_and_round_ticks() -> None:
+    records = [*run(33), *(MetricsRecord(s, 0, 0.0, {"grad_norm": 1.0, "learning_rate": 3e-3}) for s in (11, 16, 33))]
+    figure = make_figure({"a": records})
+    assert len({axes.get_xlim() for axes in figure.axes}) == 1
+    assert all([tick for tick in axes.get_xticks() if 0 <= tick <= 33] == [0, 10, 20, 30] for axes in figure.axes)
+    constant = [
+        axes for axes in figure.axes if axes.get_title(loc="left") in ("norm of the gradients", "learning rate")
+    ]
+    assert len(constant) == 2 and all(axes.get_ylim()[0] == 0 for axes in constant)
+
+
+@needs_matplotlib
+def test_a_notebook_displays_the_figure_of_runs(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        writer = MetricsWriter(tmp_path / name)
+        for record in run(3):
+            writer.write(record)
+        writer.close()
+    figure = plot_metrics(tmp_path / "a", tmp_path / "b", metrics=["loss"])
+    assert len(figure.axes) == 1
+    assert vars(figure)["_repr_png_"]().startswith(b"\x89PNG")
+    with pytest.raises(ConfigError, match=r"Did you mean 'loss'\?"):
+        plot_metrics(tmp_path / "a", metrics=["los"])
 
 
 def test_metrics_that_cannot_be_drawn_raise(tmp_path: Path) -> None:

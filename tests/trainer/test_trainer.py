@@ -339,7 +339,7 @@ def test_invalid_hooks_and_engines_without_data_raise() -> None:
     engine = made()
     with pytest.raises(ConfigError, match="which is not a Hook"):
         Trainer(engine, [print])  # type: ignore[list-item]
-    engine.data = None
+    engine._data = None
     with pytest.raises(ConfigError, match="no training data"):
         Trainer(engine).fit(steps=1)
 

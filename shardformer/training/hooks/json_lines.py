@@ -53,8 +53,10 @@ class JsonLines(MetricsHook):
     """
 
     _seconds_before = _seconds = 0.0
+    _layout = ""
 
     def before_train(self, trainer: TrainerProtocol) -> None:
+        self._layout = ""  # the first record has the layout
         if trainer.is_first:
             self._writer = MetricsWriter(self.directory, trainer.step or None)
 
@@ -67,4 +69,6 @@ class JsonLines(MetricsHook):
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         self._seconds = self._seconds_before + trainer.seconds
         if self._writer is not None:
-            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values))
+            before, self._layout = self._layout, trainer.engine.layout
+            changed = self._layout if self._layout != before else ""
+            self._writer.write(MetricsRecord(trainer.step, trainer.epoch, self._seconds, values, changed))

@@ -9,6 +9,7 @@ import pytest
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.training.hook import Hook
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.json_lines import JsonLines
 from shardformer.training.metrics_log import read_records
@@ -53,6 +54,22 @@ def test_only_the_first_rank_writes(tmp_path: Path) -> None:
 
     run_as_threads(run, data=2)
     assert [r.step for r in read_records(tmp_path)] == [1, 2]
+
+
+def test_the_layout_is_written_after_each_start_and_each_change(tmp_path: Path) -> None:
+    class Reshards(Hook):
+        def before_step(self, trainer: Trainer) -> None:
+            if trainer.step == 4:
+                trainer.engine.reshard({"data": 2, "zero_stage": 1})
+
+    def run(context: ParallelContext) -> None:
+        trainer = Trainer(engine_of(context), [Reshards(), JsonLines(tmp_path)])
+        for steps in (2, 6):
+            trainer.fit(steps=steps)
+
+    run_as_threads(run, data=2)
+    layouts = {r.step: r.layout for r in read_records(tmp_path)}
+    assert layouts == {1: "data=2", 2: "", 3: "data=2", 4: "", 5: "data=2, zero_stage=1", 6: ""}
 
 
 def test_an_invalid_number_of_steps_raises(tmp_path: Path) -> None:

@@ -34,7 +34,6 @@ def averaged(engine: Engine, hook: MovingAverage) -> dict[str, Tensor]:
 def plain_loop(steps: int, decay: float, every: int = 1, warmup: bool = False, **options: Any) -> dict[str, Tensor]:
     engine = engine_of(**options)
     average, updates = weights_of(engine), 0
-    assert engine.data is not None
     torch.manual_seed(3)
     while engine.steps < steps:
         for batch in engine.data:
