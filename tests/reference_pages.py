@@ -106,8 +106,10 @@ def _kind(kind: Any) -> str:
     origin = getattr(kind, "__origin__", None)
     if str(kind).startswith("typing.Literal"):
         return "one of " + ", ".join(f"`{part}`" for part in parts)
-    if origin in (list, dict) or (origin is not None and "Sequence" in str(origin)):
-        return "table" if origin is dict else f"list of {_kind(parts[0])}"
+    if origin is dict or "Mapping" in str(origin):
+        return "table"
+    if origin is list or "Sequence" in str(origin):
+        return f"list of {_kind(parts[0])}"
     return " or ".join(dict.fromkeys(_kind(part) for part in parts))
 
 
