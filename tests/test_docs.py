@@ -20,6 +20,7 @@ from tests.scripts import SHARDFORMER
 ROOT = Path(__file__).parents[1]
 README = ROOT / "README.md"
 BLOCKS = re.findall(r"```python\n(.*?)```", README.read_text(encoding="utf-8"), flags=re.DOTALL)
+MOVING = (ROOT / "docs" / "moving.md").read_text(encoding="utf-8")
 CONCEPTS = (ROOT / "docs" / "concepts.md").read_text(encoding="utf-8")
 
 
@@ -44,9 +45,7 @@ def _run_block(source: str, folder: Path) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.parametrize(
-    "number", [i for i, b in enumerate(BLOCKS) if "verify" not in b and "save_pretrained" not in b]
-)
+@pytest.mark.parametrize("number", [i for i, b in enumerate(BLOCKS) if "save_pretrained" not in b])
 def test_a_block_of_the_readme_runs(pool4: WorkerPool, number: int, tmp_path: Path) -> None:
     losses = pool4.run(_run_block, BLOCKS[number], tmp_path)
     assert all(abs(loss - losses[0]) < 1e-5 for loss in losses)
@@ -58,13 +57,24 @@ def test_the_readme_block_equals_the_example_script() -> None:
     assert (ROOT / "examples" / "train.py").read_text(encoding="utf-8").endswith(block)
 
 
+def test_the_block_of_the_first_api_runs(pool4: WorkerPool, tmp_path: Path) -> None:
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", MOVING, flags=re.DOTALL) if "compat.ShardConfig" in b]
+    losses = pool4.run(_run_block, block, tmp_path)
+    assert all(abs(loss - losses[0]) < 1e-5 for loss in losses)
+
+
 @pytest.mark.slow
-def test_the_verify_block_of_the_readme_runs() -> None:
-    (block,) = [b for b in BLOCKS if "verify" in b]
+def test_the_verify_block_runs() -> None:
+    page = (ROOT / "docs" / "in-your-script.md").read_text(encoding="utf-8")
+    (block,) = [b for b in re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL) if "verify(model_fn" in b]
     sample = SmallModel("gpt2")
     names: dict[str, Any] = {"__name__": "__main__", "model_fn": sample, "batch_fn": RandomBatches(sample.head_class)}
-    exec(compile(block, str(README), "exec"), names)
+    exec(compile(block, "in-your-script.md", "exec"), names)
     assert names["report"].passed
+
+
+def test_the_readme_is_short() -> None:
+    assert len(README.read_text(encoding="utf-8").splitlines()) <= 150
 
 
 @pytest.mark.slow
