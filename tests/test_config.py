@@ -7,17 +7,24 @@ from collections.abc import Iterator
 from dataclasses import fields
 from importlib import import_module
 from inspect import Parameter, isfunction, signature
+from operator import attrgetter
+from pkgutil import iter_modules
 from typing import Any
 
 import pytest
+import torch
 import typer
 from torch import nn
 
 import shardformer
 from shardformer.cli import build_app
+from shardformer.compat import ShardFormer
 from shardformer.config import RENAMED_FIELDS, ParallelConfig, ShardConfig, ShardOptions
 from shardformer.errors import ConfigError
+from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.offload.host import OffloadConfig
+from shardformer.verify.small_models import SmallModel
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 
@@ -33,12 +40,12 @@ EVERY_FIELD: dict[str, Any] = {
 }  # fmt: skip
 OF_STAGES = ("num_model_chunks", "partition", "layer_costs", "recompute_layers")
 OTHER_DEFAULTS = {
-    "shardformer.Pipeline.average_loss_over": "tokens needs two more all-reduces in a step",
     "shardformer.launch_from_torch.pipe": "None: the size in its config file, or 1",
     "shardformer.launch_from_torch.sequence": "None: the size in its config file, or 1",
     "shardformer.launch_from_torch.tensor": "None: the size in its config file, or the remaining processes",
+    "shardformer.policies.LayerStack.sequence": "hints for sequence parallelism, not a number of ranks",
     "shardformer.verify.VerifyPipeline.pipe": "a pipeline has two stages at least",
-    "shardformer.verify.VerifyTraining.average_loss_over": "the loss that shard_model trains, as DDP does",
+    "shardformer.verify.VerifyTraining.average_loss_over": "None: that of Pipeline.step or of loss.backward()",
     "shardformer.verify.verify.data": "verify starts processes: it has no others to divide",
     "shardformer.verify.verify.tensor": "verify compares a model that is sharded",
 }
@@ -107,13 +114,14 @@ def test_a_field_without_effect_raises(name: str) -> None:
 
 
 def entry_points() -> Iterator[tuple[str, Any]]:
-    for name in ("", ".compat", ".offload", ".pipeline", ".training", ".verify", ".zero"):
-        module = import_module(f"shardformer{name}")
-        for public in module.__all__:
+    """Yield the functions and classes that the package and its modules list in ``__all__``."""
+    names = [f"shardformer.{each.name}" for each in iter_modules(shardformer.__path__) if each.name != "__main__"]
+    for module in map(import_module, ["shardformer", *names]):
+        for public in getattr(module, "__all__", ()):
             if isfunction(found := getattr(module, public)) or (
                 isinstance(found, type) and found is not ParallelConfig
             ):
-                yield f"shardformer{name}.{public}", found
+                yield f"{module.__name__}.{public}", found
 
 
 def test_a_parameter_with_the_name_of_a_field_has_its_default() -> None:
@@ -140,6 +148,36 @@ def test_a_flag_with_the_name_of_a_field_has_its_default() -> None:
                 if isinstance(option.show_default, str):
                     assert option.show_default == fields_by_name[option.name].default
     assert {"pipe", "schedule", "num_model_chunks", "zero_stage", "recompute_layers"} <= seen
+
+
+def default_layouts() -> dict[str, dict[str, int]]:
+    """Return the sizes of the axes above 1 for each entry point that creates a mesh."""
+
+    def model() -> nn.Module:
+        return SmallModel("gpt2")()
+
+    def sizes(sharded: Any) -> dict[str, int]:
+        return {name: n for name, n in metadata_of(sharded).context.sizes.items() if n > 1}
+
+    plain = model()
+    shardformer.shard_optimizer(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    return {
+        "initialize": sizes(shardformer.initialize(model(), None).model),
+        "shard_optimizer": sizes(plain),
+        "launch_from_torch": {name: n for name, n in shardformer.launch_from_torch().sizes.items() if n > 1},
+        "shard_model": sizes(shardformer.shard_model(model())),
+        "compat.ShardFormer": sizes(ShardFormer().optimize(model())[0]),
+    }
+
+
+def test_the_default_layout_is_data_parallel_or_in_the_first_line_of_the_docstring(pool2: WorkerPool) -> None:
+    found, *others = pool2.run(default_layouts)
+    assert others == [found]
+    data = {name for name, sizes in found.items() if sizes == {"data": 2}}
+    assert data == {"initialize", "shard_optimizer"}
+    for name in found.keys() - data:
+        assert found[name] == {"tensor": 2}
+        assert "tensor" in (attrgetter(name)(shardformer).__doc__ or "").partition("\n")[0], name
 
 
 def test_the_zero_stage_has_one_default() -> None:
