@@ -8,6 +8,7 @@
 # make pages          write docs/configuration.md, docs/commands.md and docs/pictures from the code
 # make features       test all model families and write docs/features.md from the results
 # make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
+# make test-integrations  test with PEFT, accelerate, TRL and Lightning, in a folder of their own
 # make test-versions  test in one environment per row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train"
 # make test-gpu       check and measure one GPU in at most 5 minutes; without a GPU, test device placement
 # make hostile        run all generated misuse; ARGS="--seed 7" repeats a run
@@ -27,19 +28,19 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-gpu test-oldest test-versions hostile mutants features pages docs docs-serve dist lint format bench clean
+.PHONY: demo test test-fast test-all test-gpu test-oldest test-integrations test-versions hostile mutants features pages docs docs-serve dist lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
 	$(BIN)/python examples/demo.py $(ARGS)
 
-test: $(VENV)/.installed-test $(VENV)/.installed-timm
+test: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations
 	$(TIER) test $(ARGS)
 
 test-fast: $(VENV)/.installed-test
 	$(TIER) fast $(ARGS)
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(OLDEST)/.installed-test
+test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations $(OLDEST)/.installed-test
 	$(TIER) all $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
@@ -48,6 +49,9 @@ test-gpu: $(VENV)/.installed-test
 test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
+
+test-integrations: $(VENV)/.installed-test $(VENV)/.installed-integrations
+	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) tests/integrations $(ARGS)
 
 test-versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.versions $(ARGS)
@@ -126,6 +130,15 @@ $(VENV)/.installed-timm: constraints.txt | $(BIN)/python
 	@echo "Installing timm into $(VENV)/timm for its tests."
 	rm -rf $(VENV)/timm
 	$(PIP) --no-deps --target $(VENV)/timm timm torchvision
+	@touch $@
+
+# A folder of their own for the libraries of shardformer/integrations: transformers changes its behavior when accelerate
+# can be imported, and the other tests must run without it. Their dependencies are in constraints.txt.
+$(VENV)/.installed-integrations: constraints-integrations.txt | $(BIN)/python
+	@echo "Installing PEFT, accelerate, TRL and Lightning into $(VENV)/integrations for their tests."
+	rm -rf $(VENV)/integrations
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/integrations \
+	    --requirement constraints-integrations.txt
 	@touch $@
 
 # Constraints: constraints.txt, with the versions of constraints-oldest.txt instead of its own.

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from coverage import batch, clean, loss, read, small
+from coverage import batch, clean, loss, read, small, verdict_of
 from coverage_page import LAYOUTS, Layout
 from rich.console import Console
 from rich.progress import track
@@ -44,7 +44,7 @@ def over(layout: Layout, model_type: str, name: str, pool: WorkerPool) -> dict[s
         model_fn, batch_fn = partial(small, model_type, name), partial(batch, model_type, name)
         dtype = next(model_fn().parameters()).dtype
         report = verify(model_fn, batch_fn, layout.sizes, config=layout.config, loss_fn=loss, dtype=dtype, pool=pool)
-        return {**said, "passed": report.passed, "said": clean(str(report).splitlines()[-1])}
+        return {**said, "passed": report.passed, "said": verdict_of(report)}
     except WorkerError as error:
         return {**said, "passed": False, "said": clean(error.what)}
     except ShardFormerError as error:

@@ -25,7 +25,7 @@ from typing import Any
 
 import torch
 import transformers
-from coverage import batch_of, clean, read, small
+from coverage import batch_of, clean, read, small, verdict_of
 from rich.console import Console
 from rich.progress import track
 from torch import Tensor, nn
@@ -113,7 +113,7 @@ def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
                 pipeline=VerifyPipeline(2, 1 if has_batch_norm else 2, {}, None if labelled else num_samples),
                 pool=pool,
             )
-            verdicts.append({**record, "passed": report.passed, "said": clean(str(report).splitlines()[-1])})
+            verdicts.append({**record, "passed": report.passed, "said": verdict_of(report)})
         except WorkerError as error:
             in_plain = "_train_unsharded" in str(error)
             said = "the plain model does not train on this batch: " if in_plain else ""

@@ -317,11 +317,11 @@ class ParallelConfig:
     ] = "tokens"
 
     def __post_init__(self) -> None:
+        from shardformer.gradient_accumulation.micro_batches import check_micro_batch_arguments
         from shardformer.mesh.rank_grid import check_axis_size, num_ranks
         from shardformer.mesh.tensor_grid import sizes_of_mode
         from shardformer.offload.activations import OFFLOAD_TARGETS
         from shardformer.offload.host import OffloadConfig
-        from shardformer.pipeline.micro_batches import check_micro_batch_arguments
         from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE
         from shardformer.zero.config import ZERO_STAGES, ZeroOptions
         from shardformer.zero.mixed_precision import MixedPrecision

@@ -13,10 +13,12 @@ if TYPE_CHECKING:
     from shardformer.training.hooks import GradientMonitor as GradientMonitor
     from shardformer.training.hooks import JsonLines as JsonLines
     from shardformer.training.hooks import Metrics as Metrics
+    from shardformer.training.hooks import Mlflow as Mlflow
     from shardformer.training.hooks import MovingAverage as MovingAverage
     from shardformer.training.hooks import Profiler as Profiler
     from shardformer.training.hooks import Progress as Progress
     from shardformer.training.hooks import TensorBoard as TensorBoard
     from shardformer.training.hooks import Throughput as Throughput
+    from shardformer.training.hooks import Wandb as Wandb
 
 __getattr__, __all__ = lazy_names(__name__)

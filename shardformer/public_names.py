@@ -93,7 +93,8 @@ def renamed_arguments(
                 given[new] = known.get(value, value) if isinstance(value, str | bool) else value
             init(self, *args, **given)
 
-        kind.__init__ = __init__  # type: ignore[method-assign, assignment]
+        if names:
+            kind.__init__ = __init__  # type: ignore[method-assign, assignment]
         for old, new in (attributes or {}).items():
             setattr(kind, old, _renamed_attribute(f"{kind.__name__}.{old} is now {new}", new))
         return kind

@@ -9,7 +9,7 @@ import hashlib
 import random
 import threading
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
 from shardformer.module_paths import find_configs
-from shardformer.torch_compat import DropoutBase, without_fake_tensors
+from shardformer.torch_compat import DropoutBase, to_list, without_fake_tensors
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 """Constants of splitmix64 (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", 2014)."""
@@ -152,6 +152,39 @@ def state_digest(device: torch.device) -> list[int]:
     _, words, gauss = random.getstate()
     of_python = hash((words, gauss or 0.0))  # hash(None) may differ between processes
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
+
+
+class LocalRandomState:
+    """Gives each rank its own random state between ``enter`` and ``leave``, in place of the shared one.
+
+    With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
+
+    The inner seed is drawn from the outer random state. Activation checkpointing, which restores the outer state,
+    therefore reproduces the inner numbers too.
+
+    Args:
+        rank: rank of this process on the axis whose ranks get their own random states.
+        share: function that returns the first rank's value of a tensor on all ranks of the axis.
+    """
+
+    def __init__(self, rank: int, share: Callable[[Tensor], Tensor] | None = None, *, enabled: bool = True) -> None:
+        self._rank, self._share, self.is_enabled = rank, share, enabled
+        self._outer: list[tuple[torch.Generator, Tensor]] = []
+
+    def enter(self, x: Tensor, training: bool = True) -> None:
+        if not (self.is_enabled and training):
+            return
+        seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._rank + 1)
+        if self._share is not None:
+            seed, own = self._share(seed.to(x.device)), 0
+        self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
+        for g, _ in self._outer:
+            g.manual_seed((int(to_list(seed)) + own) % 2**63)
+
+    def leave(self) -> None:
+        for generator, state in self._outer:
+            generator.set_state(state)
+        self._outer = []
 
 
 class ContinuedRandomState:

@@ -25,7 +25,7 @@ from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
-from shardformer.sharding.checks import check_can_be_sharded
+from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
@@ -171,9 +171,9 @@ class ShardedModel(tuple[nn.Module, list[dict[int, Tensor]]]):
 
 
 class ShardFormer:
-    """Shards models in place according to a ``ShardConfig``.
+    """Shards models in place, by default over all processes as tensor parallel ranks.
 
-    If the config has no context, all processes are tensor parallel ranks.
+    ``ShardConfig`` specifies another layout.
 
     >>> shard_former = ShardFormer(ShardConfig(enable_sequence_parallelism=True))          # doctest: +SKIP
     >>> model, shared_params = shard_former.optimize(model)                                # doctest: +SKIP
@@ -203,12 +203,16 @@ def shard_model(
     config: ShardConfig | None = None,
     **options: Unpack[ShardOptions],
 ) -> M:
-    """Shard a model in place across the launched processes.
+    """Shard a model in place, by default over all processes as tensor parallel ranks.
+
+    ``loss.backward()`` averages the gradients over the data parallel ranks, because only your loop knows how many
+    labels its loss counts. If their number differs between ranks, call ``Pipeline(model, 1).step(batch)`` instead,
+    which averages over labels.
 
     Args:
         model: the plain model.
         policy: your policy. None uses the policy registered for the model's family, or derives one.
-        context: the process grid from ``launch_from_torch``. None uses all processes as tensor parallel ranks.
+        context: the process grid from ``launch_from_torch``.
         config: a full ``ShardConfig``. Alternatively pass its fields by name, such as
             ``enable_sequence_parallelism=True``.
 
@@ -292,7 +296,7 @@ def resolve_policy(
         return chosen, f"the user's policy {type(chosen).__name__}"
     if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
-        if tensor not in (None, 1) and not is_user_registered(model):
+        if tensor not in (None, 1) and not is_user_registered(model) and runs_user_code(model, known[0]):
             check_registered_policy(model, known[0])
         return known
     try:

@@ -13,7 +13,7 @@ them. The next ``shard_model`` installs the patches it needs again.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +21,8 @@ from typing import Any
 from shardformer.errors import ConfigError
 
 Undo = Callable[[], None]
+Apply = Callable[[], Undo]
+"""Function that applies a patch and returns a function that reverts it."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +51,17 @@ def installed() -> tuple[Patch, ...]:
         return tuple(_INSTALLED)
 
 
-def install(patch: Patch, apply: Callable[[], Undo]) -> None:
-    """Apply a patch unless it is already installed in this process. ``apply`` returns a function that reverts it."""
+def install(patch: Patch, apply: Apply) -> None:
+    """Apply a patch unless it is already installed in this process."""
+    install_all({patch: apply})
+
+
+def install_all(patches: Mapping[Patch, Apply]) -> None:
+    """Apply the patches that are not yet installed in this process."""
     with _LOCK:
-        if patch not in _INSTALLED:
-            _INSTALLED[patch] = apply()
+        for patch, apply in patches.items():
+            if patch not in _INSTALLED:
+                _INSTALLED[patch] = apply()
 
 
 def uninstall() -> None:
@@ -71,7 +79,7 @@ def uninstall() -> None:
 
 
 @contextmanager
-def temporarily(patch: Patch, apply: Callable[[], Undo]) -> Iterator[None]:
+def temporarily(patch: Patch, apply: Apply) -> Iterator[None]:
     """Install a patch for the duration of a block. Threads share the patch, and the last block removes it."""
     with _LOCK:
         install(patch, apply)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
@@ -14,8 +15,9 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
+from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.cli import build_app
-from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS
+from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS, hook_arguments
 from shardformer.train_command.config_schema import TrainConfig
 
 DOCS = Path(__file__).resolve().parents[1] / "docs"
@@ -89,7 +91,15 @@ def _rows(fields: dict[str, Any]) -> str:
 
 
 def _kind(kind: Any) -> str:
-    names = {str: "text", int: "integer", float: "number", bool: "true or false", dict: "table"}
+    names = {
+        str: "text",
+        int: "integer",
+        float: "number",
+        bool: "true or false",
+        dict: "table",
+        Path: "text",
+        CheckpointRetention: "table",
+    }
     if kind in names:
         return names[kind]
     parts = [part for part in get_args(kind) if part is not type(None)]
@@ -109,26 +119,14 @@ def _value(value: Any) -> str:
 
 def _hook(key: str) -> str:
     kind = KNOWN_HOOKS[key]
-    said = inspect.cleandoc(kind.__doc__ or "").replace("``", "`")
-    said = re.sub(r"^(>>>|\.\.\.) .*\n?", "", said, flags=re.MULTILINE)
-    said = re.sub(r" +# doctest.*$", "", said, flags=re.MULTILINE)
-    about, _, rest = said.partition("Args:\n")
-    arguments = re.split(r"\n\s*\n(?=\S)", rest)[0]
-    parameters = [p for p in inspect.signature(kind).parameters.values() if p.kind is not p.VAR_KEYWORD]
-    lines = [f"### {key}\n"]
-    lines += ["It is there if it is not switched off.\n"] if key in DEFAULTS else []
-    lines += [re.sub(r"\n{3,}", "\n\n", about).strip() + "\n"]
-    texts = dict(re.findall(r"^    ([\w, ]+): ((?:.|\n {5,})+)", arguments, flags=re.MULTILINE))
-    by_name = {name.strip(): re.sub(r"\s+", " ", text) for names, text in texts.items() for name in names.split(",")}
-    for parameter in parameters:
-        if parameter.name == "folder":
-            default = f"`folder/{FOLDERS.get(key, key)}`".replace("/.`", "`") + " of the run"
-        else:
-            is_said = parameter.default is parameter.empty or parameter.default is None
-            default = "" if is_said else _value(parameter.default) or "`none`"
-        said = by_name.get(parameter.name, "where it writes.")
-        lines.append(f"- `{parameter.name}`" + (f" ({default})" if default else "") + f": {said}")
-    return "\n".join(lines) + "\n"
+    about = inspect.cleandoc(kind.__doc__ or "").partition("Attributes:\n")[0].replace("``", "`")
+    about = re.sub(r"^(>>>|\.\.\.) .*\n?", "", about, flags=re.MULTILINE)
+    arguments: dict[str, Any] = dict(hook_arguments(kind))
+    if "directory" in arguments:
+        default = f"folder/{FOLDERS.get(key, key)}".removesuffix("/.")
+        arguments["directory"] = replace(arguments["directory"], default=default)
+    lines = [f"### {key}\n", *(["Enabled by default.\n"] if key in DEFAULTS else [])]
+    return "\n".join([*lines, re.sub(r"\n{3,}", "\n\n", about).strip() + "\n", _rows(arguments)])
 
 
 def commands_page() -> str:

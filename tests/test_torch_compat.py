@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Adagrad
 
 from shardformer.torch_compat import state_when_made
-from shardformer.zero.matrix_optimizers import needs_full_matrices, state_after_step, state_bytes
+from shardformer.zero.elementwise_trial import needs_full_matrices, state_after_step, state_bytes
 
 own_init_group: Any = Adagrad._init_group
 

@@ -46,7 +46,7 @@ LOOP_S = 0.02
 NUM_SLOWEST = 10
 PRELOADED = ("torch", "tests.preload")
 """Modules that the workers of pools find imported."""
-STARTS_WORKERS = {"pools", "pool", "pool2", "pool4", "timm_pools", "timm_worker"}
+STARTS_WORKERS = {"pools", "pool", "pool2", "pool4", "timm_pools", "timm_worker", "integrations"}
 """Fixtures that start processes."""
 MARKS = (
     "slow: the test starts processes or derives a policy, and is not in the fast tier",

@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from shardformer.checkpoint import directory as checkpoint_directory
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint.chunks import ChunkBounds, NamedChunk, TensorItem, assign_local_writes
-from shardformer.checkpoint.directory import SAVE, CheckpointRetention
+from shardformer.checkpoint.directory import SAVE
 from shardformer.checkpoint.file_format import CheckpointIndex, file_name, sync, write_chunks
+from shardformer.checkpoint.retention import CheckpointRetention, delete_old_checkpoints
 from shardformer.checkpoint.training_state import ModelTensors, collect_state
 from shardformer.comm.collective_call import run_on_all_ranks, wait_for_all_ranks
 from shardformer.errors import ConfigError, InputError, check_int
@@ -106,7 +107,7 @@ def write_snapshot(snapshot: Snapshot, hidden: Path, root: Path, keep: Checkpoin
         path = checkpoint_directory.publish_checkpoint(hidden, root, snapshot.index, to_disk=to_disk)
         if to_disk:
             sync(root)
-            checkpoint_directory.delete_old_checkpoints(root, keep, path)
+            delete_old_checkpoints(root, keep, path)
     return path
 
 
@@ -119,7 +120,7 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         files = [*map(file_name, range(snapshot.size)), file_format.INDEX_FILE]
         for name in (*(path / file for file in files), path, root):
             sync(name)
-        checkpoint_directory.delete_old_checkpoints(root, keep, path)
+        delete_old_checkpoints(root, keep, path)
     except FileNotFoundError:
         return  # the checkpoint was removed
     except OSError as error:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import count, islice
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -22,8 +22,8 @@ from shardformer.checkpoint.chunks import FlatRegion, LocalChunks, TensorItem, d
 from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, from_json, to_json, weighted_sum
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
+from shardformer.layout.shard_export_guard import to_plain_tensor
 from shardformer.layout.sharding_metadata import find_metadata
-from shardformer.layout.slice_tensor import to_plain_tensor
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
@@ -52,7 +52,9 @@ class ModelTensors:
         self.model = unwrap_model(model)
         self._state = state = find_metadata(self.model)
         self.zero = state.gradient_owner if isinstance(state.gradient_owner, ZeroOptimizer) else None
-        self.world = Axis.of(None, "world") if state.context.world is None else state.context.flatten(*AXES)
+        context = state.context
+        has_grid = context.world is not None
+        self.world = context.flatten(*AXES) if has_grid else replace(Axis.of(None, "world"), traffic=context.traffic)
         self._entries = state.by_param()
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}

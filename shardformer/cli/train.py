@@ -137,9 +137,8 @@ def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
 
     layout = ", ".join(f"{name} {size}" for name, size in plan.layout.items() if size > 1) or "one process"
     console.print(f"[bold]{plan.model}[/], {plan.num_parameters:,} parameters", soft_wrap=True)
-    console.print(
-        f"{plan.num_samples:,} samples of {plan.data}, {plan.num_steps:,} steps, over {layout}", soft_wrap=True
-    )
+    samples = "A stream" if plan.num_samples is None else f"{plan.num_samples:,} samples"
+    console.print(f"{samples} of {plan.data}, {plan.num_steps:,} steps, over {layout}", soft_wrap=True)
     console.print()
     console.print(plan.description, soft_wrap=True, markup=False)
     console.print()

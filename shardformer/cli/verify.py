@@ -20,8 +20,8 @@ from shardformer.errors import ConfigError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
     from shardformer.local_ranks.worker_pool import WorkerPool
-    from shardformer.pipeline.micro_batch_loss import LossWeight
     from shardformer.verify.model_source import ModelSource
     from shardformer.verify.report import Report
     from shardformer.verify.train_both import VerifyPipeline
@@ -51,9 +51,9 @@ FLAGS = {
     **dict.fromkeys(("fused_normalization", "flash_attention", "fused_activation"), ""),
     "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with fp32 master weights.",
     "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
-    "average_loss_over": "With --data, the reference loss. ranks (default): the mean of the losses of the ranks' "
-    "shards of a batch, as shard_model and DDP compute it. tokens: the loss of the full batch. They differ if a loss "
-    "balances experts, or if shards have different numbers of labels.",
+    "average_loss_over": "With --data, the reference loss. tokens (default with --pipe): the loss of the full batch. "
+    "ranks (default without): the mean of the losses of the ranks' shards of a batch, as DDP computes it. They differ "
+    "if a loss balances experts, or if shards have different numbers of labels.",
 }
 """Field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field."""
 RENAMED_OPTIONS = {
@@ -108,7 +108,7 @@ class VerifyOptions:
     def make_layout(self) -> ParallelConfig:
         """Create the ParallelConfig of the options, with tensor=2 unless --tensor, --pipe or --sequence was passed."""
         is_default = "pipe" not in self.parallel and self.parallel.get("sequence", 1) == 1
-        defaults = {"data": 1, "tensor": 2 if is_default else 1, "average_loss_over": "ranks"}
+        defaults = {"data": 1, "tensor": 2 if is_default else 1}
         return ParallelConfig(**{**defaults, **self.parallel})
 
     def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
@@ -135,7 +135,8 @@ class VerifyOptions:
             gradient_accumulation_steps=self.gradient_accumulation_steps,
             activation_checkpointing=self.activation_checkpointing,
             frozen_pattern=self.frozen,
-            **{n: getattr(layout, n) for n in ("zero_stage", "precision", "offload", "average_loss_over")},
+            average_loss_over=self.parallel.get("average_loss_over"),
+            **{n: getattr(layout, n) for n in ("zero_stage", "precision", "offload")},
         )
 
 
@@ -201,8 +202,8 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
         ("context_parallel", "sequence", "--sequence 2"),
         ("average_loss_over", "data", "--data 2"),
     ):
-        value = getattr(layout, name)
-        if value not in (False, "1d", "auto", "ranks") and sizes[axis] == 1:
+        value = options.parallel.get(name)
+        if value not in (None, False, "1d", "auto", "ranks") and sizes[axis] == 1:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{flag if value is True else f'{flag} {value}'} has no effect without {needed}",

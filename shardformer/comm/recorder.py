@@ -13,6 +13,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.transport import CollectiveEvent, CollectiveLog, CollectiveRecord
 
@@ -50,8 +51,8 @@ class CollectiveRecorder:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         traffic, (call, event) = self._traffic, self._first
-        for hook in self._hooks:
-            hook.remove()
+        for remove in self._hooks:
+            remove()
         self.calls, self.events = traffic.calls[call:], traffic.events[event:]
         traffic.enabled = self._was_enabled
         if not self._was_enabled:
@@ -102,8 +103,8 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
     hooks: list[Any] = []
     for name, module in model.named_modules():
-        hooks.append(module.register_forward_pre_hook(make_enter_hook(name), prepend=True))
-        hooks.append(module.register_forward_hook(leave_hook, always_call=True))
+        enter_hook = make_enter_hook(name)
+        hooks.append(register_forward_hooks(module, HookOrder.RECORDER, enter_hook, leave_hook, always_call=True))
     return hooks
 
 

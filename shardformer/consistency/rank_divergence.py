@@ -40,13 +40,20 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, checksum, digest
 from shardformer.consistency.initial_weights import broadcast_random_state, differs_across_ranks
-from shardformer.errors import InputError
+from shardformer.errors import ConfigError, InputError
+from shardformer.gradients.buckets import GradientSlot
+from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ParamEntry, ShardingMetadata, tables_of
 from shardformer.mesh.parallel_context import Axis
-from shardformer.torch_compat import disable_current_modes, has_data
-from shardformer.torch_patches import Patch, install
+from shardformer.torch_compat import (
+    current_graph_task_id,
+    disable_current_modes,
+    has_data,
+)
+from shardformer.torch_patches import Apply, Patch
 
 BITS = 32  # Number of bits of the hash that data ranks compare. A difference is missed once in 4e9 comparisons
 PARTS = 100  # maximum number of steps in which all weights are compared once
@@ -118,7 +125,6 @@ class ConsistencyMonitor:
     _late: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        install(STEP_PATCH, lambda: register_optimizer_step_post_hook(_after_optimizer_step).remove)
         _random_signs(self.state.context.device)  # allocated before the memory of a step is measured
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ConsistencyMonitor:
@@ -366,17 +372,21 @@ def _split_weights_into_slices(entries: Sequence[ParamEntry]) -> Iterator[Weight
 
 MODELS = "_shardformer_models"
 """Attribute of an optimizer that caches its number of parameters and the metadata of their models."""
-STEP_PATCH = Patch(
-    "torch.optim.Optimizer: global hook after step()",
-    "shardformer.consistency.rank_divergence",
-    "counts steps and reads learning rates, to detect diverging ranks",
-)
 
 
 def _after_optimizer_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     for state in models_trained_by(optimizer):
         if isinstance(state.monitor, ConsistencyMonitor):
             state.monitor.record_step(optimizer)
+
+
+MONITOR_PATCHES: Mapping[Patch, Apply] = {
+    Patch(
+        "torch.optim.Optimizer: global hook after step()",
+        "shardformer.consistency.rank_divergence",
+        "counts steps and reads learning rates, to detect diverging ranks",
+    ): lambda: register_optimizer_step_post_hook(_after_optimizer_step).remove,
+}
 
 
 def models_trained_by(optimizer: Optimizer) -> Collection[ShardingMetadata]:
@@ -417,3 +427,66 @@ def check_same_batch(values: list[Any], axis: Axis) -> None:
             rule="Tensor and sequence ranks process the same batch. Only data ranks have different batches",
             remedy="Select the batch by context.data.rank and context.data.size, not by the world rank",
         )
+
+
+PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of gradient reductions at its last step
+
+
+def check_gradients_before_step(optimizer: Optimizer) -> None:
+    """Reduce gradients that ``no_sync`` has delayed, and raise ConfigError on all ranks if gradients differ.
+
+    Communicates the gradients of backwards in ``no_sync``. If no gradients were reduced since the last step, it gathers
+    their checksums.
+    """
+    found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
+    found = [(state, reducers) for state, reducers in found if reducers]
+    if not found:
+        return
+    if current_graph_task_id() >= 0:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
+            rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
+            remedy="Step after loss.backward(). To store fewer gradients, use shard_optimizer(..., stage=2)",
+        )
+    for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
+        reducer.start()
+        reducer.finish()
+    passes = [sum(each.passes for each in reducers) for _, reducers in found]
+    if passes == optimizer.__dict__.get(PASSES, [0] * len(passes)):
+        for _, reducers in found:
+            _check_gradients_agree(optimizer, reducers)
+    optimizer.__dict__[PASSES] = passes
+
+
+def _gradient_reducers(state: ShardingMetadata) -> list[GradientReducer]:
+    return [each for each in state.reducers if isinstance(each, GradientReducer) and each.sums]
+
+
+def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientReducer]) -> None:
+    """Raise ConfigError on all ranks if their gradients of a replicated parameter differ. All ranks must call this."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    over: dict[tuple[int, ...], list[GradientSlot]] = {}
+    for reducer in (each for each in reducers if not each.is_paused):
+        for gradient in reducer.gradients:
+            if id(gradient.param) in own and gradient.axis.size > 1 and not gradient.is_shared:
+                over.setdefault(gradient.axis.ranks, []).append(gradient)
+    for gradients in over.values():
+        sums = [_gradient_checksum(gradient.param.grad) for gradient in gradients]
+        wait_for_all_ranks(
+            f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis
+        )
+        every = all_gather_objects(sums, gradients[0].axis)
+        for gradient, *values in zip(gradients, *every, strict=True):
+            if len(set(values)) > 1:
+                what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
+                raise ConfigError(
+                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}",
+                    rule="loss.backward() reduces gradients. torch.autograd.grad, and assigning p.grad, do not",
+                    remedy="Call loss.backward(), or set the same p.grad on all ranks",
+                )
+
+
+def _gradient_checksum(grad: Tensor | None) -> Any:
+    if grad is None or not has_data(grad):
+        return None
+    return checksum(grad.detach().to_dense() if grad.is_sparse else grad.detach())

@@ -8,12 +8,13 @@ after the layers             a ``SequenceShardedTensor``, on which a head and it
 from __future__ import annotations
 
 from collections.abc import Hashable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collectives import all_gather_numbers
+from shardformer.comm.collectives import all_gather_numbers, broadcast
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.context_parallel.masks import ChunkedMask
 from shardformer.context_parallel.sequence_layout import (
@@ -30,7 +31,8 @@ from shardformer.context_parallel.sequence_sharded_tensor import (
     slice_local_rows,
 )
 from shardformer.errors import InputError
-from shardformer.tensor_parallel.region import LocalRandomState
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.sequence_parallel import first_tensor, map_first_output
 from shardformer.torch_compat import (
     current_graph_task_id,
@@ -53,8 +55,8 @@ class ModelInputHook:
 
     def __init__(self, state: ContextParallelState, model: nn.Module, *, draws: bool) -> None:
         self._state, self._draws, self._arguments = state, draws, arguments_of(model)
-        model.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        model.register_forward_hook(self._leave, always_call=True)
+        order = HookOrder.MODEL_SEQUENCE
+        register_forward_hooks(model, order, self._enter, self._leave, with_kwargs=True, always_call=True)
 
     def _enter(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
@@ -108,12 +110,12 @@ class StackHook:
         draws: bool,
     ) -> None:
         self._state, self._path, self._first = state, path, layers[0]
-        self._random = LocalRandomState(state.axis, enabled=draws)
+        self._random = LocalRandomState(state.axis.rank, enabled=draws)
         self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
-            layer.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
+            register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._enter, with_kwargs=True)
         for end in dict.fromkeys(ends):
-            end.register_forward_hook(self._leave)
+            register_forward_hooks(end, HookOrder.STACK_SEQUENCE, after=self._leave)
 
     def _enter(self, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state = self._state
@@ -197,8 +199,7 @@ def run_on_local_positions(module: nn.Module) -> None:
         x = sharded.pop()
         return map_first_output(output, lambda y: SequenceShardedTensor(resolve_deferred(y), x.rows, x.shard_dim))
 
-    module.register_forward_pre_hook(unwrap_inputs, with_kwargs=True, prepend=True)
-    module.register_forward_hook(wrap_output)
+    register_forward_hooks(module, HookOrder.LOCAL_POSITIONS, unwrap_inputs, wrap_output, with_kwargs=True)
 
 
 # B batch, S sequence, H hidden; s: local positions
@@ -217,11 +218,10 @@ class FullSequenceHook:
 
     def __init__(self, state: ContextParallelState, path: tuple[str, str], module: nn.Module, *, draws: bool) -> None:
         self._state, self._path = state, path
-        self._random = LocalRandomState(state.axis, aligned=True, enabled=draws)
+        self._random = LocalRandomState(state.axis.rank, partial(broadcast, axis=state.axis), enabled=draws)
         self._positions: SequencePositions | None = None
         self._outer_positions: SequencePositions | None = None
-        module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._leave)
+        register_forward_hooks(module, HookOrder.FULL_SEQUENCE, self._enter, self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         state, hidden = self._state, first_tensor(args, kwargs)

@@ -32,7 +32,8 @@ from shardformer.comm.collectives import all_gather, all_reduce, start_all_to_al
 from shardformer.comm.sharded_tensor import Args, Kwargs, Rule, ShardedTensor, TorchFunction
 from shardformer.context_parallel.sequence_layout import IndexShards
 from shardformer.mesh.parallel_context import Axis
-from shardformer.tensor_parallel.region import LocalRandomState, with_backward
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.region import with_backward
 from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_only
 
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
@@ -191,7 +192,7 @@ def _dropout(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
     x = args[0]
     if not isinstance(x, SequenceShardedTensor) or rules.is_inplace(func, kwargs):
         return rules.call_on_full_tensors(func, args, kwargs)
-    random = LocalRandomState(x.rows.axis)
+    random = LocalRandomState(x.rows.axis.rank)
     random.enter(x.local)
     try:
         return SequenceShardedTensor(func(x.local, *args[1:], **kwargs), x.rows, x.shard_dim)

@@ -102,7 +102,7 @@ def _format_value(value: Any, used_classes: set[str]) -> str:
 
 def _format_non_default_fields(value: Any, used_classes: set[str]) -> list[tuple[str, str]]:
     out = []
-    for f in fields(value):
+    for f in (f for f in fields(value) if f.init):
         usual = f.default if f.default_factory is MISSING else f.default_factory()
         if getattr(value, f.name) not in (usual, (), [], {}):
             out.append((f.name, _format_value(getattr(value, f.name), used_classes)))
@@ -116,14 +116,20 @@ MAX_CANDIDATES = 40  # Largest number of candidate roles to validate for one blo
 OUTSIDE_LAYERS_REASON = "it is outside the layers"
 
 
-class NothingShardedError(PolicyError):
-    """Raised if tensor parallelism cannot shard any block of a model.
+class DerivationError(PolicyError):
+    """Raised if no policy can be derived for a model.
 
     Attributes:
+        reason: why no policy can be derived.
         nearest: source of the policy with the closest candidate role; empty without one.
     """
 
+    reason: str = ""
     nearest: str = ""
+
+
+class NothingShardedError(DerivationError):
+    """Raised if tensor parallelism cannot shard any block of a model."""
 
 
 class DerivedPolicy(RolePolicy):
@@ -248,7 +254,7 @@ def derive_policy_on(
         if not (blocks or draft):
             raise _make_derivation_error(model, cache, problem, NothingShardedError)
     if problem is not None:
-        raise _make_derivation_error(model, cache, problem, PolicyError)
+        raise _make_derivation_error(model, cache, problem, DerivationError)
     outputs = count_layer_outputs(model, run, policy.layers)
     policy.stack = validated = [
         replace(stack, stages=replace(stack.stages, num_outputs=outputs[layers]))
@@ -275,13 +281,14 @@ def derive_policy_on(
 
 
 def _make_derivation_error(
-    model: nn.Module, cache: _ValidationCache, problem: str, error_class: type[PolicyError]
-) -> PolicyError:
+    model: nn.Module, cache: _ValidationCache, reason: str, error_class: type[DerivationError]
+) -> DerivationError:
     error = error_class(
-        f"No policy for {type(model).__name__} could be derived: {problem}",
+        f"No policy for {type(model).__name__} could be derived: {reason}",
         rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
         remedy="Write a policy for this model (docs/policies.md)",
     )
+    error.reason = reason
     if isinstance(error, NothingShardedError) and cache.nearest:
         closest = _build_policy(model, cache.nearest, _find_vocabulary_paths(model))
         closest.keep_replicated = _find_unsharded_matrices(model, closest())
@@ -513,21 +520,28 @@ IN_ITS_FORWARD = (
 )
 
 
-def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> PolicyError:
+def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | None) -> DerivationError:
     """Build the error for a model without a passed, registered or derived policy.
 
     Args:
         error: the error of ``derive_policy``.
         tensor: the requested tensor parallel size, if known.
     """
+    reason = error.reason if isinstance(error, DerivationError) else error.what
+    if isinstance(error, UnknownInputsError) and get_model_family(model) is None:
+        found = _make_unknown_inputs_error(model, reason)
+    elif isinstance(error, NothingShardedError):
+        found = _make_nothing_sharded_error(model, reason, tensor, error.nearest)
+    else:
+        found = _make_unknown_policy_error(model, reason)
+    found.reason = reason
+    return found
+
+
+def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError:
     family, name = get_model_family(model), type(model).__name__
-    reason = error.what.partition(" could be derived: ")[2] or error.what
-    if isinstance(error, UnknownInputsError) and family is None:
-        return _make_unknown_inputs_error(model, reason)
-    if isinstance(error, NothingShardedError):
-        return _make_nothing_sharded_error(model, reason, tensor, error.nearest)
     tried = f"model type {family!r}" if family else "it has no config with a model type"
-    return PolicyError(
+    return DerivationError(
         f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}",
         rule=f"The registered families are {', '.join(FAMILIES)}",
         remedy=(f"{did_you_mean(family, FAMILIES)} " if family else "")
@@ -535,9 +549,9 @@ def make_no_policy_error(model: nn.Module, error: PolicyError, tensor: int | Non
     )
 
 
-def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
+def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError:
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
-    return PolicyError(
+    return DerivationError(
         f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
         rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",
         remedy="Pass one small batch, identical on all ranks:\n\n"
@@ -547,7 +561,9 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> PolicyError:
     )
 
 
-def _make_nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | None, nearest_table: str) -> PolicyError:
+def _make_nothing_sharded_error(
+    model: nn.Module, reasons: str, tensor: int | None, nearest_table: str
+) -> DerivationError:
     name = type(model).__name__
     requested = f" over tensor={tensor}" if tensor else ""
     stacks = derive_layer_stacks(model)
@@ -558,7 +574,7 @@ def _make_nothing_sharded_error(model: nn.Module, reasons: str, tensor: int | No
     else:
         pipe = "Or use pipeline stages: launch_from_torch(pipe=2)"
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
-    return PolicyError(
+    return DerivationError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
         rule="Tensor parallelism shards an attention by heads, and an MLP by the features between its linear layers. "
         "A scan or convolution between them needs all features",

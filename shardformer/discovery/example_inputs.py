@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import PolicyError
-from shardformer.pipeline.micro_batches import KINDS, special_token_ids
+from shardformer.gradient_accumulation.micro_batches import KINDS, special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
 

@@ -23,11 +23,10 @@ from shardformer.discovery.config_fields import iter_integer_fields, replace_fie
 from shardformer.discovery.example_inputs import Forward, UnknownInputsError, forward_call, iter_batches_with_labels
 from shardformer.discovery.shrink_config import SMALL_NUMEL, ConfigShrinker, count_min_layers, find_layer_kinds
 from shardformer.errors import PolicyError, first_line
+from shardformer.gradient_accumulation.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
 from shardformer.meta_init.materialization import copy_materialized, is_lazy
-from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, special_token_ids
+from shardformer.sharding.checks import runs_library_code
 from shardformer.torch_compat import DropoutBase, TorchDispatchMode, has_data, tree_leaves
-
-LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
 RELATIVE = 1e-4
 """Tolerance relative to the largest value of a gradient. Some models cast to fp32; real errors are much larger."""
@@ -149,12 +148,6 @@ def disable_dropout(model: nn.Module) -> None:
                     setattr(owner, name, 0.0)
 
 
-def runs_library_code(module: nn.Module) -> bool:
-    """Return whether the forward of a module is defined in a library and was not replaced."""
-    of_class: Any = inspect.unwrap(type(module).forward)
-    return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
-
-
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
     """Replace the forwards of modules in a reduced model as they are replaced in ``model``.
 
@@ -227,10 +220,6 @@ def make_validation_key(model: nn.Module) -> Hashable | None:
         return None
     kinds = frozenset((re.sub(r"\d+", "*", path), type(module)) for path, module in model.named_modules())
     return type(model), config.to_json_string(), kinds
-
-
-def _get_package(function: Any) -> str:
-    return str(getattr(function, "__module__", "")).partition(".")[0]
 
 
 PRECISIONS = (torch.float64, torch.float32)

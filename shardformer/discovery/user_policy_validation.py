@@ -25,8 +25,7 @@ from shardformer.discovery.reduced_model import RELATIVE, ReducedModel, copy_sha
 from shardformer.discovery.shrink_config import SMALL_NUMEL, get_layer_kind
 from shardformer.discovery.validation import TrainingMismatchError, get_layer_stacks, validate_policy
 from shardformer.errors import PolicyError, ShardFormerError
-from shardformer.kernels.fused_ops import is_elementwise
-from shardformer.layout.tensor_relations import max_difference
+from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import as_path_list, get_at, join_path, match_paths
@@ -34,6 +33,7 @@ from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, Experts, Role
 from shardformer.sharding.apply import shard_for_validation
+from shardformer.sharding.checks import find_user_code_modules
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
@@ -122,14 +122,6 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
             remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
             "of the library",
         )
-
-
-def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
-    """Yield (path, module) of each module in ``layers`` that runs user code, except element-wise functions."""
-    for stack in layers:
-        for path, module in model.get_submodule(stack).named_modules(prefix=stack):
-            if not reduced_model.runs_library_code(module) and (module._modules or not is_elementwise(module)):
-                yield path, module
 
 
 def _find_registered_policy_faults(

@@ -29,7 +29,7 @@ from shardformer.discovery.reduced_model import (
 from shardformer.errors import PolicyError, ShardFormerError, first_line
 from shardformer.kernels.attention_registration import find_attention_classes
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
-from shardformer.layout.tensor_relations import max_difference
+from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
@@ -47,6 +47,7 @@ from shardformer.sharding.apply_tensor_grid import (
     make_argument_key,
     named_arguments,
 )
+from shardformer.sharding.checks import LIBRARIES
 from shardformer.torch_compat import tree_leaves
 
 MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code
@@ -86,7 +87,7 @@ def summarize_error(error: BaseException) -> str:
 def _is_library_frame(frame: FrameType) -> bool:
     """Return whether a stack frame runs library code."""
     name = str(frame.f_globals.get("__name__", ""))
-    return name.partition(".")[0] in reduced_model.LIBRARIES or frame.f_code.co_filename.startswith("<")
+    return name.partition(".")[0] in LIBRARIES or frame.f_code.co_filename.startswith("<")
 
 
 def validate_policy(reference: ReferenceGradients, policy: type[Policy], ranks: int, **options: bool) -> str | None:

@@ -10,7 +10,7 @@ receives N/2. A reduce-scatter followed by an all-gather of the full matrix woul
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import accumulate
@@ -21,11 +21,11 @@ import torch
 from torch import Tensor
 
 from shardformer.comm import collectives
-from shardformer.comm.collectives import PendingCollective
-from shardformer.errors import InputError
+from shardformer.comm.collectives import PendingCollective, all_gather_objects
+from shardformer.errors import ConfigError, InputError
 from shardformer.layout.shard_spec import Coords
 from shardformer.layout.sharding_metadata import ConsistencyMonitorProtocol, ParamEntry
-from shardformer.mesh.parallel_context import Axis
+from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.torch_compat import to_list
 
 
@@ -517,3 +517,38 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
     divisor = 1.0 if grad is None or gradient.is_shared else gradient.divisor
     for row, at, source in parts:
         torch.div(values[source], divisor, out=rows[row, at])
+
+
+def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
+    """Assign an owner rank to each selected parameter, which gathers the full gradient of the parameter.
+
+    All processes call it in the same order. Communicates the names of the required axes and the ranks' coordinates, and
+    creates process groups.
+
+    Raises:
+        ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
+    """
+    chosen = [gradient for gradient in gradients if id(gradient.param) in params]
+    axes_of_sharded = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
+    wanted = set(axes_of_sharded.values())
+    for axis in context.base_axes:
+        wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
+    axes = {names: context.flatten(*names) for names in sorted(wanted)}
+    coords_by_rank = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
+    for gradient in chosen:
+        if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
+            raise ConfigError(
+                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages",
+                rule="An optimizer that needs full matrices cannot gather such a parameter",
+                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
+            )
+        names = axes_of_sharded.get(id(gradient))
+        if names is None:
+            gradient.gather_to_owner(None)
+        else:
+            gradient.gather_to_owner(axes[names], coords_by_rank[names])
+
+
+def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
+    names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
+    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from functools import wraps
 from types import GeneratorType
@@ -21,7 +21,7 @@ from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, check_number
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import ParamEntry, ShardingMetadata, find_metadata, tables_here, tables_of
-from shardformer.torch_patches import Patch, install, replace_decorated
+from shardformer.torch_patches import Apply, Patch, Undo, replace_decorated
 
 
 def clip_grad_norm_(
@@ -129,29 +129,17 @@ def _compute_local_norm_term(
 _CLIPPED: ContextVar[Sequence[Tensor] | None] = ContextVar("clipped", default=None)
 """Parameters of the ``clip_grad_norm_`` call that runs in this thread."""
 
-NORM_PATCH = Patch(
-    "torch.nn.utils.get_total_norm",
-    "shardformer.gradients.clipping",
-    "counts each element of sharded gradients once, over all ranks",
-)
-CLIP_PATCH = Patch(
-    "torch.nn.utils.clip_grad_norm_",
-    "shardformer.gradients.clipping",
-    "clips by the global norm of a sharded model, including gradients that ZeRO keeps",
-)
+
+def _apply_clip_patch() -> Undo:
+    clip = torch.nn.utils.clip_grad_norm_
+    return replace_decorated(clip, _patch_clip, (clip_grad, "clip_grad_norm_"), (torch.nn.utils, "clip_grad_norm_"))
 
 
-def patch_clip_grad_norm() -> None:
-    """Patch torch's gradient clipping to use the global gradient norm of each sharded model.
-
-    Scripts may have imported the functions, so the patch replaces the code below their ``no_grad`` decorator.
-    """
-    utils = torch.nn.utils
-    norm, clip = utils.get_total_norm, utils.clip_grad_norm_
-    norm_places = (clip_grad, "_get_total_norm"), (utils, "get_total_norm")
-    clip_places = (clip_grad, "clip_grad_norm_"), (utils, "clip_grad_norm_")
-    install(NORM_PATCH, lambda: replace_decorated(norm, _patch_total_norm, *norm_places))
-    install(CLIP_PATCH, lambda: replace_decorated(clip, _patch_clip, *clip_places))
+def _apply_norm_patch() -> Undo:
+    norm = torch.nn.utils.get_total_norm
+    return replace_decorated(
+        norm, _patch_total_norm, (clip_grad, "_get_total_norm"), (torch.nn.utils, "get_total_norm")
+    )
 
 
 def _patch_clip(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -270,3 +258,18 @@ def _zero_gradients_error(received: str) -> ConfigError:
         remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
         "shard_optimizer(..., max_grad_norm=max_norm)",
     )
+
+
+CLIPPING_PATCHES: Mapping[Patch, Apply] = {
+    Patch(
+        "torch.nn.utils.get_total_norm",
+        "shardformer.gradients.clipping",
+        "counts each element of sharded gradients once, over all ranks",
+    ): _apply_norm_patch,
+    Patch(
+        "torch.nn.utils.clip_grad_norm_",
+        "shardformer.gradients.clipping",
+        "clips by the global norm of a sharded model, including gradients that ZeRO keeps",
+    ): _apply_clip_patch,
+}
+"""Scripts may have imported the functions, so the patches replace the code below their ``no_grad`` decorator."""

@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, check_argument
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
+from shardformer.layout.shard_export_guard import mark_slices, refuse_pickling
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.slice_tensor import mark_slices, refuse_pickling
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 
 

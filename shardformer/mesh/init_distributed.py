@@ -227,9 +227,9 @@ def launch_from_torch(
     seed: int | None = None,
     timeout_s: float | None = None,
 ) -> ParallelContext:
-    """Connect the processes that a launcher started, and arrange them as a mesh of parallel axes.
+    """Connect the launched processes as a mesh of parallel axes, by default with all of them on the tensor axis.
 
-    Without sizes, all processes are tensor parallel ranks. Works under ``shardformer run``, torchrun and SLURM (srun).
+    Works under ``shardformer run``, torchrun and SLURM (srun).
 
     Args:
         config: a dict, or a Python file whose names are its keys, with ``parallel = dict(tensor=2, data=2)`` or

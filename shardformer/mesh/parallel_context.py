@@ -316,6 +316,10 @@ def _host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 
+_LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.WeakKeyDictionary()
+"""Process group -> the log of the newest context with this group, for axes that are built from the group."""
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the mesh as this process sees it: its size, this process's rank, and its transport.
@@ -342,8 +346,9 @@ class Axis:
     def of(cls, group: Axis | dist.ProcessGroup | None, name: str = "tensor") -> Axis:
         """Build an axis from a process group, or from all launched processes if ``group`` is None.
 
-        Without launched processes, the axis has size 1. Raises LaunchError if this process is not in the group,
-        ConfigError if ``group`` is not a process group.
+        Collectives over a group of a ``ParallelContext`` appear in the log of this context. Without launched processes,
+        the axis has size 1. Raises LaunchError if this process is not in the group, ConfigError if ``group`` is not a
+        process group.
         """
         if isinstance(group, Axis):
             return group
@@ -366,7 +371,7 @@ class Axis:
         assert isinstance(group, dist.ProcessGroup)
         ranks = tuple(dist.get_process_group_ranks(group))
         transport = ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
-        return cls(name, len(ranks), dist.get_rank(group), transport, ranks)
+        return cls(name, len(ranks), dist.get_rank(group), transport, ranks, _LOGS.get(group) or CollectiveLog())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Axis:
         return self  # a copied model communicates over the same process group
@@ -408,7 +413,8 @@ class ParallelContext:
 
     def axis(self, name: str) -> Axis:
         """Return the mesh axis with this name. Raises ConfigError if there is none."""
-        self.grid.check(name)
+        if name not in self.axes:
+            self.grid.check(name)
         return self.axes[name]
 
     @property
@@ -483,7 +489,9 @@ class ParallelContext:
     @classmethod
     def from_group(cls, group: Axis | dist.ProcessGroup | None, device: torch.device | None = None) -> ParallelContext:
         """Build a context whose tensor axis is ``group``, or all processes if None. All other axes have size 1."""
-        tensor = Axis.of(group)
+        tensor = group if isinstance(group, Axis) else replace(Axis.of(group), traffic=CollectiveLog())
+        if tensor.group is not None:
+            _LOGS[tensor.group] = tensor.traffic
         grid, rank = RankGrid.of({"tensor": tensor.size}, tensor.ranks), tensor.ranks[tensor.rank]
         axes = {name: Axis(name, ranks=(rank,), traffic=tensor.traffic) for name in AXES[:-1]}
         world = tensor.transport.world or ProcessWorld(tensor.ranks)
@@ -562,6 +570,7 @@ class ParallelContext:
         if isinstance(transport, ProcessGroupTransport):
             hosts = [self.grid.hosts[self.grid.ranks.index(rank)] for rank in line] if self.grid.hosts else ()
             transport.peers = PeerRanks(line, place, name, hosts, self.traffic)
+            _LOGS[transport.group] = self.traffic
         crosses = self.grid.crosses_hosts(line)
         axis = Axis(name, len(line), place, transport, line, self.traffic, crosses)
         return self._by_rank_group.setdefault(rank_groups, axis)

@@ -24,6 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from shardformer import torch_compat
 from shardformer.comm.collectives import digest, start_all_gather_into
 from shardformer.errors import ConfigError, InputError, check_choice
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, find_metadata
 from shardformer.mesh.parallel_context import Axis
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostDeviceCopier
@@ -473,12 +474,11 @@ def _find_sharded_models(model: nn.Module) -> list[tuple[nn.Module, ShardingMeta
 def _register_store_hooks(model: nn.Module, store: ActivationStore, layers: dict[str, nn.Module]) -> None:
     model.__dict__[STORE] = store
     store.undo.append(partial(model.__dict__.pop, STORE, None))
-    store.undo.append(model.register_forward_pre_hook(store.enter, prepend=True).remove)
-    store.undo.append(model.register_forward_hook(store.leave, always_call=True).remove)
+    order = HookOrder.SAVED_TENSORS
+    store.undo.append(register_forward_hooks(model, order, store.enter, store.leave, always_call=True))
     for path, layer in layers.items():
-        store.undo.append(
-            layer.register_forward_pre_hook(partial(_register_layer_input, store, path), with_kwargs=True).remove
-        )
+        register = partial(_register_layer_input, store, path)
+        store.undo.append(register_forward_hooks(layer, HookOrder.LAYER_INPUT, register, with_kwargs=True))
 
 
 def _register_layer_input(store: ActivationStore, path: str, layer: nn.Module, args: Any, kwargs: Any) -> None:

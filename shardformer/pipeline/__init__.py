@@ -7,6 +7,6 @@ from typing import TYPE_CHECKING
 from shardformer.public_names import lazy_names
 
 if TYPE_CHECKING:
-    from shardformer.pipeline.paired_losses import gather_over_data as gather_over_data
+    from shardformer.pipeline.contrastive_losses import gather_over_data as gather_over_data
 
 __getattr__, __all__ = lazy_names(__name__)

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 
 from shardformer.errors import ConfigError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, Dim, ShardedFrom
 from shardformer.public_names import renamed_arguments
 
@@ -341,9 +342,8 @@ def measure_layer_costs(
             torch.cuda.synchronize(device)
         marks.append(time.perf_counter())
 
-    handles = [
-        model.get_submodule(path).register_forward_hook(record_time) for path in dict.fromkeys(chain.layer_calls)
-    ]
+    layers = [model.get_submodule(path) for path in dict.fromkeys(chain.layer_calls)]
+    remove_hooks = [register_forward_hooks(layer, HookOrder.RECORDER, after=record_time) for layer in layers]
     found: list[list[float]] = []
     try:
         for _ in range(rounds + 1):  # the first round is a warm-up
@@ -354,6 +354,6 @@ def measure_layer_costs(
             marks[-2:] = marks[-1:]  # the last layer ends with the model
             found.append([b - a for a, b in pairwise(marks)])
     finally:
-        for handle in handles:
-            handle.remove()
+        for remove in remove_hooks:
+            remove()
     return [min(each) for each in zip(*found[1:], strict=True)]

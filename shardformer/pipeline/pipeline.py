@@ -13,15 +13,15 @@ from torch import Tensor, nn
 from shardformer.comm import collectives
 from shardformer.consistency.rank_divergence import COMPARED_VALUES, KIND_SHIFT, sync_and_check_ranks
 from shardformer.errors import ConfigError, InputError, check_bool, check_callable, check_choice
+from shardformer.gradient_accumulation import micro_batches as splitting
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
+from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
-from shardformer.pipeline import micro_batches as splitting
-from shardformer.pipeline import paired_losses as trials
-from shardformer.pipeline.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
-from shardformer.pipeline.micro_batches import iterate_named_tensors
+from shardformer.pipeline import contrastive_losses as trials
+from shardformer.pipeline.contrastive_losses import Finding, Trial
 from shardformer.pipeline.p2p_communication import StageExchange
-from shardformer.pipeline.paired_losses import Finding, Trial
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn, NoOutput, Runtime, RunTrace, StepInputs
 from shardformer.pipeline.schedules import LOSS_AVERAGES, Schedule, drop_backward, make_schedule, round_up_micro_batches
 from shardformer.pipeline.stage_forward import list_dtypes
@@ -99,9 +99,9 @@ class Pipeline:
         loss_fn: (output, micro-batch) -> loss, for a model that does not return a loss.
         loss_weight: (micro-batch) -> number of counted labels, for a loss that is not computed by torch's loss
             functions.
-        average_loss_over: "ranks": the loss is the mean of the data ranks' losses, as in DDP. "tokens": the batches of
-            all data ranks form one batch in which each counted token (or sample) has the same weight. This costs two
-            small all-reduces over data per step, and is the default of ``initialize``.
+        average_loss_over: "tokens": the batches of all data ranks form one batch in which each counted token (or
+            sample) has the same weight. This costs two small all-reduces over data per step. "ranks": the loss is the
+            mean of the data ranks' losses, as in DDP.
         allow_short_batches: whether a batch with fewer samples than ``micro_batches``, such as the last one of an
             epoch, is split into one micro-batch per sample, if the schedule allows that number.
     """
@@ -114,7 +114,7 @@ class Pipeline:
         micro_batch_size: int | None = None,
         loss_fn: LossFn | None = None,
         loss_weight: LossWeight | None = None,
-        average_loss_over: str = "ranks",
+        average_loss_over: str = "tokens",
         allow_short_batches: bool = False,
     ) -> None:
         for name, function in (("loss_fn", loss_fn), ("loss_weight", loss_weight)):

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, InputError, LaunchError
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights, is_comparing_samples
+from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors, merge_outputs
 from shardformer.mesh.rank_failures import LostPeerError
-from shardformer.pipeline.micro_batch_loss import LossWeights, is_comparing_samples
-from shardformer.pipeline.micro_batches import iterate_named_tensors, merge_outputs
 from shardformer.pipeline.p2p_communication import StageExchange
 from shardformer.pipeline.schedules import Action, ActionKind, Schedule
 from shardformer.pipeline.split_backward import WeightBackward, backward_of_inputs

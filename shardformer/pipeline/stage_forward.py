@@ -18,10 +18,10 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from torch.utils.hooks import RemovableHandle
 
 from shardformer.context_parallel.sequence_sharded_tensor import shard_like, to_local
 from shardformer.errors import ConfigError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, StackDescription
 from shardformer.random_state import SPLITMIX64, RandomUseDetector, seed_random
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
@@ -269,7 +269,7 @@ class StageForward:
         self.boundary_callbacks: list[Callable[[StageActivations], None]] = []  # called at the stage boundary
         self.draws = RandomUseDetector(device or torch.device("cpu"))
         self._overridden: dict[nn.Module, Any] = {}  # instance attribute ``forward`` of each module before
-        self._hooks: list[RemovableHandle] = []
+        self._remove_hooks: list[Callable[[], None]] = []
         if permanent:
             self._install(model)
 
@@ -282,9 +282,9 @@ class StageForward:
         finally:
             for module in list(self._overridden):
                 self._restore_forward(module)
-            for hook in self._hooks:
-                hook.remove()
-            self._hooks = []
+            for remove in self._remove_hooks:
+                remove()
+            self._remove_hooks = []
 
     def _install(self, model: nn.Module) -> None:
         """Override the forwards of the model's layers. Must run after all other changes of the layers."""
@@ -481,7 +481,8 @@ class StageForward:
             stage_pass.context = value
             return None
 
-        self._hooks.append(module.register_forward_pre_hook(replace_context, with_kwargs=True, prepend=True))
+        remove = register_forward_hooks(module, HookOrder.STAGE_INPUT, replace_context, with_kwargs=True)
+        self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
         """Override an embedding or linear outside the layers, to skip it on stages that do not need it."""

@@ -24,6 +24,7 @@ from shardformer.policies.module_descriptions import (
     merge_descriptions,
 )
 from shardformer.policies.roles import (
+    LOCAL_ATTR_KINDS,
     MLP,
     Attention,
     AttentionProjections,
@@ -32,6 +33,7 @@ from shardformer.policies.roles import (
     LocalAttr,
     Role,
     get_exit_path,
+    unknown_kind_error,
 )
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
@@ -465,6 +467,17 @@ class AttentionLowering:
     def _path(self, name: str) -> str:
         return paths.resolve_path(self.role.at, name)
 
+    def _local_attr_kind(self, name: str, entry_kind: str) -> str:
+        """Return what an entry of ``local_attrs`` counts, such as "heads".
+
+        Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
+        """
+        entry = self.role.local_attrs[name]
+        kind = entry if isinstance(entry, str) else entry[0]
+        if kind not in LOCAL_ATTR_KINDS[entry_kind]:
+            raise unknown_kind_error(self.role, name, LOCAL_ATTR_KINDS[entry_kind], entry_kind)
+        return kind
+
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
         """Add the changes for the entries of ``local_attrs`` to the description of the attention.
 
@@ -481,21 +494,21 @@ class AttentionLowering:
             path = self._path(name.rstrip("?"))
             thing = paths.get_at(self.layer.layer, path)
             if isinstance(thing, Tensor):
-                self.role.get_local_attr_kind(name, "parameter")
+                self._local_attr_kind(name, "parameter")
                 parameters[path] = self.layout.parameter_split(path, thing, counted)
             elif isinstance(thing, nn.Embedding):
-                self.role.get_local_attr_kind(name, "embedding")
+                self._local_attr_kind(name, "embedding")
                 split = self.layout.query_split(1)
                 subs.append(LayerReplacement(path, classes.bias_table, {"split": split, "gather_output": False}))
             elif isinstance(thing, nn.Module):
-                of_q = self.role.get_local_attr_kind(name, "norm") == "heads" or not key_kwargs
+                of_q = self._local_attr_kind(name, "norm") == "heads" or not key_kwargs
                 if not isinstance(thing, nn.Identity):  # used when the model has no such norm
                     subs.append(LayerReplacement(path, classes.norm, {"split": queries} if of_q else dict(key_kwargs)))
             elif not isinstance(counted, str) and not name.endswith("?"):
-                self.role.get_local_attr_kind(name, "argument")
+                self._local_attr_kind(name, "argument")
                 arguments[name] = counted[1]
             elif thing is not None:
-                kind = self.role.get_local_attr_kind(name, "attribute")
+                kind = self._local_attr_kind(name, "attribute")
                 attributes[path] = self.layout.count_local_values(self.layer.axis.rank)[kind]
             elif not name.endswith("?"):
                 raise self._make_missing_attr_error(name)

@@ -38,7 +38,7 @@ class PolicyLocation:
 FAMILIES = MappingProxyType(
     {
         "albert": PolicyLocation("albert", "AlbertPolicy"),
-        "beit": PolicyLocation("beit", "BeitPolicy"),
+        "beit": PolicyLocation("vit", "BeitPolicy"),
         "bert": PolicyLocation("bert", "BertPolicy"),
         "blip-2": PolicyLocation("blip2", "Blip2Policy"),
         "blip_2_qformer": PolicyLocation("blip2", "Blip2QFormerPolicy"),
@@ -47,9 +47,9 @@ FAMILIES = MappingProxyType(
         "chatglm": PolicyLocation("chatglm2", "ChatGLMPolicy"),
         "ernie": PolicyLocation("bert", "BertPolicy"),
         "falcon": PolicyLocation("falcon", "FalconPolicy"),
-        "gpt2": PolicyLocation("gpt2", "GPT2Policy"),
-        "gpt_neo": PolicyLocation("gpt_neo", "GPTNeoPolicy"),
-        "gptj": PolicyLocation("gptj", "GPTJPolicy"),
+        "gpt2": PolicyLocation("gpt", "GPT2Policy"),
+        "gpt_neo": PolicyLocation("gpt", "GPTNeoPolicy"),
+        "gptj": PolicyLocation("gpt", "GPTJPolicy"),
         "llama": PolicyLocation("llama", "LlamaPolicy"),
         "mistral": PolicyLocation("llama", "LlamaPolicy"),
         "opt": PolicyLocation("opt", "OPTPolicy"),

@@ -123,24 +123,21 @@ class Attention:
 
     def __post_init__(self) -> None:
         check_field_types(self)
-        for name in self.local_attrs:
-            self.get_local_attr_kind(name)
+        every = tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
+        for name, entry in self.local_attrs.items():
+            if (entry if isinstance(entry, str) else entry[0]) not in every:
+                raise unknown_kind_error(self, name, every)
 
-    def get_local_attr_kind(self, name: str, entry_kind: str | None = None) -> str:
-        """Return what an entry of ``local_attrs`` counts, such as "heads".
 
-        Raises PolicyError if a module or tensor of the kind ``entry_kind`` cannot count that.
-        """
-        entry = self.local_attrs[name]
-        kind = entry if isinstance(entry, str) else entry[0]
-        kinds = LOCAL_ATTR_KINDS[entry_kind] if entry_kind else tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
-        if kind not in kinds:
-            raise PolicyError(
-                f"local_attrs={{{name!r}: {entry!r}}} of the attention {self.at!r} has the unknown kind {kind!r}"
-                + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
-                remedy=f"Use {' or '.join(map(repr, kinds))}",
-            )
-        return kind
+def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], entry_kind: str = "") -> PolicyError:
+    """Return the error for an entry of ``local_attrs`` that does not count one of ``kinds``."""
+    entry = attention.local_attrs[name]
+    kind = entry if isinstance(entry, str) else entry[0]
+    return PolicyError(
+        f"local_attrs={{{name!r}: {entry!r}}} of the attention {attention.at!r} has the unknown kind {kind!r}"
+        + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
+        remedy=f"Use {' or '.join(map(repr, kinds))}",
+    )
 
 
 @renamed_arguments({"exits_with": "shared_exit"})
@@ -240,10 +237,15 @@ class LayerStack:
     optional: bool = False
     stages: PipelineHints = field(default_factory=PipelineHints)
     sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
+    reads_context: bool = field(init=False, repr=False, compare=False)
+    """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "reads_context", False)
         check_field_types(self)
-        name = self.cross_states[1] if self.cross_states and self.reads_context else None
+        reads = any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)
+        object.__setattr__(self, "reads_context", reads)
+        name = self.cross_states[1] if self.cross_states and reads else None
         for role in self.blocks:
             arguments = role.inputs.arguments if isinstance(role, Attention) else ()
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
@@ -253,8 +255,3 @@ class LayerStack:
                     rule="Their gradients would be summed over the ranks twice",
                     remedy="Remove `arguments` from attentions with cross_attention=True",
                 )
-
-    @property
-    def reads_context(self) -> bool:
-        """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
-        return any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)

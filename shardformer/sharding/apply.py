@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -17,11 +18,11 @@ from shardformer.config import ShardConfig
 from shardformer.consistency.initial_weights import broadcast_random_state, model_fingerprint, sync_initial_weights
 from shardformer.consistency.rank_divergence import ConsistencyMonitor
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.gradients.clipping import patch_clip_grad_norm
 from shardformer.kernels.attention_registration import use_flash_attention
+from shardformer.kernels.fused_ops import defer_bias, fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
-from shardformer.layout.tensor_relations import group_overlapping
+from shardformer.layout.tied_tensors import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
@@ -34,12 +35,14 @@ from shardformer.policies.module_descriptions import SubModuleReplacementDescrip
 from shardformer.policies.policy import Policy
 from shardformer.random_state import restore_random_state_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
-from shardformer.sharding.apply_kernels import fuse_activations, fuse_norms
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
+from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, iterate_norms
 from shardformer.sharding.plan import ShardingPlan, qualified_name
+from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
 from shardformer.torch_compat import is_compiled_wrapper, wrapped_module_attribute
-from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
+from shardformer.torch_patches import install_all
+from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
 
 @dataclass
@@ -175,8 +178,7 @@ class Sharder:
             self.model, plan if self.is_tensor_parallel else ShardingPlan(self.model, []), blocks, state
         )
         state.attach(self.model)
-        patch_clip_grad_norm()
-        patch_optimizers_and_scaler()
+        install_all(TRAINING_PATCHES)
         if self._resolved.context.is_whole and not self._fresh:
             apply_context_parallel.warn_unsharded_attention(self.model, context)
         if stages is None:
@@ -302,7 +304,7 @@ class Sharder:
         make = target.from_native_module
         group: Any = axis
         if not getattr(make, "__module__", "").startswith("shardformer."):
-            group = axis.group  # user-defined classes take a torch process group
+            group = axis.group or axis  # user-defined classes take a torch process group; threads have none
         elif isinstance(target, type) and issubclass(target, ParallelModule):
             kwargs["shared"] = shared
             group = self.grid if target.takes_grid else axis
@@ -479,3 +481,46 @@ def _make_compiled_error(path: str, why: str) -> ConfigError:
         rule="A compiled module would keep running the unsharded module",
         remedy="Compile the model after shard_model, or compile in place with module.compile()",
     )
+
+
+def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
+    """Replace activations by fused kernels that also add the bias of the linear before the activation."""
+    for path, native in list(model.named_modules(remove_duplicate=False)):
+        if type(native).__name__ in WRITTEN_OUT:
+            _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)
+    found: Counter[str] = Counter()
+    for path, block in plan.blocks:
+        acts = sorted({type(m).__name__ for m in model.get_submodule(path).modules()} & {*ACTIVATIONS})
+        modules = [model.get_submodule(name) for name in block.columns if block.fuse_activation and acts]
+        columns = [m for m in modules if isinstance(m, Linear1D_Col) and not m.skip_bias_add]
+        for column in columns:
+            column.finish = defer_bias
+        if columns:
+            terms = ("bias", " or ".join(acts), "gate")
+            found[" and ".join(terms[columns[0].bias is None : 1 + len(columns)])] += 1
+    fused = ", ".join(f"{count} {what}" for what, count in found.items())
+    state.notes.append(f"Fused into one kernel: {fused or 'activations only'}.")
+
+
+def fuse_norms(model: nn.Module, state: ShardingMetadata) -> None:
+    """Replace every supported norm of the model by a fused kernel, and record which norms were replaced."""
+    left: Counter[str] = Counter()
+    for path, norm in list(iterate_norms(model)):
+        kind = type(norm).__name__
+        if isinstance(norm, ParallelModule):
+            left[f"{kind} (its statistics are summed over ranks)"] += 1
+            continue
+        try:
+            _replace_and_record(model, path, norm, fused_norm(norm), "norm", state)
+        except ConfigError:
+            left[f"{kind} (not a layer norm or RMS norm over the last dim)"] += 1
+    if left:
+        state.notes.append(f"Norms that are not fused: {', '.join(f'{n} {kind}' for kind, n in left.items())}.")
+
+
+def _replace_and_record(
+    model: nn.Module, path: str, native: nn.Module, new: nn.Module, kind: str, state: ShardingMetadata
+) -> None:
+    move_hooks(new, native)
+    setattr(*parent_of(model, path), new)
+    state.note(path, native, new, kind=kind)

@@ -13,11 +13,8 @@ from shardformer.context_parallel import attention
 from shardformer.context_parallel.model_hooks import FullSequenceHook, ModelInputHook, StackHook, run_on_local_positions
 from shardformer.context_parallel.sequence_layout import ContextParallelState, Dims
 from shardformer.errors import ConfigError
-from shardformer.kernels.attention_registration import (
-    find_attention_classes,
-    find_attention_configs,
-    uses_attention_interface,
-)
+from shardformer.kernels.attention_registration import find_attention_classes, find_attention_configs
+from shardformer.kernels.model_specific_attention import uses_attention_interface
 from shardformer.layout.sharding_metadata import ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.module_paths import find_module
@@ -186,8 +183,7 @@ def install_context_attention(
 ) -> None:
     """Install context-parallel attention, and hooks that gather the sequence for modules that need all positions.
 
-    Must run before the hooks of tensor-parallel regions, which enclose the attention, are installed. Communicates to
-    create process groups.
+    Communicates to create process groups.
     """
     context = state.context
     sizes = choose_ring_sizes(model, context, method)
@@ -233,7 +229,7 @@ def install_context_hooks(
 ) -> None:
     """Install the hooks that shard the sequence in the layers of a model.
 
-    Must run after all other changes of the model.
+    Must run after modules were replaced by parallel layers.
     """
     run, inside = state.context_run, set[int]()
     for stack in stacks:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.layout.shard_spec import Split
 from shardformer.layout.sharding_metadata import ShardingMetadata
@@ -23,8 +24,8 @@ from shardformer.module_paths import find_module, is_transposed, join_path
 from shardformer.policies.module_descriptions import BlockArguments, BlockDescription, SubModuleReplacementDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import change_argument
-from shardformer.tensor_parallel.grid.communication import GridStackActivations
 from shardformer.tensor_parallel.grid.layers import GridModule, GridNorm
+from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.sequence_parallel import first_tensor
 from shardformer.torch_compat import keystr, tree_flatten_with_path, tree_map_with_path
@@ -199,7 +200,8 @@ def install_argument_hooks(
         stream = next((stream for prefix, stream in stacks if path.startswith(prefix)), None)
         if stream is not None:
             entering[model.get_submodule(arguments.at)] = arguments, stream
-    model.register_forward_hook(partial(_remove_caches, streams, arguments_of(model)))
+    remove_caches = partial(_remove_caches, streams, arguments_of(model))
+    register_forward_hooks(model, HookOrder.MODEL_SEQUENCE, after=remove_caches)
     for module, (arguments, stream) in entering.items():
         _LocalSamplesHook(module, arguments, stream, samples)
     for stack, (_, stream) in zip(plan.stacks, stacks, strict=True):
@@ -224,9 +226,9 @@ class _LocalSamplesHook:
     ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _get_argument_names(module)
-        module.register_forward_pre_hook(self._before_entry, with_kwargs=True, prepend=True)
+        register_forward_hooks(module, HookOrder.LOCAL_SAMPLES, self._before_entry, with_kwargs=True)
         for name in arguments.region_inputs:
-            change_argument(module, name, partial(self._select_local_samples, name))
+            change_argument(module, name, partial(self._select_local_samples, name), HookOrder.SAMPLE_ARGUMENTS)
 
     def _before_entry(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not self._stream.is_sharded:

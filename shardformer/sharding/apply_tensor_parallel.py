@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from shardformer.config import ShardConfig
 from shardformer.context_parallel.sequence_sharded_tensor import map_local_positions
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
@@ -31,8 +32,8 @@ from shardformer.policies.module_descriptions import BlockArguments, BlockDescri
 from shardformer.random_state import uses_dropout
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.block import TensorParallelBlock, change_argument, select_local_heads, wrap_as_block
-from shardformer.tensor_parallel.grid.communication import GridStackActivations, GridTensorParallelBlock
-from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, ModeLayers
+from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, GridTensorParallelBlock, ModeLayers
+from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.region import align_random_state, enter_region
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
@@ -82,9 +83,9 @@ def install_regions(
     stack_paths = {stack.layers for stack in plan.stacks}
     for path, name in plan.per_token_args:
         of, module = get_stack_activations(f"{path}."), model.get_submodule(path)
-        module.register_forward_pre_hook(of.restore_length_before, with_kwargs=True)
-        is_layer = path.rpartition(".")[0] in stack_paths
-        change_argument(module, name, of.shard_argument if is_layer else of.gather_argument)
+        register_forward_hooks(module, HookOrder.STACK_LENGTH, of.restore_length_before, with_kwargs=True)
+        change = of.shard_argument if path.rpartition(".")[0] in stack_paths else of.gather_argument
+        change_argument(module, name, change, HookOrder.TOKEN_ARGUMENTS)
     blocks: list[InstalledBlock] = []
     for path, description in plan.blocks:
         stream = get_stack_activations(f"{path}.")
@@ -130,7 +131,8 @@ def _install_stack(
     """
     if stack.context is not None and stack.reads_context:
         path, name = stack.context
-        change_argument(model.get_submodule(path), name, partial(map_local_positions, partial(enter_region, axis=axis)))
+        enter = partial(map_local_positions, partial(enter_region, axis=axis))
+        change_argument(model.get_submodule(path), name, enter, HookOrder.REGION_ARGUMENTS)
     layers = model.get_submodule(stack.layers)
     children = [layer for layer in layers._modules.values() if layer is not None]  # one layer may occur several times
     ends = [*children, *([model.get_submodule(stack.final_norm)] if stack.final_norm else [])]
@@ -171,9 +173,10 @@ def _install_block(
     arguments = description.arguments or BlockArguments("")
     brings = model.get_submodule(arguments.at)
     for name in arguments.region_inputs:
-        change_argument(brings, name, partial(enter_region, axis=axis))
+        change_argument(brings, name, partial(enter_region, axis=axis), HookOrder.REGION_ARGUMENTS)
     for name, dim in arguments.head_dims.items():
-        change_argument(brings, name, partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis))
+        select = partial(select_local_heads, dim=dim, bounds=arguments.bounds, axis=axis)
+        change_argument(brings, name, select, HookOrder.HEAD_ARGUMENTS)
     block = (GridTensorParallelBlock if issubclass(classes.row, GridModule) else TensorParallelBlock)(
         stream, uses_random, arguments.width
     )
@@ -326,4 +329,4 @@ def _install_region_side_hooks(
         params: list[Tensor] = list(module.parameters(recurse=False))
         gradients = [gradient_by_param_id[id(p)] for p in params if id(p) in gradient_by_param_id]
         if gradients and not isinstance(module, ParallelModule):
-            module.register_forward_pre_hook(_RegionSideHook(block, gradients))
+            register_forward_hooks(module, HookOrder.GRADIENT_DIVISOR, _RegionSideHook(block, gradients))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import gc
+import importlib
+import inspect
 import json
 import sys
 import time
@@ -19,9 +22,14 @@ from torch import nn
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.kernels.attention_registration import check_flash_attention
+from shardformer.kernels.fused_ops import fused_norm, is_elementwise
 from shardformer.layout.shard_spec import Coords, ShardSpec
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE, sharded_parameters
-from shardformer.layout.tensor_relations import MemoryRange, OverlapGroup, find_parameter_view
+from shardformer.layout.sharding_metadata import (
+    METADATA_ATTRIBUTE,
+    PARENT_METADATA_ATTRIBUTE,
+    sharded_parameters,
+)
+from shardformer.layout.tied_tensors import MemoryRange, OverlapGroup, find_parameter_view
 from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
@@ -31,7 +39,6 @@ from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel
-from shardformer.sharding.apply_kernels import check_activations, check_norms
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.torch_compat import tensor_hooks_of
@@ -374,3 +381,68 @@ def _make_broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> Config
         rule="An update of one parameter would not reach the other",
         remedy=f"Tie them with module.weight = other.weight instead of .data, or clone {second}",
     )
+
+
+# class names: WRITTEN_OUT use several operations where torch has one kernel; the other activations use one kernel
+WRITTEN_OUT = ("NewGELUActivation", "AccurateGELUActivation", "FastGELUActivation", "BloomGelu")
+ACTIVATIONS = (*WRITTEN_OUT, "GELU", "GELUActivation", "GELUTanh", "PytorchGELUTanh", "SiLU", "SiLUActivation", "ReLU")
+
+
+def check_activations(model: nn.Module, device: torch.device) -> None:
+    """Raise ConfigError if ``enable_jit_fused`` has no effect on the model, or torch.compile cannot build kernels."""
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        problem = "enable_jit_fused=True needs triton on a GPU, which is not installed"
+    elif not any(type(module).__name__ in ACTIVATIONS for module in model.modules()):
+        problem = f"enable_jit_fused=True has no effect: {type(model).__name__} has no GELU, SiLU or ReLU module"
+    else:
+        return
+    raise ConfigError(problem, remedy="Set enable_jit_fused=False")
+
+
+def check_norms(model: nn.Module) -> None:
+    """Raise ConfigError if ``enable_fused_normalization`` has no effect, because no norm of the model is supported."""
+    problem: ConfigError | None = None
+    for _, norm in iterate_norms(model):
+        try:
+            fused_norm(norm)
+            return
+        except ConfigError as error:
+            problem = problem or error
+    raise problem or ConfigError(
+        f"enable_fused_normalization=True has no effect: {type(model).__name__} has no norm",
+        remedy="Set enable_fused_normalization=False",
+    )
+
+
+def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    for path, module in model.named_modules():
+        if "norm" in type(module).__name__.lower() and not module._modules:
+            yield path, module
+
+
+LIBRARIES = ("torch", "transformers", "timm", "shardformer")
+
+
+def runs_library_code(module: nn.Module) -> bool:
+    """Return whether the forward of a module is defined in a library and was not replaced."""
+    of_class: Any = inspect.unwrap(type(module).forward)
+    return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
+
+
+def _get_package(function: Any) -> str:
+    return str(getattr(function, "__module__", "")).partition(".")[0]
+
+
+def find_user_code_modules(model: nn.Module, layers: list[str]) -> Iterator[tuple[str, nn.Module]]:
+    """Yield (path, module) of each module in ``layers`` that runs user code, except element-wise functions."""
+    for stack in layers:
+        for path, module in model.get_submodule(stack).named_modules(prefix=stack):
+            if not runs_library_code(module) and (module._modules or not is_elementwise(module)):
+                yield path, module
+
+
+def runs_user_code(model: nn.Module, policy: Policy) -> bool:
+    """Return whether a layer that ``policy`` describes runs user code, except element-wise functions."""
+    own = copy.copy(policy)
+    own.set_model(model)
+    return any(True for _ in find_user_code_modules(model, [stack.layers for stack in own.stacks()]))

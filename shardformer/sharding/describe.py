@@ -401,19 +401,16 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
     def pattern(path: str) -> str:
         return _replace_layer_index(model, path, layers, stages)
 
-    shapes: dict[str, tuple[str, str]] = {}  # parameter or module -> (full shape, local shape)
-    for name, param, spec in sharded_parameters(model):
-        for path in (name, name.rpartition(".")[0]) if spec.is_sharded else ():
-            shapes.setdefault(path, (_format_shape(spec.shape), _format_shape(param.shape)))
+    shapes = _list_sharded_shapes(model)
     rows: Counter[tuple[str, str, str, str, str]] = Counter()
     changes: Counter[tuple[str, str, str]] = Counter()
     for r in state.replacements:
         if stages is None or not stages.is_on_other_rank(r.path):
-            change = (pattern(r.path) or type(model).__name__, r.before, r.after)
-            if r.kind == "module" and r.path in shapes:
-                rows[*change, *shapes[r.path]] += 1
-            else:
-                changes[change] += 1
+            of_path = shapes.get(r.path, {}) if r.kind == "module" else {}
+            for path, of_param in of_path.items():
+                rows[pattern(path) or type(model).__name__, r.before, r.after, *of_param] += 1
+            if not of_path:
+                changes[pattern(r.path) or type(model).__name__, r.before, r.after] += 1
     replicated: dict[tuple[str, str], tuple[int, int]] = {}
     for name, p in model.named_parameters():
         if not specs[name].is_sharded:
@@ -432,6 +429,25 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         rows_of_stages,
         [] if stages is None else format_stage_table(rows_of_stages, stages),
     )
+
+
+def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
+    """Return path of a module or parameter -> path of a table row -> (full shape, local shape).
+
+    A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
+    a row for each of them.
+    """
+    of_params: dict[str, tuple[str, str]] = {}
+    by_module: dict[str, list[str]] = {}
+    for name, param, spec in sharded_parameters(model):
+        if spec.is_sharded:
+            of_params[name] = _format_shape(spec.shape), _format_shape(param.shape)
+            by_module.setdefault(name.rpartition(".")[0], []).append(name)
+    found = {name: {name: shapes} for name, shapes in of_params.items()}
+    for path, names in by_module.items():
+        shown = [name for name in names if name.rpartition(".")[2] != "bias"] or names
+        found[path] = {name if len(shown) > 1 else path: of_params[name] for name in shown}
+    return found
 
 
 def _format_title(model: nn.Module, state: ShardingMetadata, total: int) -> str:

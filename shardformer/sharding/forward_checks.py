@@ -21,10 +21,11 @@ from torch.autograd import Function
 from shardformer.comm.autograd_collectives import copy_to_tp_region, once_differentiable
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, install_wrapper_guards
 from shardformer.consistency.rank_divergence import check_same_batch, sync_and_check_ranks
-from shardformer.consistency.usage_checks import check_ddp, install_wrapper_guards
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.errors import ConfigError, InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_parameters
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid
@@ -376,8 +377,8 @@ class ForwardChecks:
         # must not change what this one was compiled with.
         self._eager: Callable[..., None] = torch.compiler.disable(ForwardChecks._check)
         self._compared = not state.request.extra.get("check_inputs", True) or state.same_batch_axis.size == 1
-        model.register_forward_pre_hook(self._before, with_kwargs=True)
-        model.register_forward_hook(self._after, with_kwargs=True)
+        register_forward_hooks(model, HookOrder.CHECKS, self._before, with_kwargs=True)
+        register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             install_wrapper_guards(model, state.context)
         state.check_call = self._check_arguments
@@ -408,7 +409,7 @@ class ForwardChecks:
         if self._should_align_random_state(model, kwargs):
             sync_and_check_ranks(self._state, [*args, *kwargs.values()])
 
-    def _after(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> Any:
+    def _after(self, model: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if isinstance(output, Mapping) and not torch.compiler.is_compiling():
             self._caches.mark_filled(list(output.values()))
         return resolve_deferred(output)

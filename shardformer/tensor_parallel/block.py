@@ -39,11 +39,12 @@ from shardformer.comm.autograd_collectives import reduce_from_tp_region, reduce_
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.comm.sharded_tensor import Args, Kwargs
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.mesh.parallel_context import Axis
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     SEQUENCE,
     ColumnParallel,
-    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
@@ -140,7 +141,7 @@ class TensorParallelBlock:
 
     def __post_init__(self) -> None:
         self.axis = self.stream.axis
-        self._random = LocalRandomState(self.axis, enabled=self.random)
+        self._random = LocalRandomState(self.axis.rank, enabled=self.random)
 
     @property
     def is_open(self) -> bool:
@@ -177,10 +178,9 @@ class TensorParallelBlock:
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
         """Make ``module`` the entry of the block: its first tensor argument becomes the block's input."""
         self._entry = type(module).__name__
-        module.register_forward_pre_hook(self._enter_module, with_kwargs=True)
-        if holds_exit:
-            self._is_watched = True
-            module.register_forward_hook(self.check_no_residual)
+        self._is_watched = holds_exit
+        after = self.check_no_residual if holds_exit else None
+        register_forward_hooks(module, HookOrder.BLOCK, self._enter_module, after, with_kwargs=True)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
@@ -268,7 +268,7 @@ class TensorParallelBlock:
 HeadRange = tuple[int, int, int]  # number of heads, first local head, end of the local heads
 
 
-def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor]) -> None:
+def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor], order: HookOrder) -> None:
     """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward.
 
     Raises PolicyError if the forward has no such argument.
@@ -290,7 +290,7 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
             return (*args[:position], change(args[position]), *args[position + 1 :]), kwargs
         return args, kwargs
 
-    module.register_forward_pre_hook(change_inputs, with_kwargs=True)
+    register_forward_hooks(module, order, change_inputs, with_kwargs=True)
 
 
 def select_local_heads(x: Tensor, dim: int, bounds: HeadRange, axis: Axis) -> Tensor:
@@ -333,7 +333,7 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
             return full.view(-1, *x.shape[1:]) if x.dim() == tokens.dim() - 1 else full
         return enter_region(x, axis) if x.is_floating_point() and x.requires_grad else x
 
-    def reduce_output(output: Tensor) -> Tensor:
+    def reduce_output(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         if not stream.is_sharded:
             return reduce_from_tp_region(output, axis)
         by_sample = output if output.dim() == 3 else output.view(-1, stream.full, *output.shape[1:])
@@ -351,10 +351,11 @@ def wrap_as_block(module: nn.Module, stream: StackActivations, summands: Sequenc
         for name in own_params:
             vars(module).pop(name, None)
 
-    module.register_forward_pre_hook(enter_all_inputs, with_kwargs=True)
-    module.register_forward_hook(lambda _, __, output: reduce_output(output))
+    def scale_output(_: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
+        return output / axis.size
+
+    register_forward_hooks(module, HookOrder.BLOCK, enter_all_inputs, reduce_output, with_kwargs=True)
     if own_params:
-        module.register_forward_pre_hook(scale_params)
-        module.register_forward_hook(restore_params, always_call=True)
+        register_forward_hooks(module, HookOrder.BLOCK_PARAMETERS, scale_params, restore_params, always_call=True)
     for name in set(summands) - set(own_params):
-        module.get_submodule(name).register_forward_hook(lambda _, __, output: output / axis.size)
+        register_forward_hooks(module.get_submodule(name), HookOrder.BLOCK, after=scale_output)

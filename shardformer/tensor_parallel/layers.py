@@ -24,6 +24,7 @@ from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear, is_transposed
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.parallel_module import (
     GroupLike,
@@ -36,7 +37,6 @@ from shardformer.tensor_parallel.parallel_module import (
     wrong_class_error,
 )
 from shardformer.tensor_parallel.region import (
-    LocalRandomState,
     ReplicatedRegion,
     RowParallelMatmul,
     TpRegion,
@@ -508,7 +508,7 @@ class DropoutForParallelInput(nn.Module):
     def __init__(self, p: float = 0.5, inplace: bool = False, process_group: GroupLike = None) -> None:
         super().__init__()
         self.p, self.inplace = p, inplace
-        self._random = LocalRandomState(Axis.of(process_group))
+        self._random = LocalRandomState(Axis.of(process_group).rank)
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

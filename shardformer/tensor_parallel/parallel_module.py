@@ -18,8 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError, PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.layout.shard_export_guard import mark_slices
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
-from shardformer.layout.slice_tensor import mark_slices
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
 from shardformer.torch_compat import without_fake_tensors
@@ -56,10 +57,10 @@ def accept_wide_inputs(model: nn.Module) -> None:
             continue
         if isinstance(module._buffers.get(STATISTICS_BUFFER), Tensor):
             if _widen_parameters not in module._forward_pre_hooks.values():
-                module.register_forward_pre_hook(_widen_parameters)
-                module.register_forward_hook(_restore_parameters, always_call=True)
+                before, after = _widen_parameters, _restore_parameters
+                register_forward_hooks(module, HookOrder.CASTS, before, after, always_call=True)
         elif _cast_wide_inputs not in module._forward_pre_hooks.values():
-            module.register_forward_pre_hook(_cast_wide_inputs, with_kwargs=True)
+            register_forward_hooks(module, HookOrder.CASTS, _cast_wide_inputs, with_kwargs=True)
 
 
 def _floating_point_parameter(module: nn.Module) -> Tensor | None:

@@ -33,12 +33,13 @@ from shardformer.comm.collectives import (
 )
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import PolicyError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import Dim
 from shardformer.mesh.parallel_context import Axis
-from shardformer.random_state import SPLITMIX64, random_generators
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.comm_overlap import all_gather_matmul, matmul_reduce_scatter
 from shardformer.tensor_parallel.parallel_module import is_wider, select_product_dtype
-from shardformer.torch_compat import custom_function_of, to_list
+from shardformer.torch_compat import custom_function_of
 
 SEQUENCE = Dim.SEQUENCE.position
 Map = Callable[[Tensor], Tensor]
@@ -347,35 +348,6 @@ def with_backward(x: Tensor, forward: Map, backward: Map) -> Tensor:
     return out
 
 
-class LocalRandomState:
-    """Gives each rank its own random state between ``enter`` and ``leave``, in place of the shared one.
-
-    With ``aligned``, switches from one random state per rank to a shared one. This broadcasts one number.
-
-    The inner seed is drawn from the outer random state. Activation checkpointing, which restores the outer state,
-    therefore reproduces the inner numbers too.
-    """
-
-    def __init__(self, axis: Axis, *, aligned: bool = False, enabled: bool = True) -> None:
-        self._axis, self._aligned, self.is_enabled = axis, aligned, enabled
-        self._outer: list[tuple[torch.Generator, Tensor]] = []
-
-    def enter(self, x: Tensor, training: bool = True) -> None:
-        if not (self.is_enabled and training):
-            return
-        seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._axis.rank + 1)
-        if self._aligned:
-            seed, own = broadcast(seed.to(x.device), self._axis), 0
-        self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
-        for g, _ in self._outer:
-            g.manual_seed((int(to_list(seed)) + own) % 2**63)
-
-    def leave(self) -> None:
-        for generator, state in self._outer:
-            generator.set_state(state)
-        self._outer = []
-
-
 def align_random_state(axis: Axis, module: nn.Module) -> None:
     """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
@@ -384,6 +356,12 @@ def align_random_state(axis: Axis, module: nn.Module) -> None:
 
     Communicates: in training one broadcast of one number per call.
     """
-    random = LocalRandomState(axis, aligned=True)
-    module.register_forward_pre_hook(lambda module, args: random.enter(args[0], module.training))
-    module.register_forward_hook(lambda *_: random.leave(), always_call=True)
+    random = LocalRandomState(axis.rank, partial(broadcast, axis=axis))
+
+    def enter(module: nn.Module, args: tuple[Any, ...]) -> None:
+        random.enter(args[0], module.training)
+
+    def leave(*_: Any) -> None:
+        random.leave()
+
+    register_forward_hooks(module, HookOrder.RANDOM_STATE, enter, leave, always_call=True)

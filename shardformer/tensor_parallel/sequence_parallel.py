@@ -16,15 +16,16 @@ from shardformer.comm.autograd_collectives import (
     reduce_scatter_to_sp_region,
     scatter_to_region,
 )
-from shardformer.comm.collectives import all_gather, start_all_reduce
+from shardformer.comm.collectives import all_gather, broadcast, start_all_reduce
 from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError, InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.activation_layout import ActivationLayout, ActivationShard, Dim, IndexOrder
 from shardformer.mesh.parallel_context import Axis
+from shardformer.random_state import LocalRandomState
 from shardformer.tensor_parallel.region import (
     REGIONS_BY_DIM,
     SEQUENCE,
-    LocalRandomState,
     ReplicatedRegion,
     SequenceShardedRegion,
     TpRegion,
@@ -62,7 +63,7 @@ class StackActivations:
         self._is_open = False
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
-        self._random, self._is_random = LocalRandomState(axis, enabled=random and self._dim is not None), False
+        self._random, self._is_random = LocalRandomState(axis.rank, enabled=random and self._dim is not None), False
 
     @property
     def is_sharded(self) -> bool:
@@ -135,8 +136,8 @@ class StackActivations:
     def register(self, first: nn.Module, last: nn.Module) -> None:
         """Shard the input of the stack's first module, and gather the output of its last."""
         if self._dim is not None:
-            first.register_forward_pre_hook(self._enter_module, with_kwargs=True)
-            last.register_forward_hook(self._leave_module)
+            register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
+            register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
 
     def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return map_first_tensor(args, kwargs, lambda x: self.enter_stack(x, module.training))
@@ -242,10 +243,8 @@ class GatherSequenceHook(GatherHook):
 
     def __init__(self, stream: StackActivations, module: nn.Module, random: bool) -> None:
         self._stream = stream
-        self._random = LocalRandomState(stream.axis, aligned=True, enabled=random)
-        # runs before the hooks that gather over other axes, so that their outputs are sharded first
-        module.register_forward_pre_hook(self._enter, with_kwargs=True, prepend=True)
-        module.register_forward_hook(self._leave)
+        self._random = LocalRandomState(stream.axis.rank, partial(broadcast, axis=stream.axis), enabled=random)
+        register_forward_hooks(module, HookOrder.FULL_LENGTH, self._enter, self._leave, with_kwargs=True)
 
     def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         stream, x = self._stream, first_tensor(args, kwargs)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import importlib
 import inspect
 import json
@@ -9,14 +10,17 @@ import math
 import os
 import re
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, cast, get_type_hints
+from types import GenericAlias
+from typing import Any, cast, get_args, get_type_hints
 
 import torch
 from pydantic import TypeAdapter, ValidationError
+from pydantic_core import PydanticUndefined
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
@@ -24,7 +28,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
-from shardformer.train_command.datasets import TrainingData
+from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
@@ -76,28 +80,88 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
             ) from error
 
     make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
-    return lambda model: partial(
-        make, _group_by_weight_decay(model) if has_decay and not table.decay_biases_and_norms else list
-    )
+    is_grouped = (has_decay and not table.decay_biases_and_norms) or table.lr_factors or table.layer_decay != 1
+    return lambda model: partial(make, _group_parameters(table, model, has_decay) if is_grouped else list)
 
 
-def _group_by_weight_decay(model: nn.Module) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
-    """Return a function that splits local parameters into a group with weight decay and a group without.
+def _group_parameters(
+    table: OptimizerTable, model: nn.Module, has_decay: bool
+) -> Callable[[Iterable[nn.Parameter]], list[dict[str, Any]]]:
+    """Return a function that splits local parameters into groups of equal weight decay and learning rate.
 
-    The names are taken from the model before sharding, so that the groups are the same under every layout. Both groups
+    The names are taken from the model before sharding, so that the groups are the same under every layout. All groups
     exist on every pipeline stage, even if empty, because a checkpoint contains the groups of all stages.
     """
-    every = (name for name, _ in model.named_parameters(remove_duplicate=False))
-    others = {name for name in every if not has_weight_decay(model, name)}
+    factors = lr_factors_of(table, model)
+    kinds: dict[str, tuple[bool, float]] = {}
+    kind_of_param: dict[int, tuple[bool, float]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        is_decayed = not has_decay or table.decay_biases_and_norms or has_weight_decay(model, name)
+        # tied weights have the group of their first name, also on a pipeline stage that has only the other name
+        kinds[name] = kind_of_param.setdefault(id(param), (is_decayed, factors[name]))
+    first = (True, 1.0)  # its learning rate is reported
+    wanted = {*kinds.values(), first, *([(False, 1.0)] if has_decay else [])}
+    order = sorted(wanted, key=lambda kind: (kind != first, not kind[0], -kind[1]))
 
     def group_parameters(params: Iterable[nn.Parameter]) -> list[dict[str, Any]]:
         names = {id(param): name for name, param in model.named_parameters()}
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        groups: dict[Any, list[nn.Parameter]] = {kind: [] for kind in order}
         for param in params:
-            groups[names[id(param)] not in others].append(param)
-        return [{"params": groups[True]}, {"params": groups[False], WEIGHT_DECAY: 0.0}]
+            groups[kinds[names[id(param)]]].append(param)
+        return [
+            {
+                "params": group,
+                **({} if is_decayed else {WEIGHT_DECAY: 0.0}),
+                **({} if factor == 1 else {"lr": table.lr * factor}),
+            }
+            for (is_decayed, factor), group in groups.items()
+        ]
 
     return group_parameters
+
+
+def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
+    """Return the factor of the learning rate of each parameter.
+
+    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Parameters before the list in
+    the order of registration, such as embeddings, belong to the layer before the first one.
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or the model has no stack of layers.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in table.lr_factors:
+        if not fnmatch.filter(names, pattern):
+            raise ConfigError(
+                f"optimizer.lr_factors has {pattern!r}, which matches no parameter",
+                remedy=did_you_mean(pattern, names),
+            )
+    depths = _layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
+    found = {name: table.layer_decay ** depths[name] for name in names}
+    for name in names:
+        matching = (factor for pattern, factor in table.lr_factors.items() if fnmatch.fnmatchcase(name, pattern))
+        found[name] *= next(matching, 1.0)
+    return found
+
+
+def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
+    """Return the number of layers between each parameter and the end of the longest stack of layers."""
+    stacks = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    path = max(stacks, key=lambda path: len(stacks[path]), default=None)
+    if path is None or len(stacks[path]) < 2:
+        raise ConfigError(
+            f"optimizer.layer_decay has no effect, because {type(model).__name__} has no ModuleList of layers",
+            remedy="Remove it, or set optimizer.lr_factors",
+        )
+    count, prefix = len(stacks[path]), f"{path}."
+    is_before, depths = True, {}
+    for name in names:
+        if name.startswith(prefix):
+            is_before = False
+            depths[name] = count - 1 - int(name.removeprefix(prefix).partition(".")[0])
+        else:
+            depths[name] = count if is_before else 0
+    return depths
 
 
 def has_weight_decay(model: nn.Module, name: str) -> bool:
@@ -109,6 +173,27 @@ def has_weight_decay(model: nn.Module, name: str) -> bool:
     owner = type(model.get_submodule(name.rpartition(".")[0]))
     is_norm = any("norm" in kind.__name__.lower() for kind in owner.__mro__)
     return not is_norm and NOT_DECAYED.search(name.lower()) is None
+
+
+def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
+    """Set ``requires_grad = False`` for the parameters whose names match one of the patterns, such as ``wte.*``.
+
+    Raises:
+        ConfigError: A pattern matches no parameter, or all parameters match.
+    """
+    names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
+    for pattern in patterns:
+        if not fnmatch.filter(names, pattern):
+            near = did_you_mean(pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names})
+            raise ConfigError(f"model.freeze has {pattern!r}, which matches no parameter", remedy=near)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained",
+            remedy="Remove a pattern",
+        )
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:
@@ -135,25 +220,43 @@ def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
     length = num_steps if table.steps is None else table.steps
-    warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
-    return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
+    warmup = _to_steps(table.warmup, length)
+    return partial(lr_factor, table, warmup, length)
 
 
-def lr_factor(decay_name: str, warmup: int, num_steps: int, min_lr_rate: float, step: int) -> float:
+def _to_steps(value: float, length: int) -> int:
+    """Return a number of steps, of which a value below 1 is the fraction."""
+    return math.ceil(value * length) if value < 1 else round(value)
+
+
+def lr_factor(table: ScheduleTable, warmup: int, num_steps: int, step: int) -> float:
     """Return the factor by which the base learning rate is multiplied in a step, counted from 0.
 
-    >>> [round(lr_factor("linear", 2, 6, 0.0, step), 2) for step in range(6)]
+    >>> [round(lr_factor(ScheduleTable(name="linear"), 2, 6, step), 2) for step in range(6)]
     [0.5, 1.0, 1.0, 0.75, 0.5, 0.25]
     """
     if step < warmup:
         return (step + 1) / warmup
     done = min((step - warmup) / max(num_steps - warmup, 1), 1.0)
-    decay = {"constant": 0.0, "linear": done, "cosine": 0.5 - 0.5 * math.cos(math.pi * done)}[decay_name]
-    return 1 - (1 - min_lr_rate) * decay
+    match table.name:
+        case "constant":
+            decay = 0.0
+        case "linear":
+            decay = done
+        case "cosine":
+            decay = 0.5 - 0.5 * math.cos(math.pi * done)
+        case "cosine_with_restarts":
+            decay = 1.0 if done == 1 else 0.5 - 0.5 * math.cos(math.pi * (done * table.cycles % 1))
+        case "warmup_stable_decay":
+            length = _to_steps(table.decay, num_steps)
+            decay = min(max(step - (num_steps - length), 0) / max(length, 1), 1.0)
+        case "inverse_sqrt":
+            return math.sqrt(max(warmup, 1) / max(step, warmup, 1))
+    return 1 - (1 - table.min_lr_rate) * decay
 
 
 DEFAULTS = ("throughput", "progress", "json_lines", "checkpoint")
-WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "checkpoint")
+WRITING_HOOKS = ("progress", "json_lines", "tensor_board", "wandb", "mlflow", "checkpoint")
 """Hooks that write the metrics of other hooks, and therefore come after them."""
 FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
@@ -177,38 +280,64 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:
     kind = _find_hook_class(name)
     parameters = inspect.signature(kind).parameters
-    arguments = {
-        **({"folder": str(config.path / FOLDERS.get(name, name))} if "folder" in parameters else {}),
-        **arguments,
-    }
+    if "directory" in parameters:
+        arguments = {"directory": str(config.path / FOLDERS.get(name, name.rpartition(":")[2])), **arguments}
+    if "config" in parameters and name in KNOWN_HOOKS:
+        arguments = {"config": config.model_dump(mode="json"), **arguments}
     check_arguments(kind, arguments, f"hooks.{name}")
-    _check_argument_types(kind, arguments, f"hooks.{name}")
-    if isinstance(folder := arguments.get("folder"), str):
-        arguments["folder"] = os.path.expanduser(folder)
+    arguments = _validate_argument_types(kind, arguments, f"hooks.{name}")
+    if isinstance(directory := arguments.get("directory"), str):
+        arguments["directory"] = os.path.expanduser(directory)
     several = [p.name for p in parameters.values() if p.kind is p.VAR_POSITIONAL]
     positional = [value for name in several for value in arguments.pop(name, ())]
     hook: Hook = kind(*positional, **arguments)
     return hook
 
 
-def _check_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> None:
-    """Raise ConfigError if an argument of a hook does not have the type that its class declares."""
-    parameters = inspect.signature(hook_class).parameters
-    for argument, value in arguments.items():
-        if parameters[argument].kind is inspect.Parameter.VAR_POSITIONAL:
-            continue  # the annotation is that of one item
+@dataclass(frozen=True)
+class HookArgument:
+    """One argument of a hook class, as its annotation ``Annotated[type, description]`` specifies it."""
+
+    annotation: Any
+    default: Any = PydanticUndefined
+    description: str = ""
+
+
+def hook_arguments(hook_class: Any) -> dict[str, HookArgument]:
+    """Return the arguments of a hook class by name. ``*names`` is a list, and ``**options`` is left out."""
+    found = {}
+    try:
+        hints = get_type_hints(hook_class.__init__, include_extras=True)
+    except NameError:  # an annotation of a user's hook that is imported only for type checkers
+        hints = {}
+    for name, p in inspect.signature(hook_class).parameters.items():
+        hint, *notes = get_args(hints[name]) if hasattr(hints.get(name), "__metadata__") else (hints.get(name, Any),)
+        description = next((note for note in notes if isinstance(note, str)), "")
+        if p.kind is p.VAR_POSITIONAL:
+            found[name] = HookArgument(GenericAlias(list, hint), None, description)
+        elif p.kind is not p.VAR_KEYWORD:
+            found[name] = HookArgument(hint, PydanticUndefined if p.default is p.empty else p.default, description)
+    return found
+
+
+def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: str) -> dict[str, Any]:
+    """Return the arguments with the types that the hook's class declares. Raise ConfigError for a wrong type."""
+    known, found = hook_arguments(hook_class), dict(arguments)
+    for name, value in arguments.items():
         try:
-            adapter = TypeAdapter(get_type_hints(hook_class.__init__)[argument])
-        except Exception:  # no annotation, or one that pydantic cannot check
+            adapter = TypeAdapter(known[name].annotation)
+        except Exception:  # a type that pydantic does not know
             continue
         try:
-            adapter.validate_json(json.dumps(value, default=str), strict=True)
+            found[name] = adapter.validate_json(json.dumps(value, default=str), strict=True)
         except ValidationError as error:
+            messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{table}.{argument} = {value!r:.80} has the wrong type",
-                rule="; or ".join(dict.fromkeys(each["msg"] for each in error.errors())),
+                f"{table}.{name} = {value!r:.80} has the wrong type",
+                rule=". ".join(filter(None, (messages, known[name].description.replace("`", "'").rstrip(".")))),
                 remedy="Correct the value",
             ) from error
+    return found
 
 
 def _find_hook_class(hook_name: str) -> Any:
@@ -256,6 +385,10 @@ AUTO_CLASSES = {
     "masked": "AutoModelForMaskedLM",
     "sequence_to_sequence": "AutoModelForSeq2SeqLM",
     "classification": "AutoModelForSequenceClassification",
+    "multi_label_classification": "AutoModelForSequenceClassification",
+    "token_classification": "AutoModelForTokenClassification",
+    "regression": "AutoModelForSequenceClassification",
+    "preference": "AutoModelForCausalLM",
     "image_classification": "AutoModelForImageClassification",
 }
 POSITION_FIELDS = ("max_position_embeddings", "n_positions", "max_sequence_length")

@@ -6,6 +6,7 @@ import os
 import tomllib
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -16,9 +17,12 @@ from shardformer.errors import ConfigError, did_you_mean
 from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.partition import RENAMED_METHODS
 
-Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
-Format = Literal["text", "jsonl", "datasets", "images"]
-PATHS = ("folder", "name", "train", "validation", "tokenizer")
+Task = Literal[
+    "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
+    "regression", "preference", "image_classification",
+]  # fmt: skip
+Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
+PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
 
@@ -53,12 +57,17 @@ class ModelTable(ConfigTable):
     )
     task: Task = _config_key(
         "`causal`: predict the next token; `masked`: predict masked tokens; `sequence_to_sequence`: generate a target "
-        "text from a source text; `classification` of texts; `image_classification`.",
+        "text from a source text; `classification` of texts; `multi_label_classification`: any number of classes per "
+        "text; `token_classification`: one class per word; `regression`: one number per text; `preference`: prefer "
+        "one answer to another one (DPO); `image_classification`.",
         "causal",
     )
     head: str | None = _config_key("The transformers class. By default that of the task.", None)
     random: bool = _config_key("Initialize the weights at random instead of loading them.", False)
     config: dict[str, Any] = _config_key("Changed fields of the model's config.", {})
+    freeze: list[str] = _config_key(
+        "Parameters that are not trained: patterns of their names, such as `model.embed_tokens.*`.", []
+    )
     trust_remote_code: bool = _config_key("Allow Python code of models that transformers does not contain.", False)
 
 
@@ -69,12 +78,26 @@ class DataTable(ConfigTable):
         "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
         "`format`."
     )
-    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
-    format: Format | None = _config_key(
-        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
-        "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
-        "images.",
+    weights: list[float] | None = _config_key(
+        "One number per item of `train`, to mix them in this proportion. An epoch ends when each item was read at "
+        "least once.",
         None,
+    )
+    validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
+    validation_fraction: float | None = _config_key(
+        "Fraction of the training rows to validate on instead of training on them.", None, gt=0, lt=1
+    )
+    format: Format | None = _config_key(
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`, also with tabs; `parquet`; "
+        "`datasets`: the name or the folder of a data set of the library `datasets`; `images`. By default it follows "
+        "from the suffix, and a folder contains images.",
+        None,
+    )
+    options: dict[str, Any] = _config_key(
+        "Arguments of `datasets.load_dataset` for `csv`, `parquet` and `datasets`, such as `{ sep = ';' }`.", {}
+    )
+    streaming: bool = _config_key(
+        "Read the data during training instead of before it. `training.steps` must be set.", False
     )
     batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
     sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
@@ -83,10 +106,41 @@ class DataTable(ConfigTable):
         "the weights are random.",
         None,
     )
-    text: str = _config_key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    text: str = _config_key(
+        "The field that contains the text, or the list of words for `token_classification`.", "text"
+    )
     pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
-    target: str = _config_key("The field of the target text, for `sequence_to_sequence`.", "target")
-    label: str = _config_key("The field of the class label, for `classification`.", "label")
+    target: str = _config_key(
+        "The field of the target text, for `sequence_to_sequence`, or of the answer to `prompt`.", "target"
+    )
+    label: str = _config_key(
+        "The field of the class label, the list of labels, or the number, for classification and regression.", "label"
+    )
+    messages: str = _config_key(
+        "The field of a conversation, for `causal`: a list of messages with `role` and `content`, or `from` and "
+        "`value`. It is used for rows without a text.",
+        "messages",
+    )
+    prompt: str | None = _config_key(
+        "The field of a prompt that `target` answers, for `causal`. Rows with `prompt` and `completion`, `instruction` "
+        "and `output` or `question` and `answer` need no setting.",
+        None,
+    )
+    chosen: str = _config_key("The field of the better answer, for `preference`.", "chosen")
+    rejected: str = _config_key("The field of the worse answer, for `preference`.", "rejected")
+    chat_template: str | None = _config_key(
+        "The template of conversations: a file in Jinja, `chatml`, or `none` to concatenate the texts. By default that "
+        "of the tokenizer, or `chatml` for bytes.",
+        None,
+    )
+    train_on: Literal["answers", "last", "all"] = _config_key(
+        "The tokens of a conversation that have labels: those of all answers, of the last answer, or all tokens.",
+        "answers",
+    )
+    packing: bool = _config_key(
+        "Put several texts or conversations into one row, for `causal`. No text attends to another one.", False
+    )
+    group_by_length: bool = _config_key("Put samples of similar length into the same batch.", False)
     image: str = _config_key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
     split: str = _config_key("The split of `datasets` to train on.", "train")
     validation_split: str | None = _config_key(
@@ -116,20 +170,44 @@ class OptimizerTable(ConfigTable):
     name: str = _config_key("A class of `torch.optim`, or `LAMB`, `LARS`, `HybridAdam`.", "AdamW")
     lr: float = _config_key("The learning rate.", 1e-4, gt=0)
     decay_biases_and_norms: bool = _config_key("Apply `weight_decay` to biases and norm weights too.", False)
+    lr_factors: dict[str, float] = _config_key(
+        "Factors of the learning rate by patterns of parameter names, such as `{ 'lm_head.*' = 10 }`. The first "
+        "pattern that matches applies.",
+        {},
+    )
+    layer_decay: float = _config_key(
+        "Factor of the learning rate from each layer to the layer before it. The last layer and the head have `lr`.",
+        1.0,
+        gt=0,
+        le=1,
+    )
 
 
 class ScheduleTable(ConfigTable):
     """The learning-rate schedule."""
 
-    name: Literal["constant", "linear", "cosine"] = _config_key("The decay after warm-up.", "constant")
+    name: Literal["constant", "linear", "cosine", "cosine_with_restarts", "warmup_stable_decay", "inverse_sqrt"] = (
+        _config_key("The decay after warm-up.", "constant")
+    )
     warmup: float = _config_key("Warm-up steps, or below 1 their fraction of all steps.", 0, ge=0)
     min_lr_rate: float = _config_key("The final rate as a fraction of `optimizer.lr`.", 0, ge=0, le=1)
+    cycles: int = _config_key("Number of cosine cycles of `cosine_with_restarts`.", 1, ge=1)
+    decay: float = _config_key(
+        "Steps of the decay at the end of `warmup_stable_decay`, or below 1 their fraction of all steps.", 0.1, gt=0
+    )
     steps: int | None = _config_key(
         "The length of the schedule, after which the learning rate is constant. By default that of the run. It is "
         "required to resume a run with another length, if that would change learning rates.",
         None,
         ge=1,
     )
+
+
+class PreferenceTable(ConfigTable):
+    """The loss of `task = "preference"`."""
+
+    beta: float = _config_key("Strength of the penalty on differences from the initial model.", 0.1, gt=0)
+    label_smoothing: float = _config_key("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
 class TrainingTable(ConfigTable):
@@ -152,6 +230,7 @@ class TrainConfig(ConfigTable):
     optimizer: OptimizerTable = OptimizerTable()
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
+    preference: PreferenceTable = PreferenceTable()
     hooks: dict[str, bool | dict[str, Any]] = _config_key(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "
@@ -167,35 +246,51 @@ class TrainConfig(ConfigTable):
                 f"training.steps = {training.steps} and training.epochs = {training.epochs} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
-        if training.validate_every is not None and data.validation is None and data.validation_split is None:
+        validations = (data.validation, data.validation_split, data.validation_fraction)
+        if training.validate_every is not None and all(value is None for value in validations):
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires data.validation",
                 remedy="Set data.validation, or remove validate_every",
             )
+        self._check_data()
         self._check_no_unused_keys()
+
+    def _check_data(self) -> None:
+        """Raise ConfigError if options of the data contradict each other."""
+        data = self.data
+        count = 1 if isinstance(data.train, str) else len(data.train)
+        if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
+            raise ConfigError(
+                f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}",
+                rule="There is one positive weight for each item",
+                remedy="Correct the weights",
+            )
+        if data.validation_fraction is not None and (data.validation or data.validation_split):
+            raise ConfigError(
+                f"data.validation_fraction = {data.validation_fraction} and data.validation cannot both be set",
+                remedy="Remove one of them",
+            )
+        if not data.streaming:
+            return
+        conflicts = {
+            "data.validation_fraction": data.validation_fraction, "data.packing": data.packing,
+            "data.group_by_length": data.group_by_length, "data.num_workers": data.num_workers,
+        }  # fmt: skip
+        for key, value in conflicts.items():
+            if value:
+                raise ConfigError(
+                    f"data.streaming = true and {key} = {str(value).lower()} cannot both be set",
+                    remedy="Remove one of them",
+                )
+        if self.training.steps is None:
+            raise ConfigError(
+                "data.streaming = true requires training.steps, because the length of the data is unknown",
+                remedy="Set training.steps",
+            )
 
     def _check_no_unused_keys(self) -> None:
         """Raise ConfigError if a key is set but has no effect, because of the values of other keys."""
-        task, layout = self.model.task, self.layout
-        is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
-        has_changing_rate = self.schedule.name != "constant" or 0 < self.schedule.warmup < 1
-        datasets_format = (self.data.format == "datasets", "data.format = 'datasets'")
-        conditions = {
-            "data.pair": (task == "classification", "model.task = 'classification'"),
-            "data.target": (task == "sequence_to_sequence", "model.task = 'sequence_to_sequence'"),
-            "data.label": (task.endswith("classification"), "a classification task"),
-            "data.image": (is_image_task, "model.task = 'image_classification'"),
-            "data.text": (not is_image_task, "a text task"),
-            "data.tokenizer": (not is_image_task, "a text task"),
-            "data.split": datasets_format,
-            "data.validation_split": datasets_format,
-            "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
-            "schedule.min_lr_rate": (self.schedule.name != "constant", "schedule.name = 'linear' or 'cosine'"),
-            "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
-            "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
-            "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
-            "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
-        }
+        conditions = _conditions_of_keys(self)
         for key, (is_used, needed) in conditions.items():
             table, _, name = key.partition(".")
             tables: BaseModel = getattr(self, table)
@@ -212,6 +307,62 @@ class TrainConfig(ConfigTable):
     def path(self) -> Path:
         """Path of the folder of the run."""
         return Path(self.folder)
+
+
+def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
+    """Return for each key that some runs do not use whether this run uses it, and what it requires."""
+    task, layout = config.model.task, config.layout
+    is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
+    has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
+    datasets_format = (config.data.format == "datasets", "data.format = 'datasets'")
+    names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
+    is_table = config.data.format in ("csv", "parquet", "datasets") or any(
+        name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
+    )
+    is_causal = (task == "causal", "model.task = 'causal'")
+    is_chat = (task in ("causal", "preference"), "model.task = 'causal' or 'preference'")
+    is_preference = (task == "preference", "model.task = 'preference'")
+    return {
+        "data.pair": (
+            task in ("classification", "multi_label_classification", "regression"),
+            "a classification of texts or a regression",
+        ),
+        "data.target": (
+            task == "sequence_to_sequence" or config.data.prompt is not None,
+            "model.task = 'sequence_to_sequence' or data.prompt",
+        ),
+        "data.label": (task.endswith(("classification", "regression")), "a classification task or a regression"),
+        "data.messages": is_causal,
+        "data.prompt": is_chat,
+        "data.chat_template": is_chat,
+        "data.chosen": is_preference,
+        "data.rejected": is_preference,
+        "preference.beta": is_preference,
+        "preference.label_smoothing": is_preference,
+        "data.train_on": is_causal,
+        "data.packing": is_causal,
+        "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
+        "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
+        "data.image": (is_image_task, "model.task = 'image_classification'"),
+        "data.text": (not is_image_task and task != "preference", "a text task"),
+        "data.tokenizer": (not is_image_task, "a text task"),
+        "data.split": datasets_format,
+        "data.validation_split": datasets_format,
+        "schedule.steps": (has_changing_rate, "a warm-up below 1, or schedule.name = 'linear' or 'cosine'"),
+        "schedule.min_lr_rate": (
+            config.schedule.name not in ("constant", "inverse_sqrt"),
+            "schedule.name = 'linear' or 'cosine'",
+        ),
+        "schedule.cycles": (
+            config.schedule.name == "cosine_with_restarts",
+            "schedule.name = 'cosine_with_restarts'",
+        ),
+        "schedule.decay": (config.schedule.name == "warmup_stable_decay", "schedule.name = 'warmup_stable_decay'"),
+        "parallel.tensor_parallel_mode": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
+        "parallel.sequence_parallel": (tensor_ranks > 1, "parallel.tensor = 2 or more"),
+        "parallel.context_parallel": ((layout.sizes["sequence"] or 1) > 1, "parallel.sequence = 2 or more"),
+        "parallel.schedule": (layout.pipe > 1, "parallel.pipe = 2 or more"),
+    }
 
 
 def remote_code_hint(remedy: str, error: Exception) -> str:
@@ -231,7 +382,7 @@ TRAINER_KEYS = {
     "max_length": "data.sequence_length", "max_seq_length": "data.sequence_length",
     "per_device_train_batch_size": "data.batch_size, the samples of all processes",
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
-    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
+    "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.retention",
     "output_dir": "folder, above all tables",
 }  # fmt: skip
 """Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
@@ -240,6 +391,8 @@ RENAMED_KEYS = {
     "data.workers": "data.num_workers",
     "schedule.final": "schedule.min_lr_rate",
     "hooks.gradient_watch": "hooks.gradient_monitor",
+    "hooks.checkpoint.keep": "hooks.checkpoint.retention",
+    **{f"hooks.{n}.folder": f"hooks.{n}.directory" for n in ("checkpoint", "json_lines", "tensor_board", "profiler")},
     **{f"parallel.{old}": f"parallel.{new}" for old, new in RENAMED_FIELDS.items()},
 }
 """Earlier name of a configuration key -> its current name."""
@@ -288,10 +441,12 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
 
     If a table has both names, validation reports the earlier name.
     """
-    found = {name: dict(table) if isinstance(table, dict) else table for name, table in tables.items()}
+    found: dict[str, Any] = deepcopy(dict(tables))
     for old, new in RENAMED_KEYS.items():
-        (name, _, old_key), new_key = old.partition("."), new.partition(".")[2]
-        table = found.get(name)
+        *parents, old_key = old.split(".")
+        new_key, table = new.rpartition(".")[2], found
+        for name in parents:
+            table = table.get(name, {}) if isinstance(table, dict) else {}
         if isinstance(table, dict) and old_key in table and new_key not in table:
             value = table.pop(old_key)
             table[new_key] = RENAMED_METHODS.get(value, value) if isinstance(value, str) else value

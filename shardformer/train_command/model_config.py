@@ -10,7 +10,7 @@ from typing import Any
 
 from shardformer.errors import ConfigError, did_you_mean, first_line
 from shardformer.train_command.config_schema import TrainConfig, remote_code_hint
-from shardformer.train_command.datasets import TrainingData
+from shardformer.train_command.load_data import TrainingData
 from shardformer.transformers_compat import load_transformers
 
 Fields = Mapping[str, Any]
@@ -210,8 +210,13 @@ def derive_fields_from_data(config: TrainConfig, data: TrainingData, model_confi
         if getattr(model_config, "is_encoder_decoder", False):
             names.append("decoder_start_token_id")
         fields |= {"vocab_size": data.tokens.size, **dict.fromkeys(names, data.tokens.pad)}
+    if data.problem_type is not None:
+        fields["problem_type"] = data.problem_type
+    if data.problem_type == "regression":
+        fields |= {"num_labels": 1}
     if data.classes is not None:
         fields |= _derive_class_fields(config, data.classes, model_config)
+    if data.classes is not None or data.problem_type is not None:
         if data.tokens is not None and getattr(model_config, "pad_token_id", None) is None:
             fields.setdefault("pad_token_id", data.tokens.pad)
     own = {model_config.attribute_map.get(name, name) for name in config.model.config}

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import os
 import signal
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
+from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
@@ -21,12 +23,20 @@ from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
-from shardformer.train_command.build import build_hooks, build_model, build_optimizer, build_scheduler, model_class_for
+from shardformer.train_command.build import (
+    build_hooks,
+    build_model,
+    build_optimizer,
+    build_scheduler,
+    freeze_parameters,
+    model_class_for,
+)
 from shardformer.train_command.config_schema import TrainConfig
-from shardformer.train_command.datasets import TrainingData, load_data
+from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
-from shardformer.train_command.run_checks import Resume, check_task
-from shardformer.training.data_sources import collate_samples
+from shardformer.train_command.preference import PreferenceCollator, compute_reference
+from shardformer.train_command.run_checks import Resume, check_packing, check_task
+from shardformer.training.data_loader import collate_samples
 from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
 from shardformer.training.trainer import Trainer
@@ -103,8 +113,8 @@ def _print_interruption(trainer: Trainer) -> None:
     how = " without a checkpoint: see hooks.checkpoint in the configuration"
     if saved is not None:
         more = f" at step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        is_local = saved.folder.is_relative_to(Path.cwd())
-        folder = saved.folder.relative_to(Path.cwd()) if is_local else saved.folder
+        is_local = saved.directory.is_relative_to(Path.cwd())
+        folder = saved.directory.relative_to(Path.cwd()) if is_local else saved.directory
         how = f"; saved in {folder}{more}: run the same command to resume"
     if trainer.is_first:
         print(f"stopped after step {trainer.step}{how}", flush=True)
@@ -119,23 +129,36 @@ def build_trainer(
     data, model = load_data_and_model(config)
     num_steps = count_steps(config, data)
     torch.manual_seed(config.seed)
+    source, batch_size, data_options = _data_source(config, data)
     engine = initialize(
         model,
         make_optimizer(model),
-        train_data=data.train,
+        data.loss_fn,
+        train_data=source,
         scheduler=build_scheduler(config.schedule, num_steps),
         parallel=layout,
-        batch_size=config.data.batch_size,
+        batch_size=batch_size,
         context=context,
-        data_options={
-            "seed": config.seed,
-            "shuffle": config.data.shuffle,
-            "drop_last": config.data.drop_last,
-            "collate_fn": data.collate,
-            "num_workers": config.data.num_workers,
-        },
+        loss_weight=data.loss_weight,
+        data_options={"seed": config.seed, **data_options},
     )
+    for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
+        compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
     return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
+
+
+def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
+    """Return the training data, batch size and data options that ``initialize`` receives."""
+    table = config.data
+    options: dict[str, Any] = {
+        "drop_last": table.drop_last,
+        "collate_fn": data.collate,
+        "num_workers": table.num_workers,
+    }
+    if data.sampler is not None:  # only a DataLoader has its own order
+        loader = DataLoader(data.train, batch_size=table.batch_size, sampler=data.sampler, **options)
+        return loader, None, {}
+    return data.train, table.batch_size, {**options, "shuffle": table.shuffle and data.num_samples is not None}
 
 
 def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
@@ -146,9 +169,14 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     saved = load_model_config(config)
     data = load_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
+    freeze_parameters(model, config.model.freeze)
     check_task(config, model)
+    if config.data.packing or config.model.task == "preference":
+        check_packing(model, *(["model.task = 'preference'"] if config.model.task == "preference" else []))
     if config.training.export:
         check_export(model, data.processor)
+    if data.skipped and os.environ.get("RANK", "0") == "0":
+        warnings.warn(data.skipped, stacklevel=2)
     return data, model
 
 
@@ -156,7 +184,8 @@ def count_steps(config: TrainConfig, data: TrainingData) -> int:
     """Return the total number of training steps of a run."""
     if config.training.steps is not None:
         return config.training.steps
-    samples, size = len(data.train), config.data.batch_size
+    samples, size = data.num_samples, config.data.batch_size
+    assert samples is not None  # a stream requires training.steps
     return (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))
 
 
@@ -184,7 +213,7 @@ class DryRunReport:
     model: str
     num_parameters: int
     data: str
-    num_samples: int
+    num_samples: int | None
     num_steps: int
     layout: dict[str, int]
     description: str
@@ -207,6 +236,8 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
     ranks: list[RankMemory] = []
     description = reason_untraced = ""
     num_parameters = 0
+    batch_size = min(config.data.batch_size, data.num_samples or config.data.batch_size)
+    samples = data.first_samples(max(-(-batch_size // sizes["data"]), 1))
     shapes: dict[int, dict[Any, Any]] = {}  # shapes that stages send, by tensor rank
     for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"])):
         coords = {"pipe": pipe, "tensor": tensor}
@@ -216,6 +247,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
         context = with_grid_axes(context, layout.tensor)
         with torch.random.fork_rng(devices=[]), fake_tensors():
             unsharded = build_model(config, data, saved, lazy=False)
+            freeze_parameters(unsharded, config.model.freeze)
             num_parameters = num_parameters or sum(p.numel() for p in unsharded.parameters())
             of_params = make_optimizer(unsharded)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
@@ -230,18 +262,17 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
             )
         with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(config, data, saved, lazy=False, dtype=step_dtype or torch.float32)
+            freeze_parameters(unsharded, config.model.freeze)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
-            count = max(-(-min(config.data.batch_size, len(data.train)) // sizes["data"]), 1)
-            samples = [data.train[i % len(data.train)] for i in range(count)]
             batch = fake((data.collate or collate_samples)(samples))
-            step, reason = _trace_peak_memory(model, layout, batch, shapes.setdefault(tensor, {}))
+            step, reason = _trace_peak_memory(model, layout, data, batch, shapes.setdefault(tensor, {}))
         reason_untraced = reason_untraced or reason
         ranks.append(RankMemory(coords, persistent, step))
     return DryRunReport(
         model=f"{model_class_for(config).__name__} of {config.model.name}",
         num_parameters=num_parameters,
         data=data.title,
-        num_samples=len(data.train),
+        num_samples=data.num_samples,
         num_steps=count_steps(config, data),
         layout=sizes,
         description=description,
@@ -251,7 +282,7 @@ def make_dry_run_report(config: TrainConfig) -> DryRunReport:
 
 
 def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, batch: Any, shapes: dict[Any, Any]
+    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
 ) -> tuple[int | None, str]:
     """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
 
@@ -260,7 +291,7 @@ def _trace_peak_memory(
     parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     try:
         with MemoryTracker([*model.parameters()]) as tracker:
-            pipeline = make_pipeline(model, layout, None, None)
+            pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
             if layout.pipe > 1:
                 pipeline.exchange.given = dict(shapes)
             pipeline.step(batch)

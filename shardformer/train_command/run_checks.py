@@ -14,13 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.discovery.reduced_model import reduce_model
 from shardformer.discovery.shrink_config import SMALL_NUMEL
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, first_line
 from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import copy_materialized, is_lazy
 from shardformer.train_command.build import lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig
-from shardformer.train_command.datasets import IGNORED
+from shardformer.train_command.conversations import IGNORED
 from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
@@ -195,6 +195,38 @@ def label_dependence(model: Any) -> LabelDependence | None:
         except Exception:  # the model requires other inputs or fp32, or returns other outputs
             continue
     return None
+
+
+def check_packing(model: Any, option: str = "data.packing = true") -> None:
+    """Raise ConfigError if a model mixes the documents of a row whose ``position_ids`` restart.
+
+    The output of a document in a packed row is compared with that of the document alone, on a copy of the model or a
+    reduced model. Communicates nothing, and keeps the random state. ``option`` is the setting to name in the error.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            small, ids_BS = _make_small_model(model)
+            is_separated = _separates_documents(small.to(torch.float64), ids_BS)
+            reason = "lets tokens attend to other documents of their row"
+        except Exception as error:  # the model takes no position_ids
+            is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
+    if not is_separated:
+        raise ConfigError(
+            f"{option} does not fit {type(model).__name__}, which {reason}",
+            rule="Several texts in a row are separated by their position_ids",
+            remedy="Use another model" if option.startswith("model") else "Remove data.packing",
+        )
+
+
+def _separates_documents(model: nn.Module, ids_BS: Tensor) -> bool:
+    ids_BS, start = ids_BS[:, :LENGTH], LENGTH // 2
+    positions_BS = torch.arange(start).repeat(2).expand_as(ids_BS)
+    with torch.no_grad():
+        packed_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)["logits"]
+        alone_BSV = model(input_ids=ids_BS[:, start:], position_ids=positions_BS[:, start:], use_cache=False)["logits"]
+    difference = (packed_BSV[:, start:] - alone_BSV).abs().max()
+    return bool(difference <= NOISE * alone_BSV.abs().max())
 
 
 def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:

@@ -9,22 +9,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor, nn
+from torch.utils import data as torch_data
 from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import collective_call, hash_to_number
+from shardformer.consistency.training_data import check_same_data
 from shardformer.errors import ConfigError, InputError, check_int
+from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.micro_batches import TARGET_KEY
 from shardformer.torch_compat import tree_map_only
-from shardformer.training.data_sources import (
-    Collate,
-    DataShard,
-    StreamedSource,
-    check_same_data,
-    make_source,
-)
+from shardformer.training.sample_order import Collate, DataShard, StreamedSource, make_source
 
 
 class NoLengthError(ConfigError, TypeError):
@@ -86,7 +83,8 @@ class ShardedDataLoader:
                 f"accumulate={accumulate} requires a DataLoader",
                 remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=",
             )
-        self._source = make_source(source, collate_fn, num_workers, shuffle)
+        collate = collate_fn if is_loader else collate_fn or collate_samples
+        self._source = make_source(source, collate, num_workers, shuffle)
         if is_loader:
             # a loader with an explicit BatchSampler has no batch_size and drop_last of its own
             own = source.batch_sampler if type(source.batch_sampler) is BatchSampler else source
@@ -313,3 +311,59 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
         return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
 
     return loss
+
+
+def collate_samples(samples: list[Any]) -> Any:
+    """Collate samples into a batch with torch's ``default_collate``, or by key if they are mappings.
+
+    For mappings, numbers and lists of numbers become tensors of torch's default dtype, and strings stay in a list.
+
+    >>> collate_samples([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
+    {'ids': tensor([[5, 6],
+            [7, 8]]), 'score': tensor([0.5000, 1.0000]), 'text': ['a', 'b']}
+    """
+    first = samples[0]
+    if not isinstance(first, Mapping):
+        return torch_data.default_collate(samples)
+    differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
+    if differing is not None:
+        raise InputError(
+            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}",
+            remedy="Use the same keys in all samples, or pass collate_fn",
+        )
+    return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
+
+
+def _collate_column(key: str, values: list[Any]) -> Any:
+    """Collate the values that the samples of a batch have for one key."""
+    if all(isinstance(value, str) for value in values):
+        return values
+    if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
+        return torch.tensor(values)
+    values = [_as_tensor(key, value) for value in values]
+    sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
+    shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
+    if len(shapes) > 1:
+        raise _shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
+    return torch_data.default_collate(values)
+
+
+def _as_tensor(key: str, value: Any) -> Any:
+    """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
+    leaf = value  # the first number in nested lists and arrays, or the first empty list
+    while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
+        leaf = leaf[0]
+    is_numpy = isinstance(leaf, (numpy.number, numpy.bool_, numpy.ndarray))
+    if not isinstance(value, (list, tuple, numpy.ndarray)) or not (is_numpy or isinstance(leaf, (int, float, list))):
+        return value
+    try:
+        return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
+    except ValueError as error:
+        raise _shape_error(key, f"cannot be converted to a tensor: {error}") from error
+
+
+def _shape_error(key: str, problem: str) -> InputError:
+    return InputError(
+        f"The values of {key!r} in a batch {problem}",
+        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer)",
+    )

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.checkpoint.directory import CheckpointRetention, list_checkpoints
 from shardformer.checkpoint.load import LoadedCheckpoint, load_with_callback
 from shardformer.checkpoint.reshard_in_memory import ReshardStats
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints
 from shardformer.checkpoint.save import AsyncSave, async_save_checkpoint, check_savable, save_checkpoint
 from shardformer.comm.collective_call import compare_step_call, run_on_first_rank, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, all_reduce

@@ -46,6 +46,10 @@ class TrainerProtocol(Protocol):
     def agree(self) -> None: ...
 
 
+RENAMED_DIRECTORY = {"folder": "directory"}
+"""Earlier name of the argument and attribute of hooks that write files -> its name."""
+
+
 def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raise ConfigError if the trainer has no validation data, which ``hook`` requires."""
     if not trainer.has_validation:

@@ -34,7 +34,7 @@ from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import create_data_loader, wrap_loss_function
 from shardformer.training.engine import Engine
-from shardformer.training.reshape import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
+from shardformer.training.user_changes import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, unchanged_on_error
 from shardformer.zero.shard_optimizer import shard_optimizer
 

@@ -28,7 +28,12 @@ from shardformer.discovery.example_inputs import find_unknown_inputs
 from shardformer.discovery.reduced_model import ReducedModel, find_first_batch, probe_loss, reduce_model
 from shardformer.discovery.shrink_config import build_meta_model, get_first_architecture, model_class
 from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, PolicyError, ShardFormerError, did_you_mean, first_line
-from shardformer.pipeline.micro_batches import MEDIA_TOKEN_FIELDS, batch_size_of, special_token_ids, split_batch
+from shardformer.gradient_accumulation.micro_batches import (
+    MEDIA_TOKEN_FIELDS,
+    batch_size_of,
+    special_token_ids,
+    split_batch,
+)
 from shardformer.policies.policy import Policy
 from shardformer.transformers_compat import load_transformers
 from shardformer.verify.small_models import (

@@ -19,14 +19,19 @@ from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
 from shardformer.errors import ConfigError, check_int, check_names
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
+from shardformer.gradient_accumulation.micro_batches import (
+    batch_size_of,
+    iterate_named_tensors,
+    micro_batch_sizes,
+    split_batch,
+)
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import metadata_of, shard_specs
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import AXES, num_ranks
 from shardformer.mesh.tensor_grid import TensorGrid, with_tensor_grid
-from shardformer.pipeline.micro_batch_loss import LossWeight
-from shardformer.pipeline.micro_batches import batch_size_of, iterate_named_tensors, micro_batch_sizes, split_batch
 from shardformer.pipeline.pipeline import Pipeline, start_training
 from shardformer.pipeline.runtime import find_loss
 from shardformer.pipeline.schedules import make_schedule
@@ -314,7 +319,12 @@ class VerifyJob:
     @property
     def num_parts(self) -> int:
         """Number of shards into which a batch is split for the loss of the unsharded model."""
-        return 1 if self.training.average_loss_over == "tokens" else self.data
+        return 1 if self.average_loss_over == "tokens" else self.data
+
+    @property
+    def average_loss_over(self) -> str:
+        """The passed average, or that of the compared step: of ``Pipeline``, or of ``loss.backward()`` on each rank."""
+        return self.training.average_loss_over or ("ranks" if self.pipeline is None else "tokens")
 
 
 @dataclass
@@ -527,7 +537,7 @@ def _make_pipeline_step(job: VerifyJob, model: nn.Module, settings: VerifyPipeli
         settings.micro_batches,
         loss_fn=None if job.loss_fn is None else loss_of_output,
         loss_weight=settings.loss_weight,
-        average_loss_over=job.training.average_loss_over,
+        average_loss_over=job.average_loss_over,
     )
 
     def run_step(part: Mapping[str, Any], step: int, data_rank: int) -> Tensor:

@@ -45,10 +45,11 @@ class VerifyTraining:
         zero_stage: the ZeRO stage of the sharded model, 0 to 3. None: no ZeRO.
         optimizer: with a ZeRO stage, the name of an optimizer of torch.optim, or LAMB or LARS. Muon updates the
             matrices, and AdamW the other parameters. Adaptive optimizers are compared with a tolerance of 1e-4.
-        average_loss_over: the reference loss with data parallelism. "ranks": the mean of the losses of the ranks'
-            shards of the batch, as ``shard_model`` and DDP compute it. "tokens": the loss of the full batch. They
-            differ if shards have different numbers of labels, or if the loss is not a mean over samples (for example
-            a loss that balances experts).
+        average_loss_over: the reference loss with data parallelism. "tokens": the loss of the full batch. "ranks": the
+            mean of the losses of the ranks' shards of the batch, as ``loss.backward()`` and DDP compute it. They differ
+            if shards have different numbers of labels, or if the loss is not a mean over samples (for example a loss
+            that balances experts). None: "tokens" with a pipeline, whose step averages over tokens, otherwise "ranks",
+            because ``verify`` calls ``loss.backward()``.
         precision: with a ZeRO stage, "bf16" or "fp16": 16-bit parameters in both models, fp32 master weights, and the
             tolerances of 16 bits.
         offload: with a ZeRO stage, "cpu" or "nvme:DIR" for master weights and optimizer state of the sharded model.
@@ -59,7 +60,7 @@ class VerifyTraining:
 
     zero_stage: int | None = None
     optimizer: str = "SGD"
-    average_loss_over: str = "ranks"
+    average_loss_over: str | None = None
     precision: str = "fp32"
     offload: str | None = None
     gradient_accumulation_steps: int = 1
@@ -68,7 +69,7 @@ class VerifyTraining:
 
     def __post_init__(self) -> None:
         check_choice("zero_stage", self.zero_stage, (None, *ZERO_STAGES))
-        check_choice("average_loss_over", self.average_loss_over, LOSS_AVERAGES)
+        check_choice("average_loss_over", self.average_loss_over, (None, *LOSS_AVERAGES))
         MixedPrecision.of(self.precision), OffloadConfig.of(self.offload)
         try:
             re.compile(self.frozen_pattern)

@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, ShardFormerError, WorkerError, check_names, wants_traceback
-from shardformer.layout.tensor_relations import max_difference
+from shardformer.gradient_accumulation.micro_batches import special_token_ids
+from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.local_ranks.worker_process import RemoteCall
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.mesh.rank_grid import num_ranks
 from shardformer.mesh.tensor_grid import GRID_MODES, with_tensor_grid
-from shardformer.pipeline.micro_batches import special_token_ids
 from shardformer.pipeline.stage_manager import PipelineStageManager, partition_model
 from shardformer.policies.policy import Policy
 from shardformer.shard_model_api import resolve_policy

@@ -20,9 +20,9 @@ from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
 from shardformer.torch_compat import memory_of
 from shardformer.zero.config import ZeroOptions, as_optimizer_list
+from shardformer.zero.elementwise_trial import state_bytes
 from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
-from shardformer.zero.matrix_optimizers import state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.stage3_parameters import ParamGroup, group_params
 

@@ -18,7 +18,7 @@ from shardformer.comm.collective_call import all_gather_from_grid, collective_ca
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, tables_here, tables_of
-from shardformer.torch_patches import Patch, install, replace_attribute
+from shardformer.torch_patches import Apply, Patch, replace_attribute
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 
 State = dict[str, Any]
@@ -137,24 +137,6 @@ StateCoordinates = dict[str, tuple[int, int]]
 _IS_CHECKED: ContextVar[bool] = ContextVar("is_checked", default=False)
 """Whether states are loaded without checking which rank saved them."""
 
-STATE_PATCHES = tuple(
-    Patch(f"torch.optim.Optimizer.{name}", "shardformer.zero.optimizer_state_view", reason)
-    for name, reason in {
-        "state_dict": "records the coordinates of the rank, whose parameters are shards",
-        "load_state_dict": "shards the state of a plain model; raises on all ranks if another rank saved the state",
-    }.items()
-)
-
-
-def patch_state_dicts() -> None:
-    """Patch torch's optimizers to save the mesh coordinates of the rank with their state, and check them on load."""
-    saving, loading = STATE_PATCHES
-    install(saving, lambda: replace_attribute(Optimizer, "state_dict", _patch_state_dict(Optimizer.state_dict)))
-    install(
-        loading,
-        lambda: replace_attribute(Optimizer, "load_state_dict", _patch_load_state_dict(Optimizer.load_state_dict)),
-    )
-
 
 def _patch_state_dict(original: Any) -> Any:
     @wraps(original)
@@ -180,6 +162,21 @@ def _patch_load_state_dict(original: Any) -> Any:
             )
 
     return load_state_dict
+
+
+STATE_PATCHES: Mapping[Patch, Apply] = {
+    Patch(
+        "torch.optim.Optimizer.state_dict",
+        "shardformer.zero.optimizer_state_view",
+        "records the coordinates of the rank, whose parameters are shards",
+    ): lambda: replace_attribute(Optimizer, "state_dict", _patch_state_dict(Optimizer.state_dict)),
+    Patch(
+        "torch.optim.Optimizer.load_state_dict",
+        "shardformer.zero.optimizer_state_view",
+        "shards the state of a plain model; raises on all ranks if another rank saved the state",
+    ): lambda: replace_attribute(Optimizer, "load_state_dict", _patch_load_state_dict(Optimizer.load_state_dict)),
+}
+"""Save the mesh coordinates of the rank with the state of torch's optimizers, and check them on load."""
 
 
 def _find_model_metadata(optimizer: Any) -> ShardingMetadata | None:

@@ -12,10 +12,10 @@ from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import broadcast
-from shardformer.consistency.usage_checks import check_ddp, check_no_new_parameters, install_wrapper_guards
+from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, check_no_new_parameters, install_wrapper_guards
 from shardformer.errors import ConfigError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
-from shardformer.gradients.clipping import patch_clip_grad_norm
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_spec import ShardSpec
@@ -26,17 +26,18 @@ from shardformer.layout.sharding_metadata import (
     check_module,
     reduction_of,
 )
-from shardformer.layout.tensor_relations import find_parameter_view, group_overlapping
+from shardformer.layout.tied_tensors import find_parameter_view, group_overlapping
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.offload.disk import check_disk_space
 from shardformer.offload.host import OffloadConfig
 from shardformer.public_names import renamed_parameters
 from shardformer.torch_compat import has_data
+from shardformer.torch_patches import install_all
 from shardformer.zero.config import ZeroOptions, as_optimizer_list, offload_directory_error
-from shardformer.zero.device_placement import check_free_memory_option
-from shardformer.zero.matrix_optimizers import can_step_separately, state_bytes
+from shardformer.zero.elementwise_trial import can_step_separately, state_bytes
 from shardformer.zero.mixed_precision import MixedPrecision
-from shardformer.zero.torch_optimizers import patch_optimizers_and_scaler
+from shardformer.zero.partial_offload import check_free_memory_option
+from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 ACTION = "train with these optimizers"
@@ -163,8 +164,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
             f"This {type(model).__name__} is not sharded, but the mesh is {context}",
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
-    patch_clip_grad_norm()
-    patch_optimizers_and_scaler()
+    install_all(TRAINING_PATCHES)
     table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
@@ -186,7 +186,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
         for reducer in table.reducers:
             reducer.refresh()
 
-    model.register_forward_pre_hook(check_before_forward)
+    register_forward_hooks(model, HookOrder.CHECKS, check_before_forward)
     return table
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from difflib import SequenceMatcher
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,7 @@ from shardformer import torch_compat
 from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects
 from shardformer.errors import ConfigError, InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import Bucket, GradientSlot, ReduceScatterToShards
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.sharding_metadata import ShardingMetadata
@@ -184,11 +186,11 @@ class GatherScheduler:
         for path, module in model.named_modules():
             params = {id(p) for p in module.parameters()}
             if module is model or any(unit <= params for unit in params_of_groups):
-                module.register_forward_pre_hook(lambda m, args, path=path: self._begin_forward(m, path), prepend=True)
-                module.register_forward_hook(self._end_forward)
-                module.register_forward_hook(self._stop_saving, always_call=True)
+                begin = partial(self._begin_forward, path)
+                register_forward_hooks(module, HookOrder.PARAMETERS, begin, self._end_forward)
+                register_forward_hooks(module, HookOrder.PARAMETERS, after=self._stop_saving, always_call=True)
 
-    def _begin_forward(self, module: nn.Module, path: str) -> None:
+    def _begin_forward(self, path: str, module: nn.Module, args: Any) -> None:
         if self._saving is not None and module is not self._caller:
             return  # called inside of a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass

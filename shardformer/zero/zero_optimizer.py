@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards
+from shardformer.gradients.buckets import AllReduceToShards, Bucket, GradientSlot, ReduceScatterToShards, assign_owners
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import Axis
@@ -23,9 +23,8 @@ from shardformer.offload.host import HostMemory
 from shardformer.tensor_parallel.parallel_module import accept_wide_inputs
 from shardformer.torch_compat import call_with_load_hooks, call_with_state_dict_hooks, is_true
 from shardformer.zero.config import ZeroOptions, offload_directory_error
-from shardformer.zero.device_placement import DevicePlacement
+from shardformer.zero.elementwise_trial import needs_full_matrices, state_bytes
 from shardformer.zero.flat_shards import FlatShard, ParamSlice, assigned_gradient_error
-from shardformer.zero.matrix_optimizers import assign_owners, needs_full_matrices, state_bytes
 from shardformer.zero.memory_estimate import MemoryEstimate, format_memory_report, measure_memory
 from shardformer.zero.mixed_precision import LossScale
 from shardformer.zero.optimizer_state_view import (
@@ -37,6 +36,7 @@ from shardformer.zero.optimizer_state_view import (
     unchanged_on_error,
 )
 from shardformer.zero.optimizer_step import OptimizerUpdate, ParamAllGather, nonfinite_error, sharded_grad_norm
+from shardformer.zero.partial_offload import DevicePlacement
 from shardformer.zero.stage3_gather_schedule import GatherScheduler, shard_for_stage3
 from shardformer.zero.stage3_parameters import ParamGroup
 

@@ -15,9 +15,10 @@ from torch import nn
 
 from shardformer.checkpoint import file_format
 from shardformer.checkpoint import save as snapshot
-from shardformer.checkpoint.directory import LATEST, CheckpointRetention
+from shardformer.checkpoint.directory import LATEST
 from shardformer.checkpoint.file_format import read_save_order
 from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.checkpoint.save import async_save_checkpoint, save_checkpoint
 from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem import atomic_write

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import InputError
-from shardformer.training.data_sources import collate_samples
+from shardformer.training.data_loader import collate_samples
 
 
 @pytest.mark.parametrize(

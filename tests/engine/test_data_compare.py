@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Sampler, random_split
 
+from shardformer.consistency.training_data import TOLERANCE, fingerprint, random_projection
 from shardformer.errors import ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import TOLERANCE, fingerprint, random_projection
 from shardformer.training.initialize import initialize
 
 Pair = tuple[Tensor, Tensor]

@@ -16,9 +16,9 @@ from shardformer.errors import ConfigError, InputError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.training.data_sources import epoch_generator
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import LAUNCHER_VARIABLES, initialize, make_context
+from shardformer.training.sample_order import epoch_generator
 from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
 from tests.pools import WorkerPools

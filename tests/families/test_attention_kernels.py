@@ -12,7 +12,7 @@ from torch import Tensor
 
 from shardformer.errors import ConfigError
 from shardformer.kernels import attention as attention_kernels
-from shardformer.kernels import attention_registration
+from shardformer.kernels import model_specific_attention
 from shardformer.kernels.attention_registration import (
     ATTENTION_NAME,
     _describe_kernels,
@@ -77,7 +77,7 @@ def test_attention_uses_the_kernel_and_equals_the_plain_model(family: str, score
     assert_same(ours, plain(family), EXACT if family in IN_FP64 else CASTS)
     assert "torch flash attention for the CPU" in ours.notes
     assert ("chunked backward for the position bias" in ours.notes) == (family in TRAINED_BIAS)
-    computes_itself = family in OWN and any(attention_registration.find_overridden_modules(build(family, {})))
+    computes_itself = family in OWN and any(model_specific_attention.find_overridden_modules(build(family, {})))
     assert (OWN.get(family) in ours.replaced()) == computes_itself
     assert scores
 
@@ -142,10 +142,10 @@ def test_missing_attention_dropout_is_accepted() -> None:
 
 def test_changed_attention_method_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     for method, takes in (("forward", r"\['hidden_states'"), ("_attn", r"\[\]")):
-        other = attention_registration.AttentionOverride(
-            method, attention_registration.gptj_attention, "attention_dropout"
+        other = model_specific_attention.AttentionOverride(
+            method, model_specific_attention.gptj_attention, "attention_dropout"
         )
-        monkeypatch.setitem(attention_registration.OVERRIDES, "BloomAttention", other)
+        monkeypatch.setitem(model_specific_attention.OVERRIDES, "BloomAttention", other)
         with pytest.raises(ConfigError, match=rf"BloomAttention\), whose {method} takes {takes}"):
             use_flash_attention(build("bloom", {}), CPU)
 
@@ -154,11 +154,11 @@ def test_class_that_dispatches_attention_keeps_its_methods(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """GPT-J dispatches its attention from transformers 5.24 on."""
-    own = attention_registration.AttentionOverride("_attn", attention_registration.gptj_attention, "attn_dropout")
-    monkeypatch.setitem(attention_registration.OVERRIDES, "LlamaAttention", own)
+    own = model_specific_attention.AttentionOverride("_attn", model_specific_attention.gptj_attention, "attn_dropout")
+    monkeypatch.setitem(model_specific_attention.OVERRIDES, "LlamaAttention", own)
     model = build("llama", {})
     use_flash_attention(model, CPU)
-    assert [path for path, _, _ in attention_registration.find_overridden_modules(model)] == []
+    assert [path for path, _, _ in model_specific_attention.find_overridden_modules(model)] == []
     assert model.config._attn_implementation == ATTENTION_NAME
 
 

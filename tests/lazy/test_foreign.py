@@ -19,8 +19,9 @@ from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.meta_init.materialization import materialize
 from shardformer.train_command.build import build_model
 from shardformer.train_command.config_schema import TrainConfig, parse_config
-from shardformer.train_command.datasets import TrainingData, load_tokenizer
+from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
+from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.verify.model_source import find_model
 
 CONFIG_CODE = """

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from shardformer.local_ranks.fake_rank import fake_tensors
-from shardformer.zero.matrix_optimizers import can_step_separately, needs_full_matrices, state_bytes
+from shardformer.zero.elementwise_trial import can_step_separately, needs_full_matrices, state_bytes
 
 KINDS: dict[str, dict[str, Any]] = {
     "capturable": {"capturable": True},

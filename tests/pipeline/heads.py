@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.pipeline.micro_batch_loss import LossWeights
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.verify.small_models import FAMILY_OF, RandomBatches, SmallModel
 
 SIZES = (3, 2, 2, 1)

@@ -1,4 +1,4 @@
-"""``average_loss_over="tokens"``: the batches of all data ranks form one batch."""
+"""By default, the batches of all data ranks form one batch: ``average_loss_over="tokens"``."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def run(batches: list[Batch], loss_fn: Any, **options: Any) -> tuple[float, floa
 
     def step(context: ParallelContext) -> tuple[float, dict[str, Tensor]]:
         model = shardformer.shard_model(models[context.data.rank], ToyPolicy(), context=context)
-        pipeline = shardformer.Pipeline(model, loss_fn=loss_fn, **{"average_loss_over": "tokens", **options})
+        pipeline = shardformer.Pipeline(model, loss_fn=loss_fn, **options)
         loss = float(pipeline.step(batches[context.data.rank]))
         return loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
@@ -110,7 +110,7 @@ def _over_a_grid() -> tuple[float, float]:
     batches = [{"input_ids": b["ids"], "labels": b["labels"]} for b in BATCHES]
     want = plain(**{name: torch.cat([b[name] for b in batches]) for name in batches[0]}).loss
     want.backward()
-    pipeline = shardformer.Pipeline(model, micro_batches=2, average_loss_over="tokens")
+    pipeline = shardformer.Pipeline(model, micro_batches=2)
     loss = abs(float(pipeline.step(batches[context.data.rank])) - float(want.detach()))
     loss = max(loss, abs(float(pipeline.evaluate(batches[context.data.rank])) - float(want.detach())))
     expected = dict(plain.named_parameters(remove_duplicate=False))

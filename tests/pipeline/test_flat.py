@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from shardformer.errors import InputError
-from shardformer.pipeline import micro_batches as flat
-from shardformer.pipeline.micro_batches import batch_size_of, split_batch
-from shardformer.training.data_sources import DataShard, StreamedSource
+from shardformer.gradient_accumulation import micro_batches as flat
+from shardformer.gradient_accumulation.micro_batches import batch_size_of, split_batch
+from shardformer.training.sample_order import DataShard, StreamedSource
 
 IMAGE, VIDEO = 90, 91
 GRID = torch.tensor([[1, 2, 4], [1, 4, 4], [1, 2, 2]])

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.overrides import _get_current_function_mode_stack
 
 from shardformer.errors import ConfigError
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.layout.shard_spec import even_bounds
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.micro_batch_loss import LossWeights
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, shard_logits
 from shardformer.verify.small_models import HEAD_CLASSES
 from tests.pipeline.heads import (

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline import micro_batches as microbatches
-from shardformer.pipeline.micro_batches import batch_size_of, merge_outputs, micro_batch_sizes, split_batch
+from shardformer.gradient_accumulation import micro_batches as microbatches
+from shardformer.gradient_accumulation.micro_batches import batch_size_of, merge_outputs, micro_batch_sizes, split_batch
 
 
 def test_micro_batch_doctests() -> None:

@@ -17,7 +17,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.paired_losses import gather_over_data
+from shardformer.pipeline.contrastive_losses import gather_over_data
 from shardformer.training.initialize import initialize
 
 INPUTS = torch.randn(8, 4, generator=torch.Generator().manual_seed(1), dtype=torch.float64)

@@ -12,7 +12,11 @@ import transformers
 from PIL import Image
 
 from shardformer.errors import ConfigError, InputError, ShardFormerError
-from shardformer.train_command.datasets import IGNORED, MASK, PAD_TOKEN, PaddingCollator, infer_format, load_data
+from shardformer.train_command.conversations import IGNORED
+from shardformer.train_command.datasets import PaddingCollator
+from shardformer.train_command.load_data import load_data
+from shardformer.train_command.read_rows import infer_format
+from shardformer.train_command.tokenizer import MASK, PAD_TOKEN
 from tests.runs.files import WORDS, config, labelled, write_images, write_rows, write_text
 
 
@@ -121,7 +125,9 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
             r"'classification' does not support 'text.txt', which is read as text",
         ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
-        ({"train": "rows.csv"}, "classification", r"Convert it to JSON lines"),
+        ({"train": "rows.xlsx"}, "classification", r"cannot be inferred from the name.*'csv', 'parquet'"),
+        ({"train": "missing.csv"}, "classification", r"'missing.csv' does not exist"),
+        ({"train": "bad.csv"}, "classification", r"'bad.csv' cannot be read as csv.*data.options"),
         ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
         (
             {"train": "rows.jsonl", "text": "score"},
@@ -132,7 +138,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         ({"train": "rows.jsonl", "target": "score"}, "sequence_to_sequence", r"0.5 in the field 'score'.*data.target"),
         ({"train": "rows.jsonl", "text": "none"}, "causal", r"Row 1 of the data has null in the field 'none'"),
         ({"train": "others.jsonl"}, "classification", r"All labels of the training data are 'ugly'.*two classes"),
-        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float"),
+        ({"train": "rows.jsonl", "label": "score"}, "classification", r"labels have the types float.*'regression'"),
         (
             {"train": "rows.jsonl", "validation": "others.jsonl"},
             "classification",
@@ -151,7 +157,7 @@ def test_invalid_data_raises(
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     write_rows(tmp_path, [{**row, "score": 0.5, "none": None} for row in labelled()])
-    write_rows(tmp_path, [], "rows.csv")
+    (tmp_path / "bad.csv").write_text("text,label\na,b,c,d\na,b,c,d,e\n", encoding="utf-8")
     (tmp_path / "latin.txt").write_bytes("dé ".encode("latin-1") * 20)
     write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
     with pytest.raises(ShardFormerError, match=words):
@@ -188,7 +194,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     found = load_data(config(tmp_path, "vit", {"train": rows}, model={"task": "image_classification"}), 32)
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
-    wrong = write_rows(tmp_path, [{"image": 3, "label": "cat"}], "wrong.jsonl")
+    wrong = write_rows(tmp_path, [{"image": 3, "label": kind} for kind in ("cat", "dog")], "wrong.jsonl")
     with pytest.raises(InputError, match=r"has 3 in the field of its image"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 

@@ -11,7 +11,7 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.train_command.config_schema import parse_config
-from shardformer.train_command.datasets import TrainingData, load_data
+from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import derive_fields_from_data, get_class_names, load_model_config
 from shardformer.train_command.run import load_data_and_model, make_dry_run_report
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text

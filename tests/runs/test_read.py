@@ -76,7 +76,7 @@ def test_layout_has_the_fields_of_the_parallel_table() -> None:
         ({"training__steps": 3, "training__epochs": 2}, r"steps = 3 and training\.epochs = 2 cannot both be set"),
         ({"training__validate_every": 3}, r"validate_every = 3 requires data\.validation"),
         ({"hooks__progress": 3}, r"hooks\.progress = 3"),
-        ({"data__pair": "other"}, r"data\.pair = 'other' has no effect without model\.task = 'classification'"),
+        ({"data__pair": "other"}, r"data\.pair = 'other' has no effect without a classification of texts"),
         ({"data__target": "other"}, r"data\.target = 'other' has no effect"),
         ({"data__label": "other"}, r"data\.label = 'other' has no effect"),
         ({"data__split": "test"}, r"data\.split = 'test' has no effect without data\.format = 'datasets'"),
@@ -111,6 +111,8 @@ def test_an_invalid_key_or_value_raises_with_the_key(changes: dict[str, Any], wo
             {"schedule__name": "cosine", "schedule__min_lr_rate": 0.1},
         ),
         ({"hooks__gradient_watch": True}, {"hooks__gradient_monitor": True}),
+        ({"hooks__checkpoint": {"keep": 2}}, {"hooks__checkpoint": {"retention": 2}}),
+        ({"hooks__profiler": {"folder": "a"}}, {"hooks__profiler": {"directory": "a"}}),
     ],
     ids=str,
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 from pathlib import Path
@@ -12,11 +13,14 @@ import pytest
 import torch
 import transformers
 
+from shardformer.checkpoint.directory import CheckpointRetention
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.train_command.build import build_hooks
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.run import build_trainer, run_training
+from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import SMALL, config, labelled, write_images, write_rows, write_text
 
@@ -155,7 +159,11 @@ def test_hooks_are_created_with_their_arguments(tmp_path: Path) -> None:
         encoding="utf-8",
     )
     hooks: dict[str, Any] = {"metrics": {"names": ["perplexity"]}}
-    hooks |= {f"{tmp_path}/mine.py:Stops": {"at": 2}, "checkpoint": {"every_steps": 1, "keep": None}, "progress": False}
+    hooks |= {
+        f"{tmp_path}/mine.py:Stops": {"at": 2},
+        "checkpoint": {"every_steps": 1, "retention": None},
+        "progress": False,
+    }
     data = {"train": write_text(tmp_path), "validation": write_text(tmp_path, "other.txt", 2)}
     made = config(tmp_path, "gpt2", data, hooks=hooks)
     run_training(made)
@@ -163,6 +171,25 @@ def test_hooks_are_created_with_their_arguments(tmp_path: Path) -> None:
         "step-00000001",
         "step-00000002",
     ]
+
+
+def test_the_directory_of_an_own_hook_is_in_the_folder_of_the_run(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(
+        "import shardformer\n"
+        "class Writes(shardformer.hooks.Hook):\n"
+        "    def __init__(self, directory: str) -> None: self.directory = directory\n",
+        encoding="utf-8",
+    )
+    made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks={f"{tmp_path}/mine.py:Writes": True})
+    found: Any = next(hook for hook in build_hooks(made) if type(hook).__name__ == "Writes")
+    assert Path(found.directory) == made.path / "Writes"
+
+
+def test_a_table_is_converted_to_the_type_of_the_argument(tmp_path: Path) -> None:
+    hooks = {"checkpoint": {"retention": {"last": 2, "every": 10}, "every_minutes": math.inf}}
+    hook = build_hooks(config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, hooks=hooks))[-1]
+    assert isinstance(hook, Checkpoint)
+    assert (hook.retention, hook.every_minutes) == (CheckpointRetention(last=2, every=10), math.inf)
 
 
 def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) -> None:
@@ -198,7 +225,11 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
         ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which takes no labels"),
         ({"model": {"head": "AutoConfig"}}, r"model.head = 'AutoConfig' is not a model class"),
         ({"model": {"random": False, "config": {}}}, r"model.name = 'gpt2'.*model.random = true"),
-        ({"hooks": {"checkpoint": {"at_end": "no"}}}, r"hooks.checkpoint.at_end = 'no'.*valid boolean"),
+        (
+            {"hooks": {"checkpoint": {"at_end": "no"}}},
+            r"hooks.checkpoint.at_end = 'no'.*valid boolean.*Save after the last step",
+        ),
+        ({"hooks": {"metrics": {"names": "f1"}}}, r"hooks.metrics.names = 'f1'.*valid array"),
         ({"hooks": {"checkpoint": {"every_steps": 0}}}, r"Checkpoint\(every_steps=0\).*every_steps=10"),
         ({"hooks": {"metrics": {"names": ["perplexity"]}}}, r"Metrics requires validation data"),
         ({"model": {"name": "gpt3"}}, r"model.name = 'gpt3'.*Did you mean .*gpt"),

@@ -11,11 +11,13 @@ import transformers
 from torch import nn
 
 from shardformer.errors import ConfigError
+from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.train_command.build import build_optimizer, build_scheduler
-from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
-from shardformer.train_command.datasets import load_data
+from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig
+from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import count_steps
-from tests.runs.files import config, labelled, write_rows
+from tests.runs.files import SMALL, config, labelled, write_rows, write_text
+from tests.runs.test_run import losses_of
 
 
 @pytest.mark.parametrize(
@@ -26,6 +28,11 @@ from tests.runs.files import config, labelled, write_rows
         ({"name": "linear"}, [1.0, 0.75, 0.5, 0.25]),
         ({"name": "linear", "warmup": 0.5, "min_lr_rate": 0.5}, [0.5, 1.0, 1.0, 0.75]),
         ({"name": "cosine", "warmup": 2, "min_lr_rate": 0.2}, [0.5, 1.0, 1.0, 0.6]),
+        ({"name": "cosine_with_restarts", "cycles": 2}, [1.0, 0.5, 1.0, 0.5]),
+        ({"name": "cosine_with_restarts", "cycles": 1}, [1.0, 0.5 + 0.5**1.5, 0.5, 0.5 - 0.5**1.5]),
+        ({"name": "warmup_stable_decay", "warmup": 1, "decay": 2}, [1.0, 1.0, 1.0, 0.5]),
+        ({"name": "warmup_stable_decay", "decay": 0.75, "min_lr_rate": 0.1}, [1.0, 1.0, 0.7, 0.4]),
+        ({"name": "inverse_sqrt", "warmup": 1}, [1.0, 1.0, 0.5**0.5, 3**-0.5]),
     ],
     ids=str,
 )
@@ -89,3 +96,69 @@ def test_decay_biases_and_norms_decays_all_parameters() -> None:
         ConfigError, match=r"decay_biases_and_norms = true has no effect, because SGD has no weight_decay"
     ):
         build_optimizer(OptimizerTable(name="SGD", decay_biases_and_norms=True))
+
+
+def rates_of(model: nn.Module, **table: Any) -> dict[str, float]:
+    """Return the learning rate of each parameter as a factor of ``lr``."""
+    names = {id(param): name for name, param in model.named_parameters()}
+    optimizer = build_optimizer(OptimizerTable(lr=0.5, **table))(model)(list(model.parameters()))
+    return {names[id(param)]: group["lr"] / 0.5 for group in optimizer.param_groups for param in group["params"]}
+
+
+def small_llama(**changes: Any) -> Any:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "vocab_size": 16}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=3, **sizes, **changes))
+
+
+def test_the_learning_rate_decreases_from_layer_to_layer() -> None:
+    rates = rates_of(small_llama(), layer_decay=0.5)
+    expected = {"model.embed_tokens.weight": 0.125, "model.norm.weight": 1.0, "lm_head.weight": 1.0}
+    for layer, rate in enumerate((0.25, 0.5, 1.0)):
+        expected |= {name: rate for name in rates if name.startswith(f"model.layers.{layer}.")}
+    assert rates == pytest.approx(expected)
+
+
+def test_learning_rates_by_name_multiply_those_by_layer() -> None:
+    factors = {"*.2.mlp.*": 3.0, "*.mlp.*": 10.0}
+    rates = rates_of(small_llama(), layer_decay=0.5, lr_factors=factors)
+    assert rates["model.layers.2.mlp.up_proj.weight"] == pytest.approx(3.0)
+    assert rates["model.layers.1.mlp.up_proj.weight"] == pytest.approx(5.0)
+    assert rates["model.layers.1.self_attn.q_proj.weight"] == pytest.approx(0.5)
+
+
+def test_the_first_group_has_the_configured_rate() -> None:
+    optimizer = build_optimizer(OptimizerTable(lr=0.5, lr_factors={"*": 7.0}))(model := small_llama())(
+        list(model.parameters())
+    )
+    assert optimizer.param_groups[0]["lr"] == 0.5 and not optimizer.param_groups[0]["params"]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ({"lr_factors": {"lm_haed.*": 2.0}}, r"lr_factors has 'lm_haed.*', which matches no parameter"),
+        ({"layer_decay": 0.9}, r"layer_decay has no effect, because Linear has no ModuleList"),
+    ],
+)
+def test_rates_without_effect_raise(table: dict[str, Any], words: str) -> None:
+    model = nn.Linear(2, 2) if "layer_decay" in table else small_llama()
+    with pytest.raises(ConfigError, match=words):
+        build_optimizer(OptimizerTable(**table))(model)
+
+
+@pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str)
+def test_rates_by_layer_are_equal_under_every_layout(
+    parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path
+) -> None:
+    changes = {**SMALL["gpt2"], "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    optimizer = {"layer_decay": 0.25, "lr_factors": {"*.wpe.*": 4.0}}
+
+    def made(name: str, **tables: Any) -> TrainConfig:
+        return config(
+            tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"config": changes}, optimizer=optimizer,
+            folder=str(tmp_path / name), hooks={"progress": False, "throughput": False}, **tables,
+        )  # fmt: skip
+
+    alone = losses_of(made("alone"))
+    for losses in pool2.run(losses_of, made("split", parallel=parallel)):
+        assert losses == pytest.approx(alone, rel=1e-5)

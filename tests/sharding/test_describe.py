@@ -4,21 +4,29 @@ from __future__ import annotations
 
 import doctest
 import re
+from collections import OrderedDict
+from typing import Any
 
 import pytest
+import torch
 from torch import nn
 
 import shardformer
 from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import ShardSpec, Split
+from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.stage_manager import PipelineStageManager
+from shardformer.policies.module_descriptions import ModulePolicyDescription, SubModuleReplacementDescription
+from shardformer.policies.policy import Policy
 from shardformer.policies.registry import FAMILIES
 from shardformer.sharding import describe
 from shardformer.sharding import describe as listing
 from shardformer.sharding import describe as stage_table
 from shardformer.sharding.describe import ShardingDescription, StageRow
+from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.verify.small_models import SMALL_CONFIGS, SmallModel
 from tests.policies.toy import ToyLM, ToyPolicy
 
@@ -93,6 +101,39 @@ def test_custom_model_is_described_by_its_policy(pool2: WorkerPool) -> None:
     assert "save_pretrained" not in text
     assert re.search(r"attn\.q, k, v +Linear +Linear1D_Col +30 x 30 +18 x 30\n", text)
     assert re.search(r"attn\.num_heads +5 +3\n", text)
+
+
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up = (nn.Parameter(torch.ones(10, 4)) for _ in range(2))
+        self.bias, self.scale = nn.Parameter(torch.ones(10)), nn.Parameter(torch.ones(3))
+
+
+class ParallelGated(ParallelModule):
+    @classmethod
+    def from_native_module(cls, module: Any, process_group: Any = None, **kwargs: Any) -> nn.Module:
+        new = cls(Axis.of(process_group))
+        split = Split.even(10, new.axis.size, axes=(new.axis.name,))
+        for name, p in module.named_parameters():
+            new.register_shard(name, p, ShardSpec(p.shape, {} if name == "scale" else {0: split}))
+        return new
+
+
+class GatedPolicy(Policy):
+    def module_policy(self) -> dict[Any, ModulePolicyDescription]:
+        sub = SubModuleReplacementDescription(suffix="gated", target_module=ParallelGated)
+        return {"Sequential": ModulePolicyDescription(sub_module_replacement=[sub])}
+
+
+def test_every_sharded_parameter_of_a_user_defined_layer_is_listed() -> None:
+    def text(context: ParallelContext) -> str:
+        model = nn.Sequential(OrderedDict(gated=Gated()))
+        return str(shardformer.describe_sharding(shardformer.shard_model(model, GatedPolicy, context=context)))
+
+    described = run_as_threads(text, tensor=3)[0]
+    assert "gated.gate, up  Gated   ParallelGated  10 x 4  4 x 4\n" in described
+    assert "gated: scale" in described
 
 
 def test_differing_layers_are_counted() -> None:

@@ -27,8 +27,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
 from shardformer.sharding import apply_tensor_grid as grid_plan
-from shardformer.tensor_parallel.grid.communication import GridRegion
-from shardformer.tensor_parallel.grid.layers import GridNorm
+from shardformer.tensor_parallel.grid.layers import GridNorm, GridRegion
 from shardformer.transformers_compat import is_cache
 from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel, sample_loss
 from shardformer.verify.train_both import ForceFp64

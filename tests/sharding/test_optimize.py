@@ -18,7 +18,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.policies.policy import Policy
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import MLP, Attention, AttentionProjections, LayerStack
-from shardformer.sharding.apply_kernels import WRITTEN_OUT, check_activations, check_norms
+from shardformer.sharding.checks import WRITTEN_OUT, check_activations, check_norms
 from tests.policies.toy import HIDDEN, FeedForward, SelfAttention, ToyLM, ToyPolicy, toy_batch, toy_loss
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.errors import ConfigError
-from shardformer.layout.slice_tensor import SliceTensor, mark_slices
+from shardformer.layout.shard_export_guard import SliceTensor, mark_slices
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.layers import Linear1D_Col

@@ -13,8 +13,8 @@ import transformers
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.pipeline.micro_batch_loss import LossWeights
-from shardformer.pipeline.micro_batches import split_batch
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
+from shardformer.gradient_accumulation.micro_batches import split_batch
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.small_models import (
     DEFAULT_HEAD,

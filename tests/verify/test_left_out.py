@@ -13,11 +13,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from shardformer.gradient_accumulation import micro_batch_loss
 from shardformer.gradients import clipping as grad_norm
 from shardformer.layout.sharding_metadata import ParamEntry
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline import micro_batch_loss, runtime, stage_forward
+from shardformer.pipeline import runtime, stage_forward
 from shardformer.sharding import apply_tensor_parallel as gradients
 from shardformer.verify.report import Report
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from shardformer.discovery.example_inputs import forward_call, generate_inputs, insert_media_tokens
 from shardformer.discovery.reduced_model import ReducedModel
 from shardformer.errors import ConfigError, PolicyError
-from shardformer.pipeline.micro_batches import special_token_ids
+from shardformer.gradient_accumulation.micro_batches import special_token_ids
 from shardformer.verify import model_source
 from shardformer.verify import model_source as any_type
 from shardformer.verify.model_source import ReducedModelType, all_classes, find_model

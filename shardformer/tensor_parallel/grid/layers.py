@@ -1,6 +1,14 @@
-"""Linears and norms on a tensor grid, and the parallel layers of each tensor-parallel mode.
+"""Linears of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
 
-These linears are parts of a block. ``benchmarks.summa_linear`` has linears that work without a block.
+              2D, 2.5D                                3D
+    entry     all-gather of hidden over columns       all-gather of samples over columns
+    weights   all-gather of hidden over rows          the same; partial products reduce-scattered over depth
+    exit      reduce-scatter of hidden over columns   all-gather of samples over depth, reduce-scatter over columns
+
+In the backward, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
+again in the backward. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
+super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training"; Bian et al. 2021,
+"Maximizing parallelism in distributed training for huge neural networks").
 """
 
 from __future__ import annotations
@@ -13,19 +21,21 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import Function
 
+from shardformer.comm import collectives
 from shardformer.comm.autograd_collectives import (
     gather_from_region,
     gather_from_sp_region,
     once_differentiable,
     reduce_from_tp_region,
 )
-from shardformer.comm.collectives import all_gather, all_reduce
+from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, local_chunk, reduce_scatter
+from shardformer.comm.deferred_tensor import DeferredTensor
 from shardformer.errors import ConfigError
 from shardformer.kernels.fused_ops import rms_norm
 from shardformer.layout.shard_spec import AnySplit, Coords, EvenSplit, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import GRID_MODES, TensorGrid
-from shardformer.tensor_parallel.grid.communication import GridRegion, GridRowParallelMatmul, hidden_dim
+from shardformer.tensor_parallel.block import TensorParallelBlock
 from shardformer.tensor_parallel.layers import (
     Embedding1D,
     Linear1D_Col,
@@ -35,8 +45,239 @@ from shardformer.tensor_parallel.layers import (
     VocabParallelLMHead1D,
 )
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.region import TpRegion, linear_matmul, local_length
+from shardformer.tensor_parallel.region import (
+    ColumnParallel,
+    TpRegion,
+    cast_projection_operands,
+    compute_bias_grad,
+    compute_weight_grad,
+    linear_matmul,
+    local_length,
+)
 
+# B batch, b local samples, S sequence, H hidden, h local hidden features
+
+
+@dataclass(frozen=True)
+class GridRegion:
+    """Communication at the entry and the exit of a tensor-parallel block on a 2D, 2.5D or 3D tensor grid."""
+
+    grid: TensorGrid
+    full: int  # the number of hidden features on all ranks
+    batch_dim: int = 0  # the sample dim of activations with three or more dims; for fewer it is 0
+
+    @property
+    def is_3d(self) -> bool:
+        return self.grid.mode == "3d"
+
+    @property
+    def num_row_features(self) -> int:
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, those of this depth in 3D."""
+        return local_length(self.full, self.grid.contraction)
+
+    def num_samples_inside_block(self, x: Tensor) -> int:
+        """Return the number of local samples inside a block, for activations x between the blocks."""
+        return x.shape[self._sample_dim(x)] * self.grid.batch.size // self.grid.core.size
+
+    def _sample_dim(self, x: Tensor) -> int:
+        return self.batch_dim if x.dim() > 2 else 0
+
+    def leading_shape(self, x: Tensor) -> tuple[int, ...]:
+        """Return the shape that x, an activation inside a block, has between the blocks, without the hidden dim."""
+        dim = self._sample_dim(x)
+        samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
+        return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
+
+    def enter(self, x: Tensor) -> Tensor:
+        """Return the block's input (b, S, H) for a local activation x, which is gathered on first use."""
+        dim = self._sample_dim(x)
+        shape = (*x.shape[:dim], self.num_samples_inside_block(x), *x.shape[dim + 1 : -1], self.full)
+        return DeferredTensor.make(x, shape, self.grid.column, None, self._gather_hidden, self._reduce_gradient)
+
+    def _gather_hidden(self, x: Tensor) -> Tensor:
+        if not self.is_3d:
+            return all_gather(x, self.grid.column, -1, self.full)
+        full = all_gather(all_gather(x, self.grid.column, self._sample_dim(x)), self.grid.depth, -1, self.full)
+        return local_chunk(full, self.grid.depth, self._sample_dim(full))
+
+    def _reduce_gradient(self, grad: Tensor) -> Tensor:
+        """Sum the gradient of ``_gather_hidden`` over the ranks of a row, and return the local shard."""
+        if not self.is_3d:
+            return reduce_scatter(grad, self.grid.column, -1)
+        full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
+        local = local_chunk(full, self.grid.depth, full.dim() - 1)
+        return reduce_scatter(local, self.grid.column, self._sample_dim(full))
+
+    # --- communication of the column- and row-parallel products
+
+    def start_input_gather(self, x: Tensor) -> PendingCollective:
+        """Start to all-gather the hidden features of a matmul input, or its samples on a 3D grid."""
+        if self.is_3d:
+            return collectives.start_all_gather(x, self.grid.column, self._sample_dim(x))
+        return collectives.start_all_gather(x, self.grid.column, -1, self.full)
+
+    def start_output_scatter(self, x: Tensor) -> PendingCollective:
+        """Start the reduce-scatter of the partial products x over the ranks of a row."""
+        return collectives.start_reduce_scatter(x, self.grid.column, self._sample_dim(x) if self.is_3d else -1)
+
+    def start_weight_gather(self, weight: Tensor, dim: int) -> PendingCollective:
+        """Start the all-gather of a weight's hidden dim ``dim`` over the rows of the grid."""
+        return collectives.start_all_gather(weight, self.grid.row, dim, self.num_row_features, purpose="weights")
+
+    def start_weight_grad_scatter(self, grad: Tensor, dim: int) -> PendingCollective:
+        return collectives.start_reduce_scatter(grad, self.grid.row, dim, purpose="weights")
+
+    def reduce_partial_products(self, x: Tensor) -> Tensor:
+        """Sum partial products over the contraction axis, and return the local samples. Only in 3D."""
+        return reduce_scatter(x, self.grid.contraction, self._sample_dim(x))
+
+    def gather_samples(self, x: Tensor) -> Tensor:
+        """All-gather the samples of x for a matmul with a weight that is sharded over depth. Only in 3D."""
+        return all_gather(x, self.grid.contraction, self._sample_dim(x))
+
+
+# b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
+
+
+def project_grid_columns(
+    x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
+) -> tuple[Tensor | None, list[Tensor]]:
+    """Return the detached input of the column-parallel linears, and their outputs, on a tensor grid.
+
+    In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
+    """
+    x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
+    full_x, *outputs = _GridColumnProjections.apply(
+        x, None if region.is_3d else gathered_x, region, [c.transposed for c in columns], *weights
+    )
+    return None if region.is_3d else full_x, outputs
+
+
+class _GridColumnProjections(Function):
+    """Autograd function that multiplies the block input by all column-parallel weights of a tensor grid.
+
+    Saves only local shards.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gathered_x: Tensor | None,
+        region: GridRegion,
+        transposed: list[bool],
+        *params: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        weights, biases = params[::2], params[1::2]
+        ctx.region, ctx.transposed = region, transposed
+        ctx.save_for_backward(x, *weights)
+        ctx.set_materialize_grads(False)
+        arriving = None if gathered_x is not None else region.start_input_gather(x)
+        gathered = _start_weight_gathers(region, weights, transposed)
+        full_x = gathered_x if arriving is None else arriving.wait()
+        assert full_x is not None
+        outputs = []
+        for weight, t, bias in zip(gathered, transposed, biases, strict=True):
+            y = region.reduce_partial_products(linear_matmul(full_x, weight.wait(), None, t))
+            outputs.append(y if bias is None else y + bias)
+        visible = full_x.detach()
+        ctx.mark_non_differentiable(visible)
+        return (visible, *outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, _: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        region, (x, *weights) = ctx.region, ctx.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        gathering = region.start_input_gather(x) if any(needs[::2]) else None
+        arriving = _start_weight_gathers(region, weights, ctx.transposed) if needs_x else []
+        gathered_grads = [None if grad is None else region.gather_samples(grad) for grad in grads]
+        summed: Tensor | None = None
+        for weight, grad, t in zip(arriving, gathered_grads, ctx.transposed, strict=False):
+            full_weight = weight.wait()
+            if grad is not None:
+                product = linear_matmul(grad, full_weight, None, not t)
+                summed = product if summed is None else summed.add_(product)
+        leaving = None if summed is None else region.start_output_scatter(summed)
+        full_x = None if gathering is None else gathering.wait()
+        pending: list[PendingCollective | None] = []
+        for i, (grad, t) in enumerate(zip(gathered_grads, ctx.transposed, strict=True)):
+            w_grad = (
+                compute_weight_grad(full_x, grad, t)
+                if needs[2 * i] and grad is not None and full_x is not None
+                else None
+            )
+            pending.append(None if w_grad is None else region.start_weight_grad_scatter(w_grad, hidden_dim(t)))
+        out: list[Tensor | None] = []
+        for i, (grad, w_pending) in enumerate(zip(grads, pending, strict=True)):
+            out.append(None if w_pending is None else w_pending.wait())
+            out.append(compute_bias_grad(grad) if needs[2 * i + 1] else None)
+        x_grad = leaving.wait() if leaving is not None else torch.zeros_like(x) if needs_x else None
+        return (x_grad, None, None, None, *out)
+
+
+class GridRowParallelMatmul(Function):
+    """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
+
+    If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
+    """
+
+    leaves_block = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, transposed: bool, region: GridRegion) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.transposed, ctx.region, ctx.gathered = transposed, region, None
+        arriving = region.start_weight_gather(weight, 1 - hidden_dim(transposed))
+        gathered = region.gather_samples(x)
+        return region.start_output_scatter(linear_matmul(gathered, arriving.wait(), None, transposed)).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        region, (x, weight), t = ctx.region, ctx.saved_tensors, ctx.transposed
+        needs_x, needs_weight = ctx.needs_input_grad[:2]
+        dim, gathered_x, ctx.gathered = 1 - hidden_dim(t), ctx.gathered, None
+        arriving = region.start_weight_gather(weight, dim) if needs_x else None
+        full_grad = region.start_input_gather(grad).wait() if gathered_x is None else gathered_x
+        pending = None
+        if needs_weight:
+            pending = region.start_weight_grad_scatter(compute_weight_grad(region.gather_samples(x), full_grad, t), dim)
+        else:
+            ctx.gathered = full_grad
+        x_grad = (
+            None
+            if arriving is None
+            else region.reduce_partial_products(linear_matmul(full_grad, arriving.wait(), None, not t))
+        )
+        return x_grad, None if pending is None else pending.wait(), None, None
+
+
+def hidden_dim(transposed: bool) -> int:
+    """Return the hidden dim of a column-parallel weight: 0 if it is stored transposed, otherwise 1."""
+    return 0 if transposed else 1
+
+
+def _start_weight_gathers(
+    region: GridRegion, weights: Sequence[Tensor | None], transposed: Sequence[bool]
+) -> list[PendingCollective]:
+    return [
+        region.start_weight_gather(w, hidden_dim(t)) for w, t in zip(weights, transposed, strict=True) if w is not None
+    ]
+
+
+class GridTensorParallelBlock(TensorParallelBlock):
+    """State of one tensor-parallel block on a tensor grid. Gathers the weights if the input is replicated."""
+
+    def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
+        region = self.region
+        assert self._source is not None and self._entered is not None
+        if isinstance(region, GridRegion):
+            return project_grid_columns(self._source, region, self.columns, gathered_x)
+        return None, [column.multiply(self._entered) for column in self.columns]
+
+
+# --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linears that work without a block.
 # b local samples, S sequence, H hidden, F features; lower case: local shard
 
 
@@ -148,6 +389,8 @@ class ModeLayers:
 _1D = ModeLayers(Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D)
 LAYERS_BY_MODE = {"1d": _1D} | dict.fromkeys(GRID_MODES, replace(_1D, column=GridLinear_Col, row=GridLinear_Row))
 """``tensor_parallel_mode`` -> its layer classes."""
+
+
 # H hidden; h: local shard
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from shardformer.training.hooks.checkpoint import Checkpoint as Checkpoint
 from shardformer.training.hooks.early_stopping import EarlyStopping as EarlyStopping
+from shardformer.training.hooks.experiment_trackers import Mlflow as Mlflow
+from shardformer.training.hooks.experiment_trackers import Wandb as Wandb
 from shardformer.training.hooks.gradient_monitor import GradientMonitor as GradientMonitor
 from shardformer.training.hooks.json_lines import JsonLines as JsonLines
 from shardformer.training.hooks.metrics import Metrics as Metrics

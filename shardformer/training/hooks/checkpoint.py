@@ -4,57 +4,55 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.errors import ConfigError, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
+from shardformer.public_names import renamed_arguments
 from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
-from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
+
+RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 
+@renamed_arguments(RENAMED_ARGUMENTS, attributes=RENAMED_ARGUMENTS)
 class Checkpoint(Hook):
     """Saves checkpoints at intervals of steps or minutes, on Ctrl-C or SIGTERM, and at the end of the run.
 
-    >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, keep=3)]                         # doctest: +SKIP
+    >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
-    A restarted run resumes from the newest complete checkpoint in the folder, also in the middle of an epoch, and
-    restores the states of all hooks. The run locks the folder, so that no other job can save into it.
+    A restarted run resumes from the newest complete checkpoint in the directory, also in the middle of an epoch, and
+    restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
     Saving communicates as ``Engine.save`` does.
-
-    Args:
-        folder: Folder of the checkpoints, which are called ``folder/step-00000123``.
-        every_steps: Steps between checkpoints; None disables saving by steps.
-        every_minutes: Minutes between checkpoints; None or inf disables saving by time.
-        every_epoch: Save after each epoch.
-        at_end: Save after the last step, and when a hook stops the run.
-        on_signal: Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives.
-        keep: Number of checkpoints to keep, or a ``CheckpointRetention``. None keeps all.
-        in_background: Write in a thread while training continues.
-        resume: Resume from the checkpoints in the folder. If False, the folder must not contain checkpoints.
     """
 
     def __init__(
         self,
-        folder: str | Path,
-        every_steps: int | None = None,
-        every_minutes: float | None = 10.0,
-        every_epoch: bool = False,
-        at_end: bool = True,
-        on_signal: bool = True,
-        keep: CheckpointRetention | int | None = 3,
-        in_background: bool = True,
-        resume: bool = True,
+        directory: Annotated[str | Path, "Directory of the checkpoints, which are called `directory/step-00000123`."],
+        every_steps: Annotated[int | None, "Steps between checkpoints. None: no checkpoints by steps."] = None,
+        every_minutes: Annotated[float | None, "Minutes between checkpoints. inf or None disables them."] = 10.0,
+        every_epoch: Annotated[bool, "Save after each epoch."] = False,
+        at_end: Annotated[bool, "Save after the last step, and when a hook stops the run."] = True,
+        on_signal: Annotated[bool, "Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives."] = True,
+        retention: Annotated[
+            CheckpointRetention | int | None,
+            "Number of checkpoints to keep, or a table of the fields of `CheckpointRetention`. {} keeps all.",
+        ] = 3,
+        in_background: Annotated[bool, "Write in a thread while training continues."] = True,
+        resume: Annotated[
+            bool, "Resume from the checkpoints in the directory. If false, it must not contain checkpoints."
+        ] = True,
     ) -> None:
         if every_steps is not None:
             check_int("Checkpoint.every_steps", every_steps, unit="steps", example=10)
         if every_minutes is not None:
             check_number("Checkpoint.every_minutes", every_minutes, unit="minutes", example=10)
-        self.folder = path_of(folder)
+        self.directory = path_of(directory)
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
-        self.keep, self.in_background = keep, in_background
+        self.retention, self.in_background = CheckpointRetention.of(retention), in_background
         self._saved_step = -1
         self._saved_at = 0.0
         self._engine: Any = None
@@ -63,16 +61,16 @@ class Checkpoint(Hook):
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
-        lock_checkpoint_folder(self.folder, self, trainer.engine.world)
-        if not has_checkpoint(self.folder, trainer.engine.world):
+        lock_checkpoint_folder(self.directory, self, trainer.engine.world)
+        if not has_checkpoint(self.directory, trainer.engine.world):
             return
         if self.resume:
-            trainer.load(self.folder)
+            trainer.load(self.directory)
             self._saved_step = trainer.step
         elif trainer.step == 0:
             raise ConfigError(
-                f"The folder {str(self.folder)!r} already contains checkpoints, but resume=False",
-                remedy="Pass another folder, or resume=True to continue from them",
+                f"The directory {str(self.directory)!r} already contains checkpoints, but resume=False",
+                remedy="Pass another directory, or resume=True to continue from them",
             )
 
     @property
@@ -107,5 +105,9 @@ class Checkpoint(Hook):
             return
         self._saved_step = self._engine.steps
         self._engine.save(
-            self.folder, extra=extra, retention=self.keep, in_background=self.in_background, position=position
+            self.directory,
+            extra=extra,
+            retention=self.retention,
+            in_background=self.in_background,
+            position=position,
         )

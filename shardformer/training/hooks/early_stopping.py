@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Annotated, Any, Literal, get_args
 
 from shardformer.errors import InputError, check_choice, check_int, check_number, did_you_mean
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
-MODES = ("min", "max")
+Mode = Literal["min", "max"]
 
 
 class EarlyStopping(Hook):
@@ -19,21 +19,21 @@ class EarlyStopping(Hook):
 
     NaN is never an improvement. A resumed run continues to count. Communicates nothing.
 
-    Args:
-        metric: Name in ``trainer.values``. A hook that computes it, such as ``Metrics``, must come before this hook.
-        patience: End the run after this number of consecutive validations without improvement.
-        mode: "min" if a lower value is better, "max" if a higher value is better.
-        min_delta: Only a larger change counts as an improvement.
-
     Attributes:
         best: Best value so far, or None before the first validation.
         without_progress: Number of validations since the best value.
     """
 
     def __init__(
-        self, metric: str = "validation/loss", patience: int = 3, mode: str = "min", min_delta: float = 0.0
+        self,
+        metric: Annotated[
+            str, "Name in `trainer.values`. A hook that computes it, such as `Metrics`, must come before this hook."
+        ] = "validation/loss",
+        patience: Annotated[int, "End the run after this number of consecutive validations without improvement."] = 3,
+        mode: Annotated[Mode, "Whether a lower or a higher value is better."] = "min",
+        min_delta: Annotated[float, "Only a larger change counts as an improvement."] = 0.0,
     ) -> None:
-        check_choice("EarlyStopping.mode", mode, MODES)
+        check_choice("EarlyStopping.mode", mode, get_args(Mode))
         check_int("EarlyStopping.patience", patience, unit="validations", example=3)
         check_number("EarlyStopping.min_delta", min_delta, least=0, below=math.inf, example=0.001)
         self.metric, self.patience, self.mode, self.min_delta = metric, patience, mode, min_delta

@@ -6,7 +6,7 @@ import math
 import statistics
 import warnings
 from collections import deque
-from typing import Any
+from typing import Annotated, Any
 
 from shardformer.errors import InputError, check_argument, check_int
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -24,13 +24,17 @@ class GradientMonitor(Hook):
     ``ParallelConfig(on_nonfinite=)`` determines what happens in a single step with gradients that are not finite.
 
     Communicates the gradient norm in each step, unless gradient clipping already does.
-
-    Args:
-        factor: Warn if the norm exceeds its median over the last 100 steps by this factor. None disables the warning.
-        patience: End the run after this number of consecutive steps with a loss or norm that is not finite.
     """
 
-    def __init__(self, factor: float | None = 10.0, patience: int = 10) -> None:
+    def __init__(
+        self,
+        factor: Annotated[
+            float | None, "Warn if the norm exceeds its median over the last 100 steps by this factor. inf never warns."
+        ] = 10.0,
+        patience: Annotated[
+            int, "End the run after this number of consecutive steps with a loss or norm that is not finite."
+        ] = 10,
+    ) -> None:
         is_factor = factor is None or (isinstance(factor, int | float) and not isinstance(factor, bool) and factor > 1)
         rule = "It must be None or a number above 1"
         check_argument("GradientMonitor.factor", factor, is_factor, rule, "Write factor=10")

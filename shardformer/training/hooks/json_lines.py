@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from shardformer.errors import check_int
 from shardformer.filesystem.atomic_write import path_of
-from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.public_names import renamed_arguments
+from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 from shardformer.training.metrics_log import MetricsRecord, MetricsWriter
 
 VALIDATION = "validation/"
+OutputDirectory = Annotated[str | Path, "Directory of the files, created if missing."]
+EverySteps = Annotated[int, "Steps between values. Validation metrics are always written."]
 
 
 class MetricsHook(Hook):
@@ -18,9 +21,9 @@ class MetricsHook(Hook):
 
     _writer: Any = None
 
-    def __init__(self, folder: str | Path, every: int = 1) -> None:
+    def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
         check_int(f"{type(self).__name__}.every", every, unit="steps", example=10)
-        self.folder, self.every = path_of(folder), every
+        self.directory, self.every = path_of(directory), every
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if trainer.step % self.every == 0:
@@ -40,16 +43,13 @@ class MetricsHook(Hook):
         """Write metric values. Subclasses use the writer that they open in ``before_train`` on the first rank."""
 
 
+@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class JsonLines(MetricsHook):
-    """Writes ``trainer.values`` to ``folder/records.jsonl``, which ``shardformer plot`` draws.
+    """Writes ``trainer.values`` to ``directory/records.jsonl``, which ``shardformer plot`` draws.
 
     A resumed run removes the lines of steps after its checkpoint and appends to the file. A new run keeps the file of
     an earlier run under another name. Only the first rank writes. Hooks that compute metrics must come before this
     hook. Communicates nothing.
-
-    Args:
-        folder: Folder of the run, created if missing.
-        every: Steps between lines. Validation metrics are always written.
     """
 
     _seconds_before = _seconds = 0.0
@@ -58,7 +58,7 @@ class JsonLines(MetricsHook):
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._layout = ""  # the first record has the layout
         if trainer.is_first:
-            self._writer = MetricsWriter(self.folder, trainer.step or None)
+            self._writer = MetricsWriter(self.directory, trainer.step or None)
 
     def state(self) -> Any:
         return {"seconds": self._seconds}

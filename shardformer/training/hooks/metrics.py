@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_objects
-from shardformer.errors import ConfigError, InputError, did_you_mean
-from shardformer.pipeline.micro_batches import TARGET_KEY
+from shardformer.errors import ConfigError, InputError, did_you_mean, first_line
+from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
 
@@ -27,21 +27,30 @@ class Metrics(Hook):
     >>> hooks = [Metrics("accuracy", "f1"), Progress()]                                           # doctest: +SKIP
     >>> hooks = [Metrics(kappa=sklearn.metrics.cohen_kappa_score)]                                # doctest: +SKIP
 
-    The predictions are the classes with the highest logits, and labels of -100 are ignored. Both are gathered over the
-    data ranks, so that a metric covers all samples. The model runs each batch a second time for its output.
-
-    Args:
-        names: "perplexity", which is exp of the loss, or names of ``sklearn.metrics`` functions of labels and
-            predictions, such as "accuracy" or "f1" (binary with two classes, otherwise macro-averaged). The default is
-            "accuracy" and "f1".
-        shift: Compare the label of a position with the output of the previous position. None does so if the model's
-            loss does.
-        functions: Functions of (labels, predictions), two integer arrays, by name; or metrics of torchmetrics.
+    The predictions are the classes with the highest logits, and labels of -100 are ignored. If labels are floating
+    point numbers, the predictions are the outputs of a regression, or with several labels per sample the classes with
+    positive logits. Labels and predictions are gathered over the data ranks, so that a metric covers all samples. The
+    model runs each batch a second time for its output.
 
     After a validation, each data rank communicates its predictions and labels.
     """
 
-    def __init__(self, *names: str, shift: bool | None = None, **functions: Any) -> None:
+    def __init__(
+        self,
+        *names: Annotated[
+            str,
+            '"perplexity", which is exp of the loss, or names of `sklearn.metrics` functions of labels and '
+            'predictions, such as "accuracy". "f1" is binary with two classes and macro-averaged otherwise. The '
+            'default is "accuracy" and "f1". For a regression, use "mean_squared_error", for example.',
+        ],
+        shift: Annotated[
+            bool | None,
+            "Compare the label of a position with the output of the previous position. None: as the model's loss does.",
+        ] = None,
+        **functions: Annotated[
+            Any, "Functions of (labels, predictions), two arrays, by name; or metrics of torchmetrics."
+        ],
+    ) -> None:
         if not names and not functions:
             names = ("accuracy", "f1")
         self.shift = shift
@@ -65,6 +74,9 @@ class Metrics(Hook):
         engine = trainer.engine
         output = _get_logits(engine.predict(batch))
         labels = _get_labels(batch, engine.model)
+        if labels.is_floating_point():
+            self._pairs.append(_compare_numbers(labels, output.cpu()))
+            return
         if labels.dim() == output.dim():
             raise InputError(
                 f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}",
@@ -96,7 +108,27 @@ class Metrics(Hook):
                 remedy="Pass validation data with labels, or remove the Metrics hook",
             )
         for name, function in self._functions.items():
-            trainer.values[f"validation/{name}"] = float(function(labels, predictions))
+            try:
+                value = float(function(labels, predictions))
+            except ValueError as error:
+                raise InputError(
+                    f"The metric {name!r} cannot compare labels such as {labels[:3].tolist()} with predictions such as "
+                    f"{predictions[:3].tolist()}: {first_line(error)}",
+                    remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression",
+                ) from error
+            trainer.values[f"validation/{name}"] = value
+
+
+def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the labels and predictions of a regression, or of a classification with several classes per sample."""
+    output = output.squeeze(-1) if output.dim() > labels.dim() else output
+    if output.shape != labels.shape:
+        raise InputError(
+            f"Metrics cannot compare labels of shape {tuple(labels.shape)} with outputs of shape {tuple(output.shape)}",
+            remedy="Remove the hook, or compute your own metric in on_validation_batch",
+        )
+    is_multi_label = labels.dim() > 1 and bool(((labels == 0) | (labels == 1)).all())
+    return (labels.long(), (output > 0).long()) if is_multi_label else (labels, output.float())
 
 
 def _get_logits(output: Any) -> Tensor:
@@ -132,7 +164,9 @@ def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
         ) from error
     if name == "f1":
         return lambda labels, predictions: metrics.f1_score(
-            labels, predictions, average="binary" if set(labels) | set(predictions) <= {0, 1} else "macro"
+            labels,
+            predictions,
+            average="binary" if labels.ndim == 1 and set(labels) | set(predictions) <= {0, 1} else "macro",
         )
     found = getattr(metrics, f"{name}_score", None) or getattr(metrics, name, None)
     if not callable(found) or isinstance(found, type):

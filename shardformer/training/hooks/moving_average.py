@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from shardformer.errors import ConfigError, InputError, check_int, check_number
 from shardformer.layout.sharding_metadata import find_metadata
 from shardformer.offload.host import OffloadConfig
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.zero.matrix_optimizers import state_after_step
+from shardformer.zero.elementwise_trial import state_after_step
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
@@ -38,17 +38,17 @@ class MovingAverage(Hook):
 
     Steps communicate nothing. To apply the average under ZeRO, the parameters are all-gathered once.
 
-    Args:
-        decay: Decay factor, at least 0 and below 1.
-        every: Steps between updates of the average.
-        warmup: Limit the decay to (1 + n) / (10 + n) in update n, counted from 0.
-        validate: Validate with the averaged weights.
-
     Attributes:
         updates: Number of updates of the average.
     """
 
-    def __init__(self, decay: float = 0.999, every: int = 1, warmup: bool = True, validate: bool = True) -> None:
+    def __init__(
+        self,
+        decay: Annotated[float, "Decay factor, at least 0 and below 1."] = 0.999,
+        every: Annotated[int, "Steps between updates of the average."] = 1,
+        warmup: Annotated[bool, "Limit the decay to (1 + n) / (10 + n) in update n, counted from 0."] = True,
+        validate: Annotated[bool, "Validate with the averaged weights."] = True,
+    ) -> None:
         check_number("MovingAverage.decay", decay, least=0, below=1, example=0.999)
         check_int("MovingAverage.every", every, unit="steps")
         self.decay, self.every, self.warmup, self.validate = decay, every, warmup, validate

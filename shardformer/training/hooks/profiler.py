@@ -5,53 +5,54 @@ from __future__ import annotations
 import json
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
 from shardformer.errors import ConfigError, check_int
 from shardformer.filesystem.atomic_write import path_of, replace_atomically, replace_text
-from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.public_names import renamed_arguments
+from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
 
 ROWS = 25
 
 
+@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class Profiler(Hook):
     """Profiles some training steps on each rank with torch's profiler, and writes traces and summaries.
 
-    In ``folder/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
+    In ``directory/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
     ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
     installed. The number is that of the last profiled step. Profiled steps are slower.
 
     Communicates nothing.
-
-    Args:
-        wait: Steps before the warm-up step of the profiler.
-        active: Number of steps that are profiled.
-        repeat: Number of cycles.
-        memory: Record allocations.
     """
 
     def __init__(
-        self, folder: str | Path, wait: int = 1, active: int = 2, repeat: int = 1, memory: bool = True
+        self,
+        directory: Annotated[str | Path, "Directory of the traces."],
+        wait: Annotated[int, "Steps before the warm-up step of the profiler."] = 1,
+        active: Annotated[int, "Number of steps that are profiled."] = 2,
+        repeat: Annotated[int, "Number of cycles."] = 1,
+        memory: Annotated[bool, "Record allocations."] = True,
     ) -> None:
         for name, value, least in (("wait", wait, 0), ("active", active, 1), ("repeat", repeat, 1)):
             check_int(f"Profiler.{name}", value, least)
-        self.folder, self.memory = path_of(folder), memory
+        self.directory, self.memory = path_of(directory), memory
         self._schedule = schedule(wait=wait, warmup=1, active=active, repeat=repeat)
         self._profile: Any = None
-        self._rank_folder = self.folder
+        self._rank_folder = self.directory
         self._step = self._steps_profiled = 0
         self._active, self._cycle, self._is_ending = active, wait + 1 + active, False
         self.written: list[Path] = []
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        self._rank_folder = self.folder / f"rank{trainer.engine.world.rank}"
+        self._rank_folder = self.directory / f"rank{trainer.engine.world.rank}"
         if self._rank_folder.is_symlink():
             raise ConfigError(
                 f"Profiler cannot write to {str(self._rank_folder)!r}, which is a symbolic link",
-                remedy="Remove the link, or pass another folder",
+                remedy="Remove the link, or pass another directory",
             )
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 from shardformer.errors import check_number
 from shardformer.training.hook import Hook, TrainerProtocol
@@ -20,12 +20,14 @@ class Progress(Hook):
     """Shows a progress bar with loss, speed and memory, or prints lines if the output is not a terminal.
 
     Only the first rank prints. To show speed and memory, add ``Throughput()`` before this hook. Communicates nothing.
-
-    Args:
-        every_s: Seconds between lines without a terminal. The last step and validation metrics are always printed.
     """
 
-    def __init__(self, every_s: float = 10.0) -> None:
+    def __init__(
+        self,
+        every_s: Annotated[
+            float, "Seconds between lines without a terminal. The last step and validation metrics are always printed."
+        ] = 10.0,
+    ) -> None:
         check_number("Progress.every_s", every_s, least=0, unit="seconds", example=10)
         self.every_s = every_s
         self._bar: Any = None

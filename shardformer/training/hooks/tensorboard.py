@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from shardformer.errors import ConfigError
-from shardformer.training.hook import TrainerProtocol
-from shardformer.training.hooks.json_lines import MetricsHook
+from shardformer.public_names import renamed_arguments
+from shardformer.training.hook import RENAMED_DIRECTORY, TrainerProtocol
+from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
 
+@renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
 class TensorBoard(MetricsHook):
-    """Writes the metrics in ``trainer.values`` to event files, which ``tensorboard --logdir folder`` shows.
+    """Writes the metrics in ``trainer.values`` to event files, which ``tensorboard --logdir directory`` shows.
 
     A resumed run hides the values of steps after its checkpoint. Only the first rank writes. Hooks that compute
     metrics must come before this hook. Communicates nothing.
-
-    Args:
-        folder: Folder of the event files.
-        every: Steps between values. Validation metrics are always written.
     """
 
-    def __init__(self, folder: str | Path, every: int = 1) -> None:
-        super().__init__(folder, every)
+    def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
+        super().__init__(directory, every)
         _import_summary_writer()
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             purge = trainer.step + 1 if trainer.step else None
-            self._writer = _import_summary_writer()(str(self.folder), purge_step=purge)
+            self._writer = _import_summary_writer()(str(self.directory), purge_step=purge)
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         if self._writer is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import resource
 import time
 from collections import deque
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 from torch.utils.flop_counter import flop_registry
@@ -29,13 +29,13 @@ class Throughput(Hook):
     - ``memory_bytes``: peak memory of any rank so far: memory allocated by torch on a GPU, or of the process on a CPU.
 
     Communicates two numbers in the first step, and one number every ``window`` steps.
-
-    Args:
-        window: Number of steps to average over.
-        flops: Count floating-point operations.
     """
 
-    def __init__(self, window: int = 20, flops: bool = True) -> None:
+    def __init__(
+        self,
+        window: Annotated[int, "Number of steps to average over."] = 20,
+        flops: Annotated[bool, "Count floating-point operations."] = True,
+    ) -> None:
         check_int("Throughput.window", window, unit="steps", example=20)
         self.window, self.flops = window, flops
         self._recent_steps: deque[tuple[float, int, int]] = deque(maxlen=window)

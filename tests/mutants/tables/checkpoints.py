@@ -92,8 +92,7 @@ MUTANTS = [
         "older-checkpoints-go-too-early",
         "shardformer/checkpoint/save.py",
         "    try:\n        files = [*map(file_name",
-        "    try:\n        checkpoint_directory.delete_old_checkpoints(root, keep, path)\n"
-        "        files = [*map(file_name",
+        "    try:\n        delete_old_checkpoints(root, keep, path)\n        files = [*map(file_name",
         "Older checkpoints are deleted before the new one is on the disk.",
         first=(
             "tests/checkpoint/test_damage.py::test_older_checkpoints_are_deleted_after_sync",
@@ -102,7 +101,7 @@ MUTANTS = [
     ),
     mutant(
         "newest-by-the-clock",
-        "shardformer/checkpoint/directory.py",
+        "shardformer/checkpoint/retention.py",
         "key=lambda pair: (*pair[0], _step_folder_name(pair[1]))",
         "key=lambda pair: (pair[0][1], _step_folder_name(pair[1]))",
         "On a host whose clock is behind, new checkpoints are deleted and an old one is loaded.",
@@ -118,7 +117,7 @@ MUTANTS = [
     ),
     mutant(
         "keep-one-more",
-        "shardformer/checkpoint/directory.py",
+        "shardformer/checkpoint/retention.py",
         "if place >= keep.last and folder != newest and not is_kept and not is_young:",
         "if place > keep.last and folder != newest and not is_kept and not is_young:",
         "keep=3 leaves four checkpoints.",

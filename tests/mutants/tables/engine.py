@@ -9,7 +9,7 @@ mutant = partial(Mutant, "engine")
 MUTANTS = [
     mutant(
         "augmentation-depends-on-the-ranks",
-        "shardformer/training/data_sources.py",
+        "shardformer/training/sample_order.py",
         "for i, n in enumerate(batch[local_slice], local_slice.start)]",
         "for i, n in enumerate(batch[local_slice])]",
         "Random augmentation of a sample changes with the number of data ranks.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "each-epoch-in-the-same-order",
-        "shardformer/training/data_sources.py",
+        "shardformer/training/sample_order.py",
         'return torch.Generator().manual_seed(hash_seed(seed, epoch, "order"))',
         'return torch.Generator().manual_seed(hash_seed(seed, "order"))',
         "Every epoch has the order of the first epoch.",
@@ -141,9 +141,10 @@ MUTANTS = [
     ),
     mutant(
         "validation-numbers-its-own-classes",
-        "shardformer/train_command/datasets.py",
-        "classes = classes or list_classes(",
-        "classes = list_classes(",
+        "shardformer/train_command/load_data.py",
+        "return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, validation)",
+        "found = read_label_field(rows, self.config.data.label)[0]\n"
+        "        return encode_labels(found, list_classes(found), validation)",
         "Validation data that lacks a class is compared with wrong labels.",
         first=(
             "tests/runs/test_data.py::test_validation_data_without_some_class_uses_the_training_indices",

@@ -9,7 +9,7 @@ mutant = partial(Mutant, "pipeline")
 MUTANTS = [
     mutant(
         "loss-weight-without-data-ranks",
-        "shardformer/pipeline/micro_batch_loss.py",
+        "shardformer/gradient_accumulation/micro_batch_loss.py",
         "return [weight * self._num_ranks / total for weight in weights]",
         "return [weight / total for weight in weights]",
         "With loss_weight= and several data ranks, gradients are too small by the number of ranks.",
@@ -17,7 +17,7 @@ MUTANTS = [
     ),
     mutant(
         "summed-loss-without-data-ranks",
-        "shardformer/pipeline/micro_batch_loss.py",
+        "shardformer/gradient_accumulation/micro_batch_loss.py",
         "return call.compute() * self._num_ranks if self._data_axis is not None else call.compute()",
         "return call.compute()",
         'A loss with reduction="sum" is averaged over the data ranks instead of summed.',
@@ -25,7 +25,7 @@ MUTANTS = [
     ),
     mutant(
         "micro-batch-without-labels-is-nan",
-        "shardformer/pipeline/micro_batch_loss.py",
+        "shardformer/gradient_accumulation/micro_batch_loss.py",
         'return call.compute() * (n * self._num_ranks / total) if n else call.compute_with("sum") * 0.0',
         "return call.compute() * (n * self._num_ranks / total)",
         "The loss is NaN where all labels of one micro-batch are ignored.",
@@ -33,7 +33,7 @@ MUTANTS = [
     ),
     mutant(
         "class-weights-do-not-count",
-        "shardformer/pipeline/micro_batch_loss.py",
+        "shardformer/gradient_accumulation/micro_batch_loss.py",
         "        if weight is None:\n            return counted.sum()\n",
         "        if weight is None or self.is_mean:\n            return counted.sum()\n",
         "A cross entropy with class weights gives another loss with micro-batches than without.",
@@ -111,7 +111,7 @@ MUTANTS = [
     ),
     mutant(
         "one-row-for-all-samples-is-cut",
-        "shardformer/pipeline/micro_batches.py",
+        "shardformer/gradient_accumulation/micro_batches.py",
         "        if x.dim() == 0 or x.shape[0] == 1:\n            return [x for _ in self._parts]\n",
         "        if x.dim() == 0:\n            return [x for _ in self._parts]\n",
         "A batch with one row of positions for all samples is refused with micro-batches.",

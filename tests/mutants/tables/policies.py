@@ -62,7 +62,7 @@ MUTANTS = [
     ),
     mutant(
         "gptj-drops-two-outputs-at-once",
-        "shardformer/policies/models/gptj.py",
+        "shardformer/policies/models/gpt.py",
         "return bool(self.model.config.resid_pdrop == 0)",
         "return True",
         "GPT-J with residual dropout drops attention and MLP outputs together.",
@@ -133,7 +133,7 @@ MUTANTS = [
     ),
     mutant(
         "replaced-forward-is-trusted",
-        "shardformer/discovery/reduced_model.py",
+        "shardformer/sharding/checks.py",
         'return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES',
         "return _get_package(of_class) in LIBRARIES",
         "A layer whose forward was replaced is sharded by a policy that does not fit it.",

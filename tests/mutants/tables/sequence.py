@@ -28,8 +28,8 @@ MUTANTS = [
     ),
     mutant(
         "samples-dropped-by-each-rank",
-        "shardformer/tensor_parallel/region.py",
-        "seed, own = broadcast(seed.to(x.device), self._axis), 0",
+        "shardformer/random_state.py",
+        "seed, own = self._share(seed.to(x.device)), 0",
         "own = 0",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
         first=("tests/timm/test_timm.py::test_ranks_drop_the_same_samples",),

@@ -14,6 +14,7 @@ import transformers
 from torch import Tensor, nn
 
 import shardformer
+from shardformer.discovery.derive_policy import DerivationError
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -143,8 +144,9 @@ def test_other_errors_show_an_example_policy() -> None:
         def forward(self, pixel_values: Tensor) -> Tensor:
             return pixel_values.missing  # type: ignore[attr-defined, no-any-return]
 
-    with pytest.raises(PolicyError, match=r"(?s)none could be derived.*class MyPolicy\(RolePolicy\)"):
+    with pytest.raises(DerivationError, match=r"(?s)none could be derived.*class MyPolicy\(RolePolicy\)") as error:
         shard(Odd())
+    assert error.value.reason and f"none could be derived: {error.value.reason}" in error.value.what
 
 
 def test_the_error_quotes_the_failing_line_and_the_closest_policy() -> None:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from shardformer.train_command.build import hook_arguments
 from shardformer.training import hooks
 from shardformer.training.hook import Hook
 from shardformer.training.trainer import Trainer
@@ -38,6 +40,13 @@ def test_a_hook_does_not_change_training(name: str, tmp_path: Path) -> None:
     expected = Trainer(plainly, []).fit(steps=5, validation=pairs(4))
     assert {n: found[n] for n in ("loss", "validation/loss")} == {n: expected[n] for n in ("loss", "validation/loss")}
     torch.testing.assert_close(weights_of(engine), weights_of(plainly), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_every_argument_is_described_by_its_annotation(name: str) -> None:
+    arguments = hook_arguments(getattr(hooks, name))
+    assert arguments
+    assert [n for n, argument in arguments.items() if not argument.description or argument.annotation is Any] == []
 
 
 @pytest.mark.parametrize("name", NAMES)

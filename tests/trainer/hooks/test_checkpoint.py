@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 
-from shardformer.checkpoint.directory import list_checkpoints
+from shardformer.checkpoint.retention import CheckpointRetention, list_checkpoints
 from shardformer.errors import ConfigError, ShardFormerError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -62,12 +62,22 @@ def test_data_ranks_resume_at_the_same_step(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_saved_by_steps_and_old_ones_removed(tmp_path: Path) -> None:
-    trained(tmp_path, 7, every_steps=2, keep=2, at_end=False)
+    trained(tmp_path, 7, every_steps=2, retention=2, at_end=False)
     assert steps_in(tmp_path) == ["step-00000004", "step-00000006"]
 
 
+def test_earlier_argument_names_work_with_a_warning(tmp_path: Path) -> None:
+    with pytest.warns(DeprecationWarning, match=r"Checkpoint\((folder|keep)=\) is now (directory|retention)="):
+        hook = Checkpoint(folder=tmp_path, keep=2)  # type: ignore[call-arg]
+    assert (hook.directory, hook.retention) == (tmp_path, CheckpointRetention(2))
+    with pytest.warns(DeprecationWarning, match=r"Checkpoint\.folder is now directory"):
+        assert hook.folder == tmp_path  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"retention=3 for the three newest"):
+        Checkpoint(tmp_path, retention=0)
+
+
 def test_checkpoints_are_saved_by_time(tmp_path: Path) -> None:
-    trained(tmp_path, 3, every_minutes=1e-9, keep=None, at_end=False)
+    trained(tmp_path, 3, every_minutes=1e-9, retention=None, at_end=False)
     assert len(steps_in(tmp_path)) == 3
     trained(tmp_path / "long", 3, every_minutes=10)
     assert steps_in(tmp_path / "long") == ["step-00000003"]

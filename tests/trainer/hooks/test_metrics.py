@@ -130,3 +130,51 @@ def test_an_unknown_metric_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ConfigError, match=r"shardformer\[metrics\]"):
         Metrics("accuracy")
     Metrics("perplexity")
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> dict[str, Tensor]:
+        logits = self.linear(x)
+        assert labels is not None
+        loss = (
+            nn.functional.binary_cross_entropy_with_logits if logits.shape == labels.shape else nn.functional.mse_loss
+        )
+        return {"loss": loss(logits if logits.shape == labels.shape else logits[:, 0], labels), "logits": logits}
+
+
+def test_several_labels_per_sample_are_compared_by_the_sign_of_the_logits() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 4), (torch.rand(8, 2) > 0.5).float()
+    model = TwoOutputs()
+    data = [{"x": x[i], "labels": labels[i]} for i in range(8)]
+    engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), train_data=data, batch_size=4)
+    values = Trainer(engine, [Metrics("accuracy", "f1")]).fit(steps=1, validation=data)
+    predicted = (model.linear(x) > 0).long()
+    assert values["validation/accuracy"] == pytest.approx(sklearn_metrics.accuracy_score(labels, predicted))
+    assert values["validation/f1"] == pytest.approx(sklearn_metrics.f1_score(labels, predicted, average="macro"))
+
+
+class OneOutput(TwoOutputs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 1)
+
+
+def test_a_regression_is_compared_by_its_output() -> None:
+    torch.manual_seed(0)
+    x, labels = torch.randn(8, 4), torch.randn(8)
+    model = OneOutput()
+    data = [{"x": x[i], "labels": labels[i]} for i in range(8)]
+    engine = initialize(model, torch.optim.SGD(model.parameters(), lr=0.0), train_data=data, batch_size=4)
+    values = Trainer(engine, [Metrics("mean_squared_error", "r2")]).fit(steps=1, validation=data)
+    predicted = model.linear(x)[:, 0].detach()
+    assert values["validation/mean_squared_error"] == pytest.approx(
+        sklearn_metrics.mean_squared_error(labels, predicted)
+    )
+    assert values["validation/r2"] == pytest.approx(sklearn_metrics.r2_score(labels, predicted), rel=1e-4)
+    with pytest.raises(InputError, match=r"The metric 'accuracy' cannot compare.*mean_squared_error"):
+        Trainer(engine, [Metrics("accuracy")]).fit(steps=2, validation=data)

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from shardformer.layout.tensor_relations import max_difference
+from shardformer.layout.tied_tensors import max_difference
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
-"""Detect optimizers that need full matrices (Muon, Adafactor), and assign each parameter to one owner rank."""
+"""A trial that decides whether an optimizer is element-wise, or needs full matrices as Muon and Adafactor do."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from math import prod
 from typing import Any
 
@@ -11,11 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import ConfigError
-from shardformer.gradients.buckets import GradientSlot
-from shardformer.layout.tensor_relations import max_difference
-from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.layout.tied_tensors import max_difference
 from shardformer.torch_compat import has_step_hooks, state_when_made, without_fake_tensors
 
 SHAPES, CUT, STEPS, BOUND = ((6, 4), (4, 6)), 10, 3, 1e-6
@@ -157,38 +154,3 @@ def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
         rule="ZeRO passes each rank's optimizer only some parameters, so the update of one must not depend on others",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
     )
-
-
-def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Assign an owner rank to each selected parameter, which gathers the full gradient of the parameter.
-
-    All processes call it in the same order. Communicates the names of the required axes and the ranks' coordinates, and
-    creates process groups.
-
-    Raises:
-        ConfigError: A parameter is sharded over tensor ranks and also shared by several pipeline stages.
-    """
-    chosen = [gradient for gradient in gradients if id(gradient.param) in params]
-    axes_of_sharded = {id(g): _gradient_axes(g, context) for g in chosen if g.entry.spec.is_sharded}
-    wanted = set(axes_of_sharded.values())
-    for axis in context.base_axes:
-        wanted = {names for names_of_rank in all_gather_objects(wanted, axis) for names in names_of_rank}
-    axes = {names: context.flatten(*names) for names in sorted(wanted)}
-    coords_by_rank = {names: all_gather_objects(dict(context.coords), axis) for names, axis in axes.items()}
-    for gradient in chosen:
-        if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
-            raise ConfigError(
-                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages",
-                rule="An optimizer that needs full matrices cannot gather such a parameter",
-                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
-            )
-        names = axes_of_sharded.get(id(gradient))
-        if names is None:
-            gradient.gather_to_owner(None)
-        else:
-            gradient.gather_to_owner(axes[names], coords_by_rank[names])
-
-
-def _gradient_axes(gradient: GradientSlot, context: ParallelContext) -> tuple[str, ...]:
-    names = {*gradient.entry.reduction.sum_over, *gradient.entry.spec.axes}
-    return tuple(n for n, size in context.grid.sizes.items() if size > 1 and ({n} | context.expand_views([n])) & names)

@@ -1,222 +1,26 @@
-"""Reads indexed or streamed training data, collates batches, and checks that all ranks read the same data.
+"""Which sample each data-parallel rank reads at which step, for data that is read by index or streamed.
 
-The engine shards every batch over the data ranks. This requires that all ranks read the full data in the same order.
-If a script has already sharded the data by rank, or if the order differs between processes (a set of strings,
-``os.listdir``), samples are silently repeated or skipped. Therefore ranks compare their data before training starts.
+Every layout trains on the same global batches. The order of an epoch depends on the seed and the epoch, and the random
+numbers of a sample also on its position. Each data-parallel rank reads a contiguous shard of each global batch.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, chain, islice, pairwise
 from typing import Any
 
-import numpy
 import torch
 from torch import Tensor
 from torch.utils import data as torch_data
 
-from shardformer.comm.collective_call import all_gather_from_grid, hash_to_number, wait_for_all_ranks
-from shardformer.comm.collectives import checksum
+from shardformer.comm.collective_call import hash_to_number
+from shardformer.consistency.training_data import fingerprint, first_and_last_samples
 from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.gradient_accumulation.micro_batches import batch_size_of, rebuild_container, split_batch
 from shardformer.layout.shard_spec import even_bounds
-from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.pipeline.micro_batches import batch_size_of, rebuild_container, split_batch
 from shardformer.random_state import SharedEpochRandomness, hash_seed, restore_cpu_generators, seed_generators, seeded
-
-MAX_SAMPLES, TIME_LIMIT_S = 4096, 0.2
-"""Maximum number of samples that the ranks compare, and maximum time of the comparison in seconds."""
-TOLERANCE = 1e-3
-"""Tolerance for floating-point samples, relative to their norm, because machines round differently."""
-SAME_DATA_REMEDY = (
-    "Pass the full data in the same order on every rank. Remove rows[rank::world_size], split_dataset_by_node, and any "
-    "random_split or shuffle seeded by rank, and sort items that come from a set or from os.listdir"
-)
-
-
-def check_same_data(
-    settings: Mapping[str, Any], count: int | None, read: Callable[[int], Any] | None, context: ParallelContext
-) -> None:
-    """Raise ConfigError on all ranks if two ranks have different training data.
-
-    ``settings`` must be equal on all ranks. ``read`` returns one of ``count`` samples by its index, and is None for a
-    stream. Communicates three gathers: the settings, a hash, and two numbers for each compared sample.
-    """
-    axes = context.base_axes
-    if context.world is None or all(axis.size == 1 for axis in axes):
-        return
-    wait_for_all_ranks("ShardedDataLoader.compare (by initialize, Trainer.fit or the first loop over the data)", *axes)
-    found, sketches = ([], []) if read is None or not count else _fingerprint_samples(count, read)
-    gathered = all_gather_from_grid((dict(settings), len(found)), context)
-    first_rank, reference = gathered[0][0], gathered[0][1][0]
-    for rank, (values, _) in gathered:
-        for name, value in values.items():
-            if value != reference[name]:
-                raise ConfigError(
-                    f"The training data of rank {first_rank} has {name}={reference[name]!r}, but the training data of "
-                    f"rank {rank} has {name}={value!r}",
-                    remedy=SAME_DATA_REMEDY,
-                )
-    num_compared = min(number for _, (_, number) in gathered)
-    fingerprints = all_gather_from_grid(hash_to_number(found[:num_compared]), context)
-    gathered_sketches = all_gather_from_grid(sketches, context)
-    differing = [rank for rank, number in fingerprints if number != fingerprints[0][1]]
-    for rank, sketches in gathered_sketches:
-        pairs = zip(sketches, gathered_sketches[0][1], strict=False)
-        differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
-    if differing:
-        raise ConfigError(
-            f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the training data, a "
-            f"{settings['type']}",
-            remedy=SAME_DATA_REMEDY,
-        )
-
-
-def _fingerprint_samples(count: int, read: Callable[[int], Any]) -> tuple[list[int], list[tuple[float, float]]]:
-    """Return fingerprints and random projections of a random subset of samples, which is the same on all ranks.
-
-    Either list is empty if its values change when a sample is read a second time, as with random augmentation.
-    """
-    order = torch.randperm(count, generator=torch.Generator().manual_seed(0))[:MAX_SAMPLES].tolist()
-    end = time.monotonic() + TIME_LIMIT_S
-    found: list[int] = []
-    sketches: list[tuple[float, float]] = []
-    try:
-        for index in [order[0], *order]:  # the first sample is read twice
-            sample = read(index)
-            found.append(fingerprint(sample))
-            sketches.append(random_projection(sample))
-            if len(found) > 1 and time.monotonic() > end:
-                break
-    except Exception:
-        return found[1:], []  # training reads the sample too, and raises the error on all ranks
-    return found[1:] if found[0] == found[1] else [], sketches[1:] if sketches[0] == sketches[1] else []
-
-
-def random_projection(value: Any) -> tuple[float, float]:
-    """Return a random projection of the floating-point numbers in a sample, equal on all ranks, and their norm."""
-    decimals = list(_iterate_float_tensors(value))
-    if not decimals:
-        return 0.0, 0.0
-    x = torch.cat(decimals).nan_to_num()
-    signs = torch.randint(0, 2, x.shape, generator=torch.Generator().manual_seed(0), dtype=torch.int8).double() * 2 - 1
-    return float(x @ signs), float(x.norm())
-
-
-def _iterate_leaves(value: Any) -> Iterator[Any]:
-    """Yield the leaves of nested dicts, lists and tuples. A list of integers is a single leaf."""
-    if isinstance(value, Mapping) or (isinstance(value, (list, tuple)) and not _is_plain_leaf(value)):
-        for each in [value[key] for key in sorted(value, key=str)] if isinstance(value, Mapping) else value:
-            yield from _iterate_leaves(each)
-    else:
-        yield value
-
-
-def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
-    for leaf in _iterate_leaves(value):
-        if isinstance(leaf, (numpy.ndarray, numpy.generic)) and numpy.asarray(leaf).dtype.kind == "f":
-            yield torch.from_numpy(numpy.array(leaf, numpy.float64)).reshape(-1)
-        elif isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.layout == torch.strided:
-            yield leaf.detach().cpu().double().reshape(-1)
-        elif isinstance(leaf, float):
-            yield torch.tensor([leaf], dtype=torch.float64)
-
-
-def fingerprint(*values: Any) -> int:
-    """Return a hash of the integers and strings in samples, or of all numbers if they contain no integers or strings.
-
-    Integers take precedence because floating-point numbers are often augmented at random.
-    """
-    parts = [_describe_leaf(leaf) for value in values for leaf in _iterate_leaves(value)]
-    return hash_to_number([part for is_exact, part in parts if is_exact] or [part for _, part in parts])
-
-
-def _describe_leaf(leaf: Any) -> tuple[bool, Any]:
-    """Return whether a leaf of a sample consists of integers or strings, and its hashable content."""
-    if isinstance(leaf, Tensor):
-        is_exact = not (leaf.is_floating_point() or leaf.is_complex()) and not leaf.is_quantized
-        return is_exact, ("tensor", tuple(leaf.shape), checksum(leaf) if leaf.layout == torch.strided else None)
-    if isinstance(leaf, (numpy.ndarray, numpy.generic)):
-        array = numpy.asarray(leaf)
-        is_exact = array.dtype.kind in "biuSU"
-        return is_exact, ("array", array.shape, array.tobytes() if array.dtype.kind != "O" else None)
-    if _is_plain_leaf(leaf):
-        return not isinstance(leaf, float), leaf
-    return False, type(leaf).__name__  # repr may contain an address
-
-
-def _is_plain_leaf(value: Any) -> bool:
-    if isinstance(value, (list, tuple)):
-        return bool(value) and all(type(each) is int for each in value)
-    return value is None or isinstance(value, (str, bytes, int, float))
-
-
-def first_and_last_samples(batch: Any) -> list[Any]:
-    """Return the first and the last sample of each tensor or array in a batch, and other values unchanged."""
-    if isinstance(batch, Mapping):
-        return [end for key in sorted(batch, key=str) for end in first_and_last_samples(batch[key])]
-    if isinstance(batch, Sequence) and not isinstance(batch, (str, bytes)):
-        return [end for each in batch for end in first_and_last_samples(each)]
-    return [batch[:1], batch[-1:]] if isinstance(batch, (Tensor, numpy.ndarray)) and batch.ndim else [batch]
-
-
-def collate_samples(samples: list[Any]) -> Any:
-    """Collate samples into a batch with torch's ``default_collate``, or by key if they are mappings.
-
-    For mappings, numbers and lists of numbers become tensors of torch's default dtype, and strings stay in a list.
-
-    >>> collate_samples([{"ids": [5, 6], "score": 0.5, "text": "a"}, {"ids": [7, 8], "score": 1.0, "text": "b"}])
-    {'ids': tensor([[5, 6],
-            [7, 8]]), 'score': tensor([0.5000, 1.0000]), 'text': ['a', 'b']}
-    """
-    first = samples[0]
-    if not isinstance(first, Mapping):
-        return torch_data.default_collate(samples)
-    differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
-    if differing is not None:
-        raise InputError(
-            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}",
-            remedy="Use the same keys in all samples, or pass collate_fn",
-        )
-    return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
-
-
-def _collate_column(key: str, values: list[Any]) -> Any:
-    """Collate the values that the samples of a batch have for one key."""
-    if all(isinstance(value, str) for value in values):
-        return values
-    if all(isinstance(value, (int, float)) and not isinstance(value, numpy.generic) for value in values):
-        return torch.tensor(values)
-    values = [_as_tensor(key, value) for value in values]
-    sized = [value for value in values if isinstance(value, (Tensor, list, tuple))]
-    shapes = {tuple(value.shape) if isinstance(value, Tensor) else (len(value),) for value in sized}
-    if len(shapes) > 1:
-        raise _shape_error(key, f"have different shapes, {' and '.join(map(str, sorted(shapes)[:2]))}")
-    return torch_data.default_collate(values)
-
-
-def _as_tensor(key: str, value: Any) -> Any:
-    """Convert a list or array of numbers to a tensor, and return other values unchanged. NumPy dtypes are kept."""
-    leaf = value  # the first number in nested lists and arrays, or the first empty list
-    while (isinstance(leaf, (list, tuple)) and leaf) or (isinstance(leaf, numpy.ndarray) and leaf.ndim and leaf.size):
-        leaf = leaf[0]
-    is_numpy = isinstance(leaf, (numpy.number, numpy.bool_, numpy.ndarray))
-    if not isinstance(value, (list, tuple, numpy.ndarray)) or not (is_numpy or isinstance(leaf, (int, float, list))):
-        return value
-    try:
-        return torch.as_tensor(numpy.asarray(value)) if is_numpy else torch.tensor(value)
-    except ValueError as error:
-        raise _shape_error(key, f"cannot be converted to a tensor: {error}") from error
-
-
-def _shape_error(key: str, problem: str) -> InputError:
-    return InputError(
-        f"The values of {key!r} in a batch {problem}",
-        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer)",
-    )
-
 
 Collate = Callable[[list[Any]], Any]
 
@@ -505,7 +309,7 @@ def make_source(
             rule="Supported are a Dataset, a list, a Hugging Face data set, a DataLoader, and an ordered iterable",
             remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets)",
         )
-    collate = collate or collate_samples
+    assert collate is not None  # only a DataLoader has its own
     if _is_indexed(data):
         _check_not_empty(len(data), data)
         return IndexedSource(data, collate, {"num_workers": num_workers}, shuffle=shuffle is not False)

@@ -24,9 +24,8 @@ from torch.autograd import Function
 
 from shardformer.comm.collectives import all_gather, all_gather_numbers, all_reduce
 from shardformer.errors import ConfigError, ShardFormerError
-from shardformer.mesh.parallel_context import Axis, ParallelContext
-from shardformer.pipeline.label_tracing import LabelTracer
-from shardformer.pipeline.micro_batch_loss import (
+from shardformer.gradient_accumulation.label_tracing import LabelTracer
+from shardformer.gradient_accumulation.micro_batch_loss import (
     ABSOLUTE,
     IN_TRIAL,
     RELATIVE,
@@ -35,7 +34,8 @@ from shardformer.pipeline.micro_batch_loss import (
     LossWeights,
     is_mean_or_sum,
 )
-from shardformer.pipeline.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
+from shardformer.gradient_accumulation.micro_batches import Ids, batch_size_of, merge_outputs, split_batch
+from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.runtime import Batch, LastStageOutputs, LossFn
 from shardformer.pipeline.stage_forward import StageForward
 from shardformer.random_state import fork_random_state

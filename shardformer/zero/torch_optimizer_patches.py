@@ -1,4 +1,4 @@
-"""Patches that make torch's optimizers and gradient scalers work with sharded models.
+"""The patches with which torch's optimizers, gradient scalers and gradient clipping support sharded models.
 
 ``torch.amp.GradScaler`` skips a step if gradients are not finite. Here all ranks of the model skip it if one rank has
 to, as torch's ``ShardedGradScaler`` does for FSDP.
@@ -12,6 +12,7 @@ warning reports this at the first step.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Mapping
 from functools import wraps
 from typing import Any
 
@@ -21,38 +22,23 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from shardformer.comm.collectives import all_reduce
-from shardformer.consistency.rank_divergence import models_trained_by
-from shardformer.consistency.usage_checks import check_gradients_before_step
+from shardformer.consistency.rank_divergence import MONITOR_PATCHES, check_gradients_before_step, models_trained_by
 from shardformer.errors import ConfigError
+from shardformer.gradients.clipping import CLIPPING_PATCHES
 from shardformer.layout.sharding_metadata import tables_of
 from shardformer.torch_compat import has_data
-from shardformer.torch_patches import Patch, install, replace_attribute
-from shardformer.zero.matrix_optimizers import needs_full_matrices
-from shardformer.zero.optimizer_state_view import patch_state_dicts, zero_optimizer_of
+from shardformer.torch_patches import Apply, Patch, Undo, replace_attribute
+from shardformer.zero.elementwise_trial import needs_full_matrices
+from shardformer.zero.optimizer_state_view import STATE_PATCHES, zero_optimizer_of
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
 CHECKED_ATTRIBUTE = "_shardformer_looked_at"
 """Attribute of an optimizer that was checked at its first step."""
 
 
-SCALER_PATCH = Patch(
-    "torch.amp.GradScaler._unscale_grads_",
-    "shardformer.zero.torch_optimizers",
-    "all ranks skip a step if one has gradients that are not finite",
-)
-STEP_PATCH = Patch(
-    "torch.optim.Optimizer: global hook before step()",
-    "shardformer.zero.torch_optimizers",
-    "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
-)
-
-
-def patch_optimizers_and_scaler() -> None:
-    """Patch torch's gradient scaler and optimizers to support sharded models. Later calls have no effect."""
+def _apply_scaler_patch() -> Undo:
     scaler, name = torch.amp.GradScaler, "_unscale_grads_"
-    patch_state_dicts()
-    install(SCALER_PATCH, lambda: replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name))))
-    install(STEP_PATCH, lambda: register_optimizer_step_pre_hook(_check_before_step).remove)
+    return replace_attribute(scaler, name, _unscale_on_all_ranks(getattr(scaler, name)))
 
 
 def _unscale_on_all_ranks(original: Any) -> Any:
@@ -101,3 +87,21 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
             "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
             stacklevel=4,
         )
+
+
+TRAINING_PATCHES: Mapping[Patch, Apply] = {
+    **CLIPPING_PATCHES,
+    **STATE_PATCHES,
+    Patch(
+        "torch.amp.GradScaler._unscale_grads_",
+        "shardformer.zero.torch_optimizer_patches",
+        "all ranks skip a step if one has gradients that are not finite",
+    ): _apply_scaler_patch,
+    Patch(
+        "torch.optim.Optimizer: global hook before step()",
+        "shardformer.zero.torch_optimizer_patches",
+        "reduces gradients that ranks have not reduced; warns of optimizers that need full matrices",
+    ): lambda: register_optimizer_step_pre_hook(_check_before_step).remove,
+    **MONITOR_PATCHES,
+}
+"""Patches with which torch's gradient clipping, gradient scaler and optimizers support sharded models."""

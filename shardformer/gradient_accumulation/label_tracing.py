@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from shardformer.comm.sharded_tensor import is_inplace
-from shardformer.pipeline.micro_batches import TensorPath, Tensors
+from shardformer.gradient_accumulation.micro_batches import TensorPath, Tensors
 from shardformer.torch_compat import to_list
 
 

@@ -1,4 +1,4 @@
-"""Relations between tensors: overlapping memory, and the largest difference of their values."""
+"""Tied tensors and views, whose memory overlaps; and the largest difference of two tensors."""
 
 from __future__ import annotations
 

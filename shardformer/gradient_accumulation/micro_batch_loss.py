@@ -33,9 +33,15 @@ from torch.overrides import TorchFunctionMode
 
 from shardformer.comm.collectives import all_reduce
 from shardformer.errors import ConfigError, InputError, ShardFormerError
+from shardformer.gradient_accumulation.label_tracing import (
+    LabelForm,
+    LabelTracer,
+    TensorSize,
+    evaluate_expression,
+    find_label_forms,
+)
+from shardformer.gradient_accumulation.micro_batches import Tensors, iterate_named_tensors, rebuild_container
 from shardformer.mesh.parallel_context import Axis
-from shardformer.pipeline.label_tracing import LabelForm, LabelTracer, TensorSize, evaluate_expression, find_label_forms
-from shardformer.pipeline.micro_batches import Tensors, iterate_named_tensors, rebuild_container
 from shardformer.torch_compat import has_data, to_list
 
 _CLASS_LOSSES = "cross_entropy nll_loss linear_cross_entropy"

@@ -1,0 +1,121 @@
+"""Which checkpoints a directory contains, which of them are kept after a save, and how the others are deleted.
+
+Older checkpoints are deleted only after the new one is on the disk, so that one of them survives a power failure. Only
+files that a save writes are deleted. Other files in the folder of a step are kept.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from shardformer.checkpoint.file_format import INDEX_FILE, read_save_order
+from shardformer.errors import ConfigError
+from shardformer.filesystem.atomic_write import DROPPED, remove, temporary_path
+
+STEP_NAME = re.compile(r"step-(\d{8,})")
+_REPLACED_NAME = re.compile(r"\.replaced-step-\d{8,}.*")
+_CHECKPOINT_FILE = re.compile(rf"{re.escape(INDEX_FILE)}|rank-\d{{5,}}\.safetensors")
+"""Names of the files of a checkpoint."""
+
+
+@dataclass(frozen=True)
+class CheckpointRetention:
+    """Rule that decides which older checkpoints are kept after a save.
+
+    Args:
+        last: number of newest checkpoints to keep; None: all.
+        every: also keep checkpoints whose step is a multiple of this number.
+        younger_than: also keep checkpoints younger than this many seconds.
+    """
+
+    last: int | None = None
+    every: int | None = None
+    younger_than: float | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("last", "every", "younger_than"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not value > 0):
+                raise ConfigError(
+                    f"CheckpointRetention({name}={value!r}) is neither a number above 0 nor None",
+                    remedy="Use retention=3 for the three newest, or CheckpointRetention(last=3, every=1000)",
+                )
+
+    @classmethod
+    def of(cls, value: CheckpointRetention | int | None) -> CheckpointRetention:
+        return value if isinstance(value, CheckpointRetention) else cls(value)
+
+
+def _list_user_files(folder: Path) -> list[Path]:
+    found = sorted(folder.iterdir()) if folder.is_dir() and not folder.is_symlink() else []
+    return [
+        path for path in found if not _CHECKPOINT_FILE.fullmatch(path.name) or not path.is_file() or path.is_symlink()
+    ]
+
+
+def move_user_files(source: Path, target: Path) -> None:
+    for path in _list_user_files(source):
+        if not os.path.lexists(target / path.name):
+            path.rename(target / path.name)
+
+
+def delete_checkpoint(folder: Path) -> None:
+    """Delete a checkpoint, but keep user files in its folder and files that cannot be deleted."""
+    hidden = temporary_path(folder.with_name(_step_folder_name(folder)), DROPPED)
+    if not folder.is_symlink():
+        with suppress(OSError):
+            folder.rename(hidden)  # atomic: a reader sees a complete checkpoint or none
+            delete_hidden_folder(hidden, folder)
+
+
+def delete_hidden_folder(hidden: Path, folder: Path) -> None:
+    """Move user files from ``hidden`` back to ``folder``, then delete ``hidden``. Raises OSError."""
+    for path in _list_user_files(hidden):
+        folder.mkdir(exist_ok=True)
+        path.rename(folder / path.name)
+    remove(hidden)
+
+
+def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
+    """Delete replaced checkpoints and those that ``keep`` does not retain, once ``newest`` is on the disk."""
+    for left in _list_replaced_folders(root):
+        if (root / _step_folder_name(left)).exists():
+            delete_checkpoint(left)
+    if keep.last is None:
+        return
+    now = time.time()
+    for place, (folder, at) in enumerate(list_checkpoints(root)):
+        step = int(match[1]) if (match := STEP_NAME.fullmatch(folder.name)) else None
+        is_kept = keep.every is not None and step is not None and step % keep.every == 0
+        is_young = keep.younger_than is not None and now - at < keep.younger_than
+        if place >= keep.last and folder != newest and not is_kept and not is_young:
+            delete_checkpoint(folder)
+
+
+def list_checkpoints(root: Path) -> list[tuple[Path, float]]:
+    """Return the folder and the save time of each checkpoint in a directory, newest first.
+
+    Includes a replaced checkpoint of a step until it is deleted.
+    """
+    ordered = [(read_save_order(folder), folder) for folder in list_checkpoint_folders(root)]
+    ordered.sort(key=lambda pair: (*pair[0], _step_folder_name(pair[1])), reverse=True)
+    return [(folder, at) for (_, at), folder in ordered]
+
+
+def list_checkpoint_folders(root: Path) -> list[Path]:
+    named = [folder for folder in root.glob("step-*") if STEP_NAME.fullmatch(folder.name)]
+    return [folder for folder in (*named, *_list_replaced_folders(root)) if (folder / INDEX_FILE).exists()]
+
+
+def _list_replaced_folders(root: Path) -> list[Path]:
+    return [path for path in root.glob(".replaced-*") if _REPLACED_NAME.fullmatch(path.name) and not path.is_symlink()]
+
+
+def _step_folder_name(folder: Path) -> str:
+    found = STEP_NAME.search(folder.name)
+    return found[0] if found is not None else folder.name

@@ -1,0 +1,186 @@
+"""Activations between the blocks of a stack on a tensor grid, padded to samples that divide evenly over the ranks."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.autograd_collectives import gather_from_region, scatter_to_region
+from shardformer.comm.collectives import all_gather, broadcast, local_chunk
+from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.errors import InputError
+from shardformer.forward_hooks import HookOrder, register_forward_hooks
+from shardformer.layout.activation_layout import ActivationLayout
+from shardformer.layout.shard_spec import Split
+from shardformer.mesh.parallel_context import Axis
+from shardformer.mesh.tensor_grid import TensorGrid
+from shardformer.random_state import LocalRandomState
+from shardformer.tensor_parallel.grid.layers import GridRegion
+from shardformer.tensor_parallel.region import ReplicatedRegion, TpRegion, with_backward
+from shardformer.tensor_parallel.sequence_parallel import (
+    GatherHook,
+    StackActivations,
+    map_first_output,
+    map_first_tensor,
+)
+from shardformer.torch_compat import current_graph_task_id
+from shardformer.transformers_compat import caches_in, holds_tokens
+
+# B batch, b local samples, S sequence, H hidden, h local hidden features
+
+
+class GridStackActivations(StackActivations):
+    """Sharding of the activations between the blocks of a stack, over samples and hidden features.
+
+    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside of training, a
+    forward that reads or returns cached keys and values is replicated over the ranks.
+    """
+
+    def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
+        super().__init__(ActivationLayout(), grid.column)
+        self.layout, self.grid, self.width = layout, grid, 0
+        self.batch_dim = 0
+        self._batch_sizes: set[int] = set()
+        self._random = LocalRandomState(grid.whole.rank, enabled=random)
+
+    @property
+    def is_sharded(self) -> bool:
+        return self._is_open
+
+    @property
+    def sample_sharing_axis(self) -> Axis | None:
+        return self.grid.hidden
+
+    def select_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
+        if current_graph_task_id() >= 0:
+            self._is_open = True  # only forwards in training are recomputed
+        return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
+
+    def register(self, first: nn.Module, last: nn.Module) -> None:
+        register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
+        register_forward_hooks(last, HookOrder.STACK, after=self._leave_module)
+
+    def _enter_module(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        is_training = module.training or torch.is_grad_enabled()
+        caches = caches_in((*args, *kwargs.values()))
+        self._is_open = is_training or not (caches or kwargs.get("use_cache"))
+        if is_training and any(map(holds_tokens, caches)) and current_graph_task_id() < 0:
+            raise InputError(
+                "A forward in training received cached keys and values, which a tensor grid does not support",
+                remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'",
+            )
+        return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
+
+    def enter_stack(self, x_BSH: Tensor, training: bool) -> Tensor:
+        """Shard the stack's input (B, S, H) to (b, S, h). Backward: one all-gather over all ranks."""
+        if not self._is_open:
+            return x_BSH
+        self.samples, self.width = x_BSH.shape[self.batch_dim], x_BSH.shape[-1]
+        self._batch_sizes.add(self.samples)
+        self._is_random = training
+        self._random.enter(x_BSH, training)
+        grid, dim, samples, width = self.grid, self.batch_dim, self.samples, self.width
+
+        def shard(x: Tensor) -> Tensor:
+            return _shard_samples_and_features(pad_with_last(x, -samples % grid.samples, dim), grid, dim)
+
+        return with_backward(x_BSH, shard, lambda grad: _gather_samples_and_features(grad, grid, dim, samples, width))
+
+    def leave_stack(self, x_bSh: Tensor) -> Tensor:
+        """Gather the full output of the stack. Forward: one all-gather over all ranks; backward nothing.
+
+        Also gathers in a recomputation, because a checkpoint may contain a module after the stack (patch merging in
+        Swin).
+        """
+        if not self._is_open:
+            return x_bSh
+        if self._is_random:
+            self._random.leave()
+        samples = self.find_batch_size(x_bSh.shape[self.batch_dim])
+        assert samples is not None  # the input of this forward was recorded
+        grid, dim, width = self.grid, self.batch_dim, self.width
+
+        def pad_and_shard(grad: Tensor) -> Tensor:
+            if padding := -samples % grid.samples:
+                shape = [padding if d == dim else n for d, n in enumerate(grad.shape)]
+                grad = torch.cat((grad, grad.new_zeros(shape)), dim)
+            return _shard_samples_and_features(grad, grid, dim)
+
+        return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
+
+    def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
+        """Gather all hidden features for ``module``. One all-gather in the forward, and one in the backward."""
+        return GatherHiddenHook(self, module, random)
+
+    def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
+        """Return the local samples of a block argument, whose dim ``dim`` has a multiple of the batch size."""
+        batch = self.find_batch_size(num_local)
+        if batch is None or x.shape[dim] % batch:
+            return x
+        by_sample = x.unflatten(dim, (batch, -1))
+        core = self.grid.core
+        local: Tensor = pad_with_last(by_sample, -batch % self.grid.samples, dim).chunk(core.size, dim)[core.rank]
+        return local.flatten(dim, dim + 1)
+
+    def find_batch_size(self, num_local: int) -> int | None:
+        """Return the batch size of the current or recomputed forward that has ``num_local`` local samples."""
+        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
+            return self.samples
+        return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
+
+    def num_local_samples(self, batch_size: int) -> int:
+        """Return how many samples of a batch this rank stores between the blocks."""
+        return -(-batch_size // self.grid.samples) * self.grid.samples // self.grid.batch.size
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GridStackActivations:
+        memo[id(self)] = copy = GridStackActivations(self.layout, self.grid, random=self._random.is_enabled)
+        copy.width, copy.samples, copy.batch_dim = self.width, self.samples, self.batch_dim
+        return copy
+
+
+class GatherHiddenHook(GatherHook):
+    """Hooks that gather all hidden features before a module, such as a router, and shard its output."""
+
+    def __init__(self, stream: GridStackActivations, module: nn.Module, random: bool) -> None:
+        self._stream, self._axis = stream, stream.grid.hidden
+        self._random = LocalRandomState(self._axis.rank, partial(broadcast, axis=self._axis), enabled=random)
+        register_forward_hooks(module, HookOrder.FULL_FEATURES, self._enter, self._leave, with_kwargs=True)
+
+    def _split(self) -> Split:
+        return Split.even(self._stream.width, self._axis.size)
+
+    def _enter(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        def gather(x: Tensor) -> Tensor:
+            self._stream.select_region(x)
+            if not self._stream.is_sharded:
+                return x
+            self._random.enter(x, module.training)
+            return gather_from_region(x, self._axis, -1, self._split())
+
+        return map_first_tensor(args, kwargs, gather)
+
+    def _leave(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+        if not self._stream.is_sharded:
+            return output
+        self.reset_after_error()
+        return map_first_output(output, lambda x: scatter_to_region(x, self._axis, -1, self._split()))
+
+
+def pad_with_last(x: Tensor, num_copies: int, dim: int = 0) -> Tensor:
+    """Return x with ``num_copies`` copies of its last slice along ``dim`` appended."""
+    if not num_copies:
+        return x
+    last = x.narrow(dim, x.shape[dim] - 1, 1)
+    return torch.cat((x, last.expand([num_copies if d == dim else n for d, n in enumerate(x.shape)])), dim)
+
+
+def _shard_samples_and_features(x: Tensor, grid: TensorGrid, dim: int) -> Tensor:
+    local = local_chunk(local_chunk(x, grid.batch, dim), grid.hidden, x.dim() - 1)
+    return local.clone(memory_format=torch.contiguous_format)  # a view would keep all of x alive
+
+
+def _gather_samples_and_features(x: Tensor, grid: TensorGrid, dim: int, samples: int, width: int) -> Tensor:
+    return all_gather(all_gather(x, grid.hidden, -1, width), grid.batch, dim).narrow(dim, 0, samples)

@@ -1,0 +1,269 @@
+"""Tokenizes conversations with a chat template, with labels on the answers only."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardformer.errors import ConfigError, InputError, first_line
+from shardformer.train_command.config_schema import DataTable
+from shardformer.train_command.tokenizer import TextTokenizer
+
+IGNORED = -100
+ANSWER = "assistant"
+ROLES = {"human": "user", "gpt": ANSWER, "bot": ANSWER, "model": ANSWER}
+"""Role of a message in ShareGPT data -> role in chat templates."""
+PAIRS = (("prompt", "completion"), ("instruction", "output"), ("question", "answer"))
+"""Usual names of the fields of a prompt and its answer."""
+CONTEXT = "input"
+"""Field of instruction data that contains the input of the instruction. It is appended to the prompt."""
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+NONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
+TEMPLATES = {"chatml": CHATML, "none": NONE}
+"""Templates that ``data.chat_template`` can name. ``none`` concatenates the texts."""
+
+Message = Mapping[str, Any]
+
+
+def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
+    """Return whether a row contains a conversation or a prompt with an answer, rather than a text."""
+    if data.prompt is not None:
+        return True
+    return data.text not in row and (_messages_field(row, data) is not None or _pair_fields(row, data) is not None)
+
+
+def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
+    """Return the messages of a row: those of its list of messages, or of its prompt and answer.
+
+    Raises:
+        InputError: The row has none of these, or a message has no role and content.
+    """
+    field = None if data.prompt is not None else _messages_field(row, data)
+    if field is not None:
+        return _read_messages(row[field], field)
+    pair = _pair_fields(row, data)
+    if pair is None:
+        known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
+        raise InputError(
+            f"A row has the fields {', '.join(map(repr, row))}, which are not a conversation",
+            rule=f"A conversation is a list of messages in {data.messages!r} or 'conversations', or has {known}",
+            remedy="Set data.messages, or data.prompt and data.target, to the names of the fields",
+        )
+    return _read_pair(row, pair)
+
+
+def _messages_field(row: Mapping[str, Any], data: DataTable) -> str | None:
+    return next((name for name in (data.messages, "conversations") if isinstance(row.get(name), (list, tuple))), None)
+
+
+def _pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str] | None:
+    pairs = PAIRS if data.prompt is None else ((data.prompt, data.target),)
+    return next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), None)
+
+
+def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
+    prompt, answer = (row[name] for name in fields)
+    if isinstance(prompt, (list, tuple)):
+        return [*_read_messages(prompt, fields[0]), *_as_answer(answer, fields[1])]
+    system = row.get("system")
+    context = row.get(CONTEXT) if fields[0] == "instruction" else None
+    prompt = f"{prompt}\n\n{context}" if context else prompt
+    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
+    messages = [*first, {"role": "user", "content": prompt}, *_as_answer(answer, fields[1])]
+    return _read_messages(messages, fields[0])
+
+
+def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
+    """Return the messages of a row whose answer is in ``field``: its prompt and the answer, or a whole conversation.
+
+    Raises:
+        InputError: The row has no such answer.
+    """
+    prompt, answer = row.get(data.prompt or PAIRS[0][0]), row.get(field)
+    messages = [] if answer is None else [*_as_answer(answer, field)]
+    if prompt is not None and messages:
+        is_list = isinstance(prompt, (list, tuple))
+        messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
+    if len(messages) < 2 or messages[-1]["role"] != ANSWER:
+        raise InputError(
+            f"A row has {answer!r:.60} in the field {field!r}, which is not an answer to a prompt",
+            rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the prompt",
+            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields",
+        )
+    return messages
+
+
+def _as_answer(value: Any, field: str) -> list[Message]:
+    return _read_messages(value if isinstance(value, (list, tuple)) else [{"role": ANSWER, "content": value}], field)
+
+
+def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
+    found: list[Message] = []
+    for message in messages:
+        role = content = None
+        if isinstance(message, Mapping):
+            role = message.get("role", message.get("from"))
+            content = message.get("content", message.get("value"))
+        if not isinstance(role, str) or not isinstance(content, (str, list)):
+            raise InputError(
+                f"A message in the field {field!r} is {message!r:.80}",
+                rule='A message has a role and a text, such as {"role": "user", "content": "words"}',
+                remedy="Correct the data",
+            )
+        assert isinstance(message, Mapping)
+        others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
+        found.append({**others, "role": ROLES.get(role, role), "content": content})
+    return found
+
+
+@dataclass(frozen=True, eq=False)
+class Sample:
+    """Token ids and labels of a sample, both of shape (S,) with dtype int32."""
+
+    ids_S: torch.Tensor
+    labels_S: torch.Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class ChatFormat:
+    """Converts conversations to token ids and labels.
+
+    Args:
+        tokens: Tokenizer.
+        template: Jinja template of a conversation.
+        train_on: "answers": labels on all messages of the assistant; "last": on the last message; "all": on all tokens.
+        max_length: Maximum number of tokens. Further tokens are dropped.
+    """
+
+    tokens: TextTokenizer
+    template: str
+    train_on: str
+    max_length: int
+
+    @classmethod
+    def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
+        """Create the format of a run, or raise ConfigError if neither the run nor the tokenizer has a chat template."""
+        template = _read_template(data.chat_template) or getattr(tokens.tokenizer, "chat_template", None)
+        if isinstance(template, dict):
+            template = template.get("default")
+        if template is None and tokens.is_bytes:
+            template = CHATML
+        if template is None:
+            raise ConfigError(
+                f"The tokenizer {tokens.name!r} has no chat template, which conversations require",
+                rule="The template determines the text between messages, and must be the same in training and use",
+                remedy="Set data.chat_template = 'chatml', 'none' (the texts without separators) or a file with a "
+                "Jinja template",
+            )
+        if tokens.tokenizer is not None:
+            tokens.tokenizer.chat_template = template  # exported with the model
+        return cls(tokens, template, data.train_on, data.sequence_length)
+
+    def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> str:
+        """Return the text of a conversation, with the start of the next answer if ``add_generation_prompt`` is True."""
+        try:
+            if self.tokens.tokenizer is None:
+                compiled = _compile_template(self.template)
+                return str(compiled.render(messages=messages, add_generation_prompt=add_generation_prompt, **options))
+            return str(
+                self.tokens.tokenizer.apply_chat_template(
+                    list(messages), tokenize=False, add_generation_prompt=add_generation_prompt, **options
+                )
+            )
+        except Exception as error:  # templates raise their own errors
+            raise InputError(
+                f"The chat template does not accept the conversation {list(messages)!r:.120}: {first_line(error)}",
+                remedy="Correct the data, such as the order of the roles, or set data.chat_template",
+            ) from error
+
+    def encode(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[int]]:
+        """Return the token ids of a conversation, and its labels, which are -100 outside of the trained messages.
+
+        Args:
+            messages: Conversation.
+            options: Further variables of the template, such as ``tools``.
+
+        Raises:
+            InputError: The template does not render an answer as a continuation of its prompt.
+        """
+        text = self.render(messages, **options)
+        if self.train_on == "all":
+            ids = self.tokens.encode(text)
+            is_trained = [True] * len(ids)
+        else:
+            ids, is_trained = self.tokens.encode_spans(text, self._find_answers(messages, text, options))
+        if self.template == NONE and self.tokens.end is not None:
+            ids, is_trained = [*ids, self.tokens.end], [*is_trained, True]
+        labels = [token if trained else IGNORED for token, trained in zip(ids, is_trained, strict=True)]
+        return ids[: self.max_length], labels[: self.max_length]
+
+    def _find_answers(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
+        """Return the character spans of the answers in the text of a conversation, with their end markers."""
+        answers = [index for index, message in enumerate(messages) if message["role"] == ANSWER]
+        if self.train_on == "last":
+            answers = answers[-1:] if answers and answers[-1] == len(messages) - 1 else []
+        spans = []
+        for index in answers:
+            prompt = self.render(messages[:index], add_generation_prompt=True, **options)
+            until = self.render(messages[: index + 1], **options) if index + 1 < len(messages) else text
+            if not (text.startswith(until) and until.startswith(prompt)):
+                raise InputError(
+                    f"The chat template changes earlier text when it adds message {index + 1} of "
+                    f"{list(messages)!r:.120}",
+                    rule="The labels of an answer are found by comparing the text with and without it",
+                    remedy="Set data.train_on = 'last' or 'all', or data.chat_template to a template without this",
+                )
+            spans.append((len(prompt), len(until)))
+        return spans
+
+
+def _read_template(name: str | None) -> str | None:
+    if name is None or name in TEMPLATES:
+        return None if name is None else TEMPLATES[name]
+    try:
+        return Path(name).expanduser().read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"data.chat_template = {name!r} cannot be read: {error.strerror or error}",
+            remedy=f"Pass a file with a Jinja template, or {', '.join(map(repr, TEMPLATES))}",
+        ) from error
+
+
+@cache
+def _compile_template(template: str) -> Any:
+    from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+
+
+def encode_conversations(
+    rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat, *, allow_none: bool = False
+) -> list[Sample]:
+    """Tokenize conversations. Rows without a trained token within ``data.sequence_length`` are left out.
+
+    Raises:
+        InputError: No row has a trained token, unless ``allow_none`` is True.
+    """
+    found = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            options = {"tools": row["tools"]} if row.get("tools") else {}
+            ids, labels = chat.encode(read_conversation(row, data), **options)
+        except InputError as error:
+            raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
+        if any(label != IGNORED for label in labels[1:]):
+            found.append(Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32)))
+    if not found and not allow_none:
+        raise InputError(
+            f"No row has an answer within data.sequence_length = {data.sequence_length} tokens",
+            remedy="Increase data.sequence_length, or set data.train_on = 'all'",
+        )
+    return found

@@ -1,0 +1,324 @@
+"""Loads the training and validation data of a run: rows, tokenizer, class names and the data sets of samples."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+
+from shardformer.errors import ConfigError, InputError
+from shardformer.train_command.config_schema import DataTable, TrainConfig
+from shardformer.train_command.conversations import ChatFormat, Sample, encode_conversations, is_conversation
+from shardformer.train_command.datasets import (
+    ImageDataset,
+    ImageTransform,
+    MixedDataset,
+    PaddingCollator,
+    SampleDataset,
+    StreamedSamples,
+    TaggedDataset,
+    TextDataset,
+    TokenBlocks,
+    concatenate_texts,
+    encode_label_lists,
+    encode_labels,
+    list_classes,
+    stream_blocks,
+)
+from shardformer.train_command.packing import LengthGroupedSampler, PackedDataset
+from shardformer.train_command.preference import (
+    PreferenceCollator,
+    PreferenceDataset,
+    PreferenceLoss,
+    count_rows,
+    read_pairs,
+)
+from shardformer.train_command.read_rows import (
+    DatasetRows,
+    data_sources_of,
+    infer_format,
+    mix_streams,
+    read_field,
+    read_label_field,
+    read_number_field,
+    read_sources,
+    read_text_field,
+    read_word_field,
+    to_image_source,
+)
+from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
+from shardformer.training.sample_order import length_or_none
+
+IMAGE_SIZE = 224
+"""Image size in pixels if the config of the model does not specify one."""
+PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "multi_label_classification"}
+"""Task -> ``problem_type`` in the configs of transformers."""
+
+
+@dataclass(frozen=True, eq=False)
+class TrainingData:
+    """Training and validation data of a run, with the tokenizer or image transform that prepares it.
+
+    Args:
+        title: Description for reports.
+        collate: Function from samples to a batch, or None for the default of ``ShardedDataLoader``.
+        tokens: Tokenizer, or None for images.
+        classes: Class names, or None.
+        problem_type: ``problem_type`` in the model's config, which selects its loss, or None.
+        sampler: Function that returns the order of an epoch, or None for a random or sequential order.
+        skipped: Description of rows that are left out, or "".
+        loss_fn: Loss function of the task, or None for the loss of the model.
+        loss_weight: Weight of a micro-batch for ``loss_fn``.
+        preferences: Data sets whose reference values are computed before training.
+    """
+
+    title: str
+    train: Any
+    validation: Any = None
+    collate: Callable[[Sequence[Any]], Any] | None = None
+    tokens: TextTokenizer | None = None
+    classes: Sequence[Any] | None = None
+    transform: ImageTransform | None = None
+    problem_type: str | None = None
+    sampler: Any = None
+    skipped: str = ""
+    loss_fn: Any = None
+    loss_weight: Any = None
+    preferences: Sequence[PreferenceDataset] = ()
+
+    @property
+    def num_samples(self) -> int | None:
+        """Number of training samples per epoch, or None for a stream."""
+        return length_or_none(self.train)
+
+    def first_samples(self, count: int) -> list[Any]:
+        """Return ``count`` training samples for a trial, repeated if there are fewer."""
+        if self.num_samples is None:
+            return list(islice(iter(self.train), count))
+        return [self.train[index % len(self.train)] for index in range(count)]
+
+    @property
+    def processor(self) -> Any:
+        """Tokenizer or image transform to export with the model, or None if texts are tokenized as bytes."""
+        return self.transform if self.tokens is None else self.tokens.tokenizer
+
+
+def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
+    """Load the training and validation data that a run configuration specifies.
+
+    Args:
+        config: Run configuration.
+        image_size: Height and width of an image in the model's config, or None.
+        model_classes: Class names of the model in order. Labels keep these indices if the data has no other classes.
+
+    Raises:
+        ConfigError: The data does not exist, or does not fit the task.
+        InputError: The content of the data is invalid.
+    """
+    model, data = config.model, config.data
+    tokens = transform = None
+    if model.task == "image_classification":
+        transform = ImageTransform.of(model.name, image_size or IMAGE_SIZE)
+    else:
+        tokens = load_tokenizer(
+            data.tokenizer, model.name, random=model.random, trust_remote_code=model.trust_remote_code
+        )
+        if model.task == "masked" and tokens.mask is None:
+            raise ConfigError(
+                f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have",
+                remedy="Use the tokenizer of a masked language model, 'bytes', or another task",
+            )
+    rows = read_sources(config, validation=False)
+    classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
+    builder = _DatasetBuilder(config, tokens, transform, classes)
+    train = _mix(config, [builder.build(each, False) for each in rows])
+    has_validation = any(
+        value is not None for value in (data.validation, data.validation_split, data.validation_fraction)
+    )
+    validation = None
+    if has_validation:
+        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+        is_stream = length_or_none(sources[0]) is None
+        validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
+    is_padded = tokens is not None and not isinstance(train, TokenBlocks)
+    is_preference = model.task == "preference"
+    return TrainingData(
+        title=", ".join(data_sources_of(data)),
+        train=train,
+        validation=validation,
+        collate=_make_collator(model.task, tokens) if tokens is not None and is_padded else None,
+        tokens=tokens,
+        classes=classes,
+        transform=transform,
+        problem_type=PROBLEM_TYPES.get(model.task),
+        sampler=_make_sampler(data, train) if data.group_by_length else None,
+        skipped=builder.skipped,
+        loss_fn=PreferenceLoss(config.preference) if is_preference else None,
+        loss_weight=count_rows if is_preference else None,
+        preferences=builder.preferences,
+    )
+
+
+def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
+    return PreferenceCollator(tokens.pad) if task == "preference" else PaddingCollator(tokens.pad)
+
+
+def _mix(config: TrainConfig, sources: list[Any]) -> Any:
+    weights = config.data.weights
+    if weights is None:
+        return sources[0]
+    if length_or_none(sources[0]) is None:
+        return StreamedSamples(mix_streams([source.rows for source in sources], weights, config.seed), sources[0].make)
+    return MixedDataset(sources, weights)
+
+
+def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
+    if isinstance(train, (TokenBlocks, ImageDataset)):
+        raise ConfigError(
+            "data.group_by_length = true has no effect, because all samples have the same length",
+            remedy="Remove it",
+        )
+    return LengthGroupedSampler([len(train[index]["input_ids"]) for index in range(len(train))], data.batch_size)
+
+
+def _find_classes(config: TrainConfig, sources: Sequence[DatasetRows], model_classes: Sequence[str]) -> list[Any]:
+    """Return the classes of the training data in the order of their indices."""
+    labels: list[Any] = []
+    names: list[str] = []
+    for rows in sources:
+        found, names_of_source = read_label_field(rows, config.data.label)
+        labels += found
+        names = names or names_of_source
+    if config.model.task in ("token_classification", "multi_label_classification"):
+        labels = _flatten(labels, config.data.label)
+    return list_classes(labels, model_classes if set(names) <= set(model_classes) else names)
+
+
+def _flatten(labels: Sequence[Any], field: str) -> list[Any]:
+    for number, label in enumerate(labels, start=1):
+        if not isinstance(label, (list, tuple)):
+            raise InputError(
+                f"Row {number} of the data has {label!r:.60} in the field {field!r}, which is not a list of labels",
+                remedy="Correct the data, or set model.task = 'classification' for one label per row",
+            )
+    return [each for label in labels for each in label]
+
+
+@dataclass(eq=False)
+class _DatasetBuilder:
+    """Builds data sets of samples from rows, for the task of a run."""
+
+    config: TrainConfig
+    tokens: TextTokenizer | None
+    transform: ImageTransform | None
+    classes: Sequence[Any] | None
+    skipped: str = ""
+    preferences: list[PreferenceDataset] = field(default_factory=list)
+
+    def build(self, rows: DatasetRows, validation: bool) -> Any:
+        """Return a data set of samples from rows of the training or validation data."""
+        data, task = self.config.data, self.config.model.task
+        if self.transform is not None:
+            images = [to_image_source(each) for each in read_field(rows, data.image)]
+            return ImageDataset(images, self._class_indices(rows, validation), self.transform)
+        assert self.tokens is not None
+        if data.streaming:
+            return self._build_stream(rows, self.tokens)
+        if task == "preference":
+            preferences = read_pairs(rows, data, ChatFormat.of(data, self.tokens))
+            self._count_skipped(len(rows) - len(preferences), len(rows))
+            self.preferences.append(preferences)
+            return preferences
+        is_text = infer_format(data, data_sources_of(data, validation=validation)) == "text"
+        if task in ("causal", "masked") or is_text:
+            return self._build_language_modeling(rows, self.tokens)
+        if task == "token_classification":
+            words = read_word_field(rows, data.text, "data.text")
+            indices = self._class_index_lists(rows, validation)
+            return TaggedDataset(words, indices, self.tokens, data.sequence_length)
+        texts = read_text_field(rows, data.text, "data.text")
+        pairs = read_text_field(rows, data.pair, "data.pair") if data.pair is not None else None
+        return TextDataset(texts, self._labels(rows, validation), self.tokens, data.sequence_length, pairs)
+
+    def _labels(self, rows: DatasetRows, validation: bool) -> Sequence[Any]:
+        data, task = self.config.data, self.config.model.task
+        if task == "sequence_to_sequence":
+            return read_text_field(rows, data.target, "data.target")
+        if task == "regression":
+            return read_number_field(rows, data.label, "data.label")
+        if task == "multi_label_classification":
+            assert self.classes is not None
+            indices = self._class_index_lists(rows, validation)
+            return [[float(number in row) for number in range(len(self.classes))] for row in indices]
+        return self._class_indices(rows, validation)
+
+    def _class_indices(self, rows: DatasetRows, validation: bool) -> list[int]:
+        assert self.classes is not None
+        return encode_labels(read_label_field(rows, self.config.data.label)[0], self.classes, validation)
+
+    def _class_index_lists(self, rows: DatasetRows, validation: bool) -> list[list[int]]:
+        assert self.classes is not None
+        labels = read_label_field(rows, self.config.data.label)[0]
+        _flatten(labels, self.config.data.label)
+        return encode_label_lists(labels, self.classes, validation)
+
+    def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
+        data, task = self.config.data, self.config.model.task
+        if task == "causal" and is_conversation(rows[0], data):
+            samples = encode_conversations(rows, data, ChatFormat.of(data, tokens))
+            self._count_skipped(len(rows) - len(samples), len(rows))
+        elif data.packing:
+            samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
+        else:
+            return self._build_blocks(rows, tokens)
+        return PackedDataset.of(samples, data.sequence_length) if data.packing else SampleDataset(samples)
+
+    def _count_skipped(self, count: int, total: int) -> None:
+        if count:
+            length = self.config.data.sequence_length
+            self.skipped = f"{count} of {total} rows are left out, because they have no answer within {length} tokens"
+
+    def _build_blocks(self, rows: DatasetRows, tokens: TextTokenizer) -> TokenBlocks:
+        data = self.config.data
+        row = concatenate_texts(read_text_field(rows, data.text, "data.text"), tokens)
+        if len(row) < data.sequence_length:
+            raise InputError(
+                f"The text has {len(row)} tokens (tokenizer {tokens.name}), fewer than data.sequence_length = "
+                f"{data.sequence_length}",
+                remedy="Use a longer text or a smaller data.sequence_length",
+            )
+        return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, self.config.model.task, tokens)
+
+    def _build_stream(self, rows: Any, tokens: TextTokenizer) -> StreamedSamples:
+        data, task = self.config.data, self.config.model.task
+        first = next(iter(rows), None)
+        if first is None:
+            raise InputError(f"{', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
+        make: Callable[[Any], Any]
+        if task == "causal" and is_conversation(first, data):
+            make = partial(_stream_conversations, data=data, chat=ChatFormat.of(data, tokens))
+        else:
+            read_text_field([first], data.text, "data.text")
+            make = partial(stream_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokens)
+        shuffled = rows.shuffle(seed=self.config.seed) if data.shuffle else rows
+        return StreamedSamples(shuffled, make)
+
+
+def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> Any:
+    for row in rows:
+        samples = SampleDataset(encode_conversations([row], data, chat, allow_none=True))
+        yield from (samples[index] for index in range(len(samples)))
+
+
+def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:
+    """Tokenize texts, each with an end token, and split those that are longer than ``length``."""
+    end = [] if tokens.end is None else [tokens.end]
+    rows = [torch.tensor([*tokens.encode(text), *end], dtype=torch.int32) for text in texts]
+    pieces = [piece for row in rows for piece in row.split(length) if len(piece) > 1]
+    if not pieces:
+        raise InputError("The texts have no tokens", remedy="Correct data.train or data.text")
+    return [Sample(piece, piece) for piece in pieces]

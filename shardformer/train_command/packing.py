@@ -1,0 +1,88 @@
+"""Packs several documents into one row, and groups samples of similar length into batches."""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+
+from shardformer.train_command.conversations import IGNORED, Sample
+
+# S sequence
+
+
+def pack_lengths(lengths: Sequence[int], row_length: int) -> list[list[int]]:
+    """Distribute documents over rows of at most ``row_length`` tokens, and return the document indices of each row.
+
+    The longest documents are placed first, each into the row with the least free space that is large enough. The rows
+    are ordered by their first document.
+
+    >>> pack_lengths([3, 6, 2, 5, 4], 8)
+    [[0, 3], [1, 2], [4]]
+    """
+    rows: list[list[int]] = []
+    free: list[tuple[int, int]] = []  # free space and number of each row, sorted
+    for index in sorted(range(len(lengths)), key=lambda index: -lengths[index]):
+        place = bisect_left(free, (lengths[index], -1))
+        if place == len(free):
+            rows.append([index])
+            space, row = row_length, len(rows) - 1
+        else:
+            space, row = free.pop(place)
+            rows[row].append(index)
+        insort(free, (space - lengths[index], row))
+    return sorted(sorted(row) for row in rows)
+
+
+@dataclass(frozen=True, eq=False)
+class PackedDataset(Dataset[dict[str, Tensor]]):
+    """Data set of rows that contain several documents.
+
+    ``position_ids`` restart at 0 for each document, so that the model masks attention between documents. The first
+    token of a document has no label, as in a row of its own.
+    """
+
+    samples: Sequence[Sample]
+    rows: Sequence[Sequence[int]]
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], row_length: int) -> PackedDataset:
+        return cls(samples, pack_lengths([len(sample.ids_S) for sample in samples], row_length))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        documents = [self.samples[number] for number in self.rows[index]]
+        labels = [torch.cat([torch.tensor([IGNORED]), document.labels_S[1:].long()]) for document in documents]
+        return {
+            "input_ids": torch.cat([document.ids_S.long() for document in documents]),
+            "labels": torch.cat(labels),
+            "position_ids": torch.cat([torch.arange(len(document.ids_S)) for document in documents]),
+        }
+
+
+class LengthGroupedSampler(Sampler[int]):
+    """Draws an order in which batches contain samples of similar length, as in the ``Trainer`` of transformers.
+
+    It draws from torch's global generator, which the data loader seeds for each epoch.
+
+    Args:
+        lengths: Number of tokens of each sample.
+        batch_size: Global batch size.
+    """
+
+    def __init__(self, lengths: Sequence[int], batch_size: int) -> None:
+        self.lengths, self.batch_size = list(lengths), batch_size
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __iter__(self) -> Iterator[int]:
+        from transformers.trainer_pt_utils import get_length_grouped_indices
+
+        return iter(get_length_grouped_indices(self.lengths, self.batch_size))

@@ -1,0 +1,144 @@
+"""Direct preference optimization (DPO): pairs of answers in one row, their reference values, and the loss."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+from torch.utils.data import Dataset
+
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.errors import InputError
+from shardformer.train_command.config_schema import DataTable, PreferenceTable
+from shardformer.train_command.conversations import IGNORED, ChatFormat, Sample, read_answer
+from shardformer.train_command.datasets import PaddingCollator
+
+# B batch, S sequence, V vocabulary
+
+ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference_logps"
+
+
+@dataclass(eq=False)
+class PreferenceDataset(Dataset[dict[str, Any]]):
+    """Data set of rows that contain a chosen and a rejected answer to the same prompt, each with the prompt.
+
+    ``position_ids`` restart at the second answer, so that the model masks attention between the answers.
+
+    Args:
+        pairs: Chosen and rejected answer of each row.
+        reference_N2: Log-probabilities of both answers under the initial model.
+    """
+
+    pairs: Sequence[tuple[Sample, Sample]]
+    reference_N2: Tensor
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        pair = self.pairs[index]
+        return {
+            "input_ids": torch.cat([answer.ids_S.long() for answer in pair]),
+            "position_ids": torch.cat([torch.arange(len(answer.ids_S)) for answer in pair]),
+            ANSWER_IDS: torch.cat([answer.labels_S.long() for answer in pair]),
+            REJECTED_FROM: len(pair[0].ids_S),
+            REFERENCE: self.reference_N2[index],
+        }
+
+
+def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> PreferenceDataset:
+    """Tokenize the chosen and rejected answers of all rows. Rows whose answers are truncated away are left out.
+
+    Raises:
+        InputError: A row has no answers, or no row has both within ``data.sequence_length`` tokens.
+    """
+    last = replace(chat, train_on="last")
+    pairs = []
+    for number, row in enumerate(rows, start=1):
+        try:
+            both = [last.encode(read_answer(row, field, data)) for field in (data.chosen, data.rejected)]
+        except InputError as error:
+            raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
+        if all(any(label != IGNORED for label in labels[1:]) for _, labels in both):
+            chosen, rejected = (Sample(torch.tensor(ids), torch.tensor(labels)) for ids, labels in both)
+            rejected.labels_S[0] = IGNORED  # the last token of the chosen answer does not predict it
+            pairs.append((chosen, rejected))
+    if not pairs:
+        raise InputError(
+            f"No row has two answers within data.sequence_length = {data.sequence_length} tokens",
+            remedy="Increase data.sequence_length",
+        )
+    return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))
+
+
+@dataclass(frozen=True)
+class PreferenceCollator(PaddingCollator):
+    """Collate function that pads the rows of a :class:`PreferenceDataset`."""
+
+    def __call__(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        renamed = [{"labels" if name == ANSWER_IDS else name: x for name, x in each.items()} for each in samples]
+        batch = super().__call__(renamed)
+        return {**batch, ANSWER_IDS: batch.pop("labels"), REFERENCE: torch.stack([each[REFERENCE] for each in samples])}
+
+
+def answer_logps(logits_BSV: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+    """Return the log-probabilities of both answers of each row, with shape (B, 2) in fp32."""
+    labels_BS = batch[ANSWER_IDS][:, 1:].to(logits_BSV.device)
+    logits_TV = logits_BSV[:, :-1].float().flatten(0, 1)
+    losses = F.cross_entropy(logits_TV, labels_BS.flatten(), ignore_index=IGNORED, reduction="none")
+    logps_BS = -losses.view(labels_BS.shape)
+    positions_S = torch.arange(1, labels_BS.shape[1] + 1, device=labels_BS.device)
+    is_rejected_BS = positions_S >= batch[REJECTED_FROM].to(labels_BS.device)[:, None]
+    zeros_BS = torch.zeros_like(logps_BS)
+    return torch.stack(
+        [
+            torch.where(is_rejected_BS, zeros_BS, logps_BS).sum(1),
+            torch.where(is_rejected_BS, logps_BS, zeros_BS).sum(1),
+        ],
+        dim=1,
+    )
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """Loss of DPO (Rafailov et al., 2023), with label smoothing as in conservative DPO."""
+
+    table: PreferenceTable
+
+    def __call__(self, output: Any, batch: Mapping[str, Tensor]) -> Tensor:
+        """Return the mean loss over the rows of a micro-batch."""
+        logits_BSV = _logits_of(output)
+        gains_B2 = answer_logps(logits_BSV, batch) - batch[REFERENCE].to(logits_BSV.device)
+        margins_B = self.table.beta * (gains_B2[:, 0] - gains_B2[:, 1])
+        smoothing = self.table.label_smoothing
+        return -((1 - smoothing) * F.logsigmoid(margins_B) + smoothing * F.logsigmoid(-margins_B)).mean()
+
+
+def count_rows(batch: Mapping[str, Tensor]) -> float:
+    """Return the weight of a micro-batch: its number of rows."""
+    return float(len(batch["input_ids"]))
+
+
+def compute_reference(engine: Any, data: PreferenceDataset, collate: PreferenceCollator, batch_size: int) -> None:
+    """Store the log-probabilities of all answers under the current model in the data set.
+
+    Each data-parallel rank computes an equal share of the rows. Communicates the values over the data axis.
+    """
+    axis = engine.context.data
+    count = -(-len(data) // axis.size)
+    rows = [min(axis.rank * count + number, len(data) - 1) for number in range(count)]
+    size = max(1, batch_size // axis.size)
+    found = []
+    for start in range(0, count, size):
+        batch = collate([data[row] for row in rows[start : start + size]])
+        found.append(answer_logps(_logits_of(engine.predict(batch)), batch).cpu())
+    data.reference_N2 = torch.cat(all_gather_objects(torch.cat(found), axis))[: len(data)]
+
+
+def _logits_of(output: Any) -> Tensor:
+    logits: Tensor = output["logits"] if isinstance(output, Mapping) else output.logits
+    return logits

@@ -1,0 +1,376 @@
+"""Reads the rows of training and validation data from files, Hugging Face data sets and image folders."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+
+from shardformer.errors import ConfigError, InputError, did_you_mean, first_line
+from shardformer.train_command.config_schema import DataTable, TrainConfig
+
+SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
+SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+DatasetRows = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """One source of the data, which is mixed with others by ``data.weights``, and the format of its files."""
+
+    names: Sequence[str]
+    format: str
+
+
+def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
+    """Return the files, folders or data set names that the configuration lists as training or validation data."""
+    settings = data.validation if validation and data.validation is not None else data.train
+    return [settings] if isinstance(settings, str) else list(settings)
+
+
+def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
+    """Return the rows of each source of the training or validation data.
+
+    With ``data.weights``, each name of ``data.train`` is a source. Otherwise all names together are one source. With
+    ``data.validation_fraction``, the rows of each source are split.
+
+    Raises:
+        ConfigError: The data does not exist, or its format does not fit the task.
+        InputError: The content of the data is invalid.
+    """
+    data = config.data
+    names = data_sources_of(data, validation=validation)
+    is_weighted = data.weights is not None and (not validation or data.validation is None)
+    groups = [[name] for name in names] if is_weighted else [names]
+    found = [_read_rows(config, group, validation) for group in groups]
+    if data.validation_fraction is None:
+        return found
+    return [split_rows(rows, data.validation_fraction, config.seed)[validation] for rows in found]
+
+
+def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
+    data, task = config.data, config.model.task
+    data_format = infer_format(data, names)
+    is_language_task = task in ("causal", "masked", "sequence_to_sequence")
+    if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
+        raise _unsupported_format_error(task, data_format, names)
+    if data_format == "text":
+        return [{data.text: text} for text in read_texts(names)]
+    if data_format == "images":
+        files, classes = list_images(names)
+        return [{data.image: str(file), data.label: name} for file, name in zip(files, classes, strict=True)]
+    if data_format == "jsonl" and not data.streaming:
+        return _read_json_rows(names)
+    split = data.validation_split or data.split if validation and data.validation_fraction is None else data.split
+    if data_format == "datasets":
+        return _load_dataset(data, names, split)
+    return _load_data_files(data, data_format, names)
+
+
+def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRows, DatasetRows]:
+    """Split rows at random into training rows and a ``fraction`` of validation rows, which keep their order.
+
+    A single text is split at a line break or space, so that its end is the validation text.
+    """
+    if len(rows) == 1 and [type(value) for value in rows[0].values()] == [str]:
+        ((field, text),) = rows[0].items()
+        end = int(len(text) * (1 - fraction))
+        end = max(text.rfind("\n", 0, end), text.rfind(" ", 0, end)) + 1 or end
+        return [{field: text[:end]}], [{field: text[end:]}]
+    count = max(1, round(len(rows) * fraction))
+    if count >= len(rows):
+        raise InputError(
+            f"data.validation_fraction = {fraction} leaves no training data of {len(rows)} rows",
+            remedy="Use a smaller fraction or more data",
+        )
+    order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
+    return _select(rows, sorted(order[count:])), _select(rows, sorted(order[:count]))
+
+
+def _select(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
+    if hasattr(rows, "select"):  # a data set of the library keeps its features and reads rows when they are used
+        selected: DatasetRows = rows.select(indices)
+        return selected
+    return [rows[index] for index in indices]
+
+
+def infer_format(data: DataTable, names: Sequence[str]) -> str:
+    """Return the format of the data from the configuration, or infer it from the file names."""
+    if data.format is not None:
+        return data.format
+    found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
+    if len(found) == 1 and "" not in found:
+        return found.pop()
+    raise ConfigError(
+        f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}",
+        rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images",
+        remedy="Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
+    )
+
+
+def read_texts(names: Sequence[str]) -> list[str]:
+    """Read text files, or raise InputError if a file is empty or cannot be read."""
+    texts = [_read_text_file(name) for name in names]
+    for name, text in zip(names, texts, strict=True):
+        if not text.strip():
+            raise InputError(f"The file {name!r} is empty", remedy="Pass a file with text")
+    return texts
+
+
+def _read_text_file(file: str) -> str:
+    """Read a UTF-8 text file without its byte order mark."""
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(
+            f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}",
+            remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
+        ) from error
+    except OSError as error:
+        path = Path(file)
+        near = did_you_mean(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
+        raise InputError(
+            f"The file {file!r} cannot be read: {error.strerror or error}",
+            remedy=near if near.startswith("Did") else "Correct the path",
+        ) from error
+
+
+def read_field(rows: DatasetRows, field: str) -> list[Any]:
+    """Return the values of a field in all rows, or raise InputError for a row without this field."""
+    for index, row in enumerate(rows):
+        if row.get(field) is None:
+            is_there = field in row
+            raise InputError(
+                f"Row {index + 1} of the data has {'null in the field' if is_there else 'no field'} {field!r}",
+                remedy="Correct or remove that row" if is_there else did_you_mean(field, map(str, row)),
+            )
+    return [row[field] for row in rows]
+
+
+def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]:
+    """Return the strings of a field in all rows, or raise InputError for a row whose value is not a string.
+
+    ``config_key`` is the configuration key of the field, for the error.
+    """
+    values = read_field(rows, field)
+    for index, value in enumerate(values):
+        if not isinstance(value, str):
+            raise InputError(
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string",
+                remedy=f"Write such values as strings, or specify another field with {config_key}",
+            )
+    return values
+
+
+def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[float]:
+    """Return the numbers of a field in all rows, or raise InputError for a row whose value is not a finite number."""
+    values = read_field(rows, field)
+    for index, value in enumerate(values):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            raise InputError(
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a finite number",
+                remedy=f"Correct the data, or specify another field with {config_key}",
+            )
+    return [float(value) for value in values]
+
+
+def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list[str]]:
+    """Return the lists of words of a field in all rows, or raise InputError for a row with another value."""
+    values = read_field(rows, field)
+    for index, value in enumerate(values):
+        if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
+            raise InputError(
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a list of words",
+                remedy=f"Specify the field of the words with {config_key}, such as 'tokens'",
+            )
+    return [list(value) for value in values]
+
+
+def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str]]:
+    """Return the labels of all rows, and the class names of the data set if the field has ``ClassLabel`` values.
+
+    Labels of a ``ClassLabel``, or of a list of them, are returned as class names.
+    """
+    labels = read_field(rows, field)
+    feature = (getattr(rows, "features", None) or {}).get(field)
+    names = getattr(getattr(feature, "feature", feature), "names", None)
+    if names is None:
+        return labels, []
+
+    def name_of(label: Any) -> Any:
+        if isinstance(label, (list, tuple)):
+            return [name_of(each) for each in label]
+        return names[label] if isinstance(label, int) and 0 <= label < len(names) else label
+
+    return [name_of(label) for label in labels], [*names]
+
+
+def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
+    """Read rows from JSON files that contain one list of objects or one object per line."""
+    rows: list[Mapping[str, Any]] = []
+    for name in names:
+        text = _read_text_file(name)
+        with suppress(ValueError):
+            found = json.loads(text) if text.lstrip().startswith("[") else None
+            if isinstance(found, list) and all(isinstance(row, dict) for row in found):
+                rows += found
+                continue
+        # splitlines would also split at other characters, which a text may contain
+        rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
+    if not rows:
+        raise InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
+    return rows
+
+
+def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
+    try:
+        row = json.loads(line)
+        if not isinstance(row, dict):
+            raise ValueError("it is not an object")
+    except (ValueError, RecursionError) as error:
+        raise InputError(
+            f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}",
+            rule='A file contains one object per line, such as {"text": "words"}, or one list of objects',
+            remedy="Correct the line, or set data.format if the file has another format",
+        ) from error
+    return row
+
+
+def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetRows:
+    """Load a data set of the library ``datasets`` by its name or from a folder that ``save_to_disk`` wrote."""
+    datasets = _import_datasets("data.format = 'datasets'", names)
+    if len(names) > 1:
+        raise ConfigError(
+            f"data.train has {len(names)} data sets",
+            remedy="Set data.weights, such as [1, 1], to mix them, or specify one",
+        )
+    name = names[0]
+    try:
+        if any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+            found: Any = datasets.load_from_disk(name)
+            rows: Any = found[split] if isinstance(found, dict) else found
+            rows = rows.to_iterable_dataset() if data.streaming else rows
+        else:
+            path, _, configuration = name.partition(":")
+            rows = datasets.load_dataset(
+                path, configuration or None, split=split, streaming=data.streaming, **data.options
+            )
+    except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
+        raise ConfigError(
+            f"The data set {name!r} cannot be read: {first_line(error)}",
+            rule="A data set is a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote",
+            remedy="Correct data.train, data.split or data.options",
+        ) from error
+    _check_has_rows(rows, f"The split {split!r} of the data set {name!r}", "data.split")
+    return cast(DatasetRows, rows)
+
+
+def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) -> DatasetRows:
+    """Read csv, tsv and parquet files, and streamed JSON lines, with the library ``datasets``."""
+    datasets = _import_datasets(f"The format {data_format!r}", names)
+    if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
+        near = did_you_mean(Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*")))
+        raise InputError(
+            f"The file {missing[0]!r} does not exist", remedy=near if near.startswith("Did") else "Correct the path"
+        )
+    options = dict(data.options)
+    if data_format == "csv" and all(Path(name).suffix.lower() == ".tsv" for name in names):
+        options.setdefault("sep", "\t")
+    builder = {"jsonl": "json"}.get(data_format, data_format)
+    try:
+        rows = datasets.load_dataset(
+            builder, data_files=list(names), split="train", streaming=data.streaming, **options
+        )
+    except Exception as error:  # pandas, pyarrow and the library raise different errors
+        cause = error.__cause__ or error
+        raise InputError(
+            f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(cause)}",
+            remedy="Correct the file, or pass arguments of the reader in data.options, such as { sep = ';' } or "
+            "{ quoting = 3 } for csv",
+        ) from error
+    _check_has_rows(rows, ", ".join(names), "data.train")
+    return cast(DatasetRows, rows)
+
+
+def _import_datasets(what: str, names: Sequence[str]) -> Any:
+    try:
+        import datasets
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} requires the library datasets to read {names[0]!r}, which is not installed",
+            remedy="Run pip install 'shardformer[data]', or convert the data to JSON lines",
+        ) from error
+    datasets.utils.logging.disable_progress_bar()
+    return datasets
+
+
+def _check_has_rows(rows: Any, what: str, key: str) -> None:
+    if hasattr(rows, "__len__") and not len(rows):
+        raise InputError(f"{what} has no rows", remedy=f"Correct {key}")
+
+
+def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
+    """Mix streamed data sets by sampling from them with probabilities in proportion to ``weights``."""
+    import datasets
+
+    total = sum(weights)
+    mixed: Iterable[Any] = datasets.interleave_datasets(
+        list(streams), [weight / total for weight in weights], seed=seed, stopping_strategy="all_exhausted"
+    )
+    return mixed
+
+
+def to_image_source(value: Any) -> Any:
+    """Return the image of a row as a path or PIL image, or raise InputError for other types."""
+    if isinstance(value, str):
+        return Path(value).expanduser()
+    if hasattr(value, "convert"):
+        return value
+    raise InputError(
+        f"A row has {value!r:.60} in the field of its image, which is not a path or a decoded image",
+        remedy="Correct data.image or the rows",
+    )
+
+
+def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
+    """List the image files in folders with one subfolder per class, and the class name of each file."""
+    files = sorted(
+        file for name in names for file in Path(name).glob("*/*") if file.suffix.lower() in IMAGES and file.is_file()
+    )
+    if not files:
+        raise InputError(
+            f"{', '.join(map(repr, names))} contains no images in subfolders",
+            rule="A folder of images has one subfolder per class",
+            remedy="Correct data.train, or set data.format if the data has another format",
+        )
+    return files, [file.parent.name for file in files]
+
+
+def _unsupported_format_error(task: str, data_format: str, names: Sequence[str]) -> ConfigError:
+    rule = ""
+    if data_format == "images":
+        rule = "A folder is read as images unless data.format is set"
+        remedy = (
+            "Specify files in the folder, data.format = 'datasets' for a folder that save_to_disk wrote, or model.task "
+            "= 'image_classification'"
+        )
+    elif task == "image_classification":
+        remedy = (
+            "Specify a folder with one subfolder of images per class, or JSON lines or a data set with an image and a "
+            "class in each row"
+        )
+    else:
+        rule = "This task requires rows with a text and its class or target"
+        remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
+    return ConfigError(
+        f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {data_format}",
+        rule=rule,
+        remedy=remedy,
+    )

@@ -1,0 +1,120 @@
+"""Tokenizer of a training run: that of transformers, or one token per byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from shardformer.errors import ConfigError, first_line
+from shardformer.train_command.config_schema import remote_code_hint
+from shardformer.transformers_compat import load_transformers
+
+BYTES = "bytes"
+PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
+"""Token ids that follow the 256 byte tokens: padding, which also ends a text, and mask."""
+FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
+
+
+@dataclass(frozen=True, eq=False)
+class TextTokenizer:
+    """Wraps a tokenizer of transformers, or tokenizes text as bytes if ``tokenizer`` is None.
+
+    ``end``, ``pad`` and ``mask`` are token ids.
+    """
+
+    name: str = BYTES
+    size: int = NUM_BYTES
+    end: int | None = PAD_TOKEN
+    pad: int = PAD_TOKEN
+    mask: int | None = MASK
+    tokenizer: Any = None
+
+    def encode(self, text: str) -> list[int]:
+        """Tokenize a text without special tokens and without truncation."""
+        if self.tokenizer is None:
+            return list(text.encode())
+        found: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        return found
+
+    def encode_with_special_tokens(self, text: str, pair: str | None, max_length: int) -> dict[str, list[int]]:
+        """Tokenize a text or a pair of texts with special tokens, truncated to ``max_length`` tokens."""
+        if self.tokenizer is None:
+            joined = text if pair is None else f"{text}\0{pair}"
+            return {"input_ids": [*joined.encode()[: max_length - 1], PAD_TOKEN]}
+        return dict(self.tokenizer(text, pair, truncation=True, max_length=max_length))
+
+    def encode_words(self, words: Sequence[str], max_length: int) -> tuple[list[int], list[int | None]]:
+        """Tokenize words with special tokens, truncated to ``max_length`` tokens.
+
+        Returns:
+            The token ids, and for each token the index of its word, or None for a special token.
+        """
+        if self.tokenizer is None:
+            pieces = [
+                (byte, index) for index, word in enumerate(words) for byte in f"{' ' * (index > 0)}{word}".encode()
+            ]
+            pieces = pieces[:max_length]
+            return [byte for byte, _ in pieces], [index for _, index in pieces]
+        self._check_is_fast("model.task = 'token_classification'")
+        found = self.tokenizer(list(words), is_split_into_words=True, truncation=True, max_length=max_length)
+        return found["input_ids"], found.word_ids()
+
+    def encode_spans(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """Tokenize a text without special tokens, and mark the tokens that start within spans of characters.
+
+        Args:
+            text: Text.
+            spans: Start and end of each span, in ascending order.
+        """
+        if self.tokenizer is None:
+            bounds = [0, *(bound for span in spans for bound in span), len(text)]
+            pieces = [text[start:end].encode() for start, end in pairwise(bounds)]  # inside a span at odd positions
+            ids = [byte for piece in pieces for byte in piece]
+            return ids, [bool(number % 2) for number, piece in enumerate(pieces) for _ in piece]
+        self._check_is_fast("A loss on the answers only")
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+        starts = [start for start, _ in found["offset_mapping"]]
+        return found["input_ids"], [any(a <= start < b for a, b in spans) for start in starts]
+
+    def _check_is_fast(self, what: str) -> None:
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise ConfigError(
+                f"{what} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}",
+                rule="Only fast tokenizers return the characters of each token",
+                remedy="Set data.tokenizer to a folder with a tokenizer.json",
+            )
+
+    @property
+    def is_bytes(self) -> bool:
+        return self.tokenizer is None
+
+
+def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
+    """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
+    if name == BYTES or (name is None and random):
+        return TextTokenizer()
+    source = model if name is None else name
+    transformers = load_transformers()
+
+    folder = Path(source)
+    if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
+        raise ConfigError(
+            f"The folder {source!r} contains no tokenizer",
+            rule=f"A tokenizer has one of the files {', '.join(FILES)}",
+            remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'",
+        )
+    try:
+        found = transformers.AutoTokenizer.from_pretrained(
+            source, trust_remote_code=trust_remote_code and source == model
+        )
+    except Exception as error:  # files and their code may raise any error
+        raise ConfigError(
+            f"The tokenizer {source!r} cannot be loaded: {first_line(error)}",
+            remedy=remote_code_hint("Correct data.tokenizer", error) if source == model else "Correct data.tokenizer",
+        ) from error
+    pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)
+    end = found.eos_token_id if found.eos_token_id is not None else found.sep_token_id
+    return TextTokenizer(source, len(found), end, pad, found.mask_token_id, found)

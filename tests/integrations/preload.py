@@ -1,0 +1,18 @@
+"""Imports that nearly every worker of these tests needs. The fork server of the worker pools runs them once."""
+
+from __future__ import annotations
+
+import gc
+
+import accelerate  # noqa: F401
+import peft  # noqa: F401
+import torch
+import transformers
+
+torch.set_num_threads(1)
+for name in ("Trainer", "LlamaForCausalLM", "GPT2LMHeadModel", "BertForSequenceClassification"):
+    getattr(transformers, name)
+
+# imported objects are never garbage, so the workers need not traverse them and copy their pages
+gc.collect()
+gc.freeze()
