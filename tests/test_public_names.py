@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import importlib
 import sys
 from inspect import getsource
@@ -14,7 +13,6 @@ import pytest
 import torch
 
 import shardformer
-from shardformer.config import ShardConfig, ShardOptions
 from shardformer.policies.role_policy import RolePolicy
 from shardformer.policies.roles import Q_K_V_O, Attention
 
@@ -73,12 +71,6 @@ def test_zero_can_still_be_called() -> None:
 def test_dir_lists_the_public_names_and_no_helpers() -> None:
     assert [name for name in dir(shardformer) if not name.startswith("__")] == sorted(public(shardformer))
     assert "Progress" in dir(shardformer.hooks) and "TYPE_CHECKING" not in dir(shardformer.hooks)
-
-
-def test_the_typed_options_of_shard_model_are_the_fields_of_the_config() -> None:
-    expected = {field.name: field.type for field in dataclasses.fields(ShardConfig) if field.name != "context"}
-    typed = {name: hint.__forward_arg__ for name, hint in ShardOptions.__annotations__.items()}
-    assert typed == expected
 
 
 def test_the_docstring_of_the_package_lists_its_functions() -> None:
