@@ -40,7 +40,7 @@ test: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integra
 test-fast: $(VENV)/.installed-test
 	$(TIER) fast $(ARGS)
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations $(OLDEST)/.installed-test
+test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations-more $(OLDEST)/.installed-test
 	$(TIER) all $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
@@ -50,7 +50,7 @@ test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
 
-test-integrations: $(VENV)/.installed-test $(VENV)/.installed-integrations
+test-integrations: $(VENV)/.installed-test $(VENV)/.installed-integrations-more
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) tests/integrations $(ARGS)
 
 test-versions: $(VENV)/.installed-test
@@ -139,6 +139,12 @@ $(VENV)/.installed-integrations: constraints-integrations.txt | $(BIN)/python
 	rm -rf $(VENV)/integrations
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/integrations \
 	    --requirement constraints-integrations.txt
+	@touch $@
+
+$(VENV)/.installed-integrations-more: $(VENV)/.installed-integrations constraints-integrations-more.txt
+	@echo "Installing Wandb, MLflow and Ray into $(VENV)/integrations for their tests."
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --upgrade \
+	    --target $(VENV)/integrations --requirement constraints-integrations-more.txt
 	@touch $@
 
 # Constraints: constraints.txt, with the versions of constraints-oldest.txt instead of its own.

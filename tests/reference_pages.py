@@ -15,7 +15,7 @@ import typer
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 
-from shardformer.checkpoint.directory import CheckpointRetention
+from shardformer.checkpoint.retention import CheckpointRetention
 from shardformer.cli import build_app
 from shardformer.train_command.build import DEFAULTS, FOLDERS, KNOWN_HOOKS, hook_arguments
 from shardformer.train_command.config_schema import TrainConfig
@@ -106,8 +106,10 @@ def _kind(kind: Any) -> str:
     origin = getattr(kind, "__origin__", None)
     if str(kind).startswith("typing.Literal"):
         return "one of " + ", ".join(f"`{part}`" for part in parts)
-    if origin in (list, dict) or (origin is not None and "Sequence" in str(origin)):
-        return "table" if origin is dict else f"list of {_kind(parts[0])}"
+    if origin is dict or "Mapping" in str(origin):
+        return "table"
+    if origin is list or "Sequence" in str(origin):
+        return f"list of {_kind(parts[0])}"
     return " or ".join(dict.fromkeys(_kind(part) for part in parts))
 
 
