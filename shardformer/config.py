@@ -434,7 +434,7 @@ class ParallelConfig:
 
         >>> fitted = ParallelConfig(tensor=4, pipe=2).fit_to(6)
         >>> fitted.tensor, fitted.pipe, fitted.data
-        (1, 2, 3)
+        (2, 1, 3)
         """
         sizes = {name: size or 1 for name, size in self.sizes.items()}
         found = [

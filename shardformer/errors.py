@@ -11,6 +11,7 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
+from pathlib import Path
 from textwrap import indent
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
@@ -19,6 +20,32 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 def wants_traceback() -> bool:
     """Whether the environment variable ``SHARDFORMER_TRACEBACK`` is set, so that errors show full tracebacks."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
+
+
+DOCUMENTATION = Path(__file__).resolve().parents[1] / "docs" / "policies.md"
+"""A page of the documentation, which exists in a checkout and not in an installed wheel."""
+
+
+def locate_pages(text: str) -> str:
+    """Replace paths such as docs/policies.md where they do not exist, because the package was installed from a wheel.
+
+    The replacement is the address of the page, if the project has an URL named Documentation, or its name.
+    """
+    if "docs/" not in text or DOCUMENTATION.is_file():
+        return text
+    urls = dict(url.split(", ", 1) for url in _project_urls())
+    site = urls.get("Documentation", "").rstrip("/")
+    page = rf"{site}/\1/" if site else r"the page '\1' of the documentation"
+    return re.sub(r"\bdocs/([\w-]+)\.md\b", page, text)
+
+
+def _project_urls() -> list[str]:
+    from importlib.metadata import PackageNotFoundError, metadata
+
+    try:
+        return metadata("shardformer").get_all("Project-URL") or []
+    except PackageNotFoundError:
+        return []
 
 
 class ShardFormerError(Exception):
@@ -34,8 +61,8 @@ class ShardFormerError(Exception):
     """
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
-        self.what, self.rule, self.remedy = what, rule, remedy
-        super().__init__(" ".join(_with_full_stop(part) for part in (what, rule, remedy) if part))
+        self.what, self.rule, self.remedy = what, locate_pages(rule), locate_pages(remedy)
+        super().__init__(" ".join(_with_full_stop(part) for part in (self.what, self.rule, self.remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
         return partial(type(self), self.what, rule=self.rule, remedy=self.remedy), ()

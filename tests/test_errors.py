@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from shardformer.errors import did_you_mean
+from shardformer.errors import ConfigError, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -20,3 +22,20 @@ from shardformer.errors import did_you_mean
 )
 def test_only_similar_names_are_suggested(name: str, known: list[str], suggestion: str) -> None:
     assert did_you_mean(name, known) == suggestion
+
+
+@pytest.mark.parametrize(
+    ("urls", "expected"),
+    [
+        ([], "the page 'add-a-model' of the documentation"),
+        (["Source, https://x.org/s", "Documentation, https://x.org/d/"], "https://x.org/d/add-a-model/"),
+    ],
+)
+def test_a_wheel_names_pages_that_its_user_can_find(
+    urls: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remedy = "Write a policy (docs/add-a-model.md)"
+    assert ConfigError("It failed", remedy=remedy).remedy == remedy, "in a checkout"
+    monkeypatch.setattr("shardformer.errors.DOCUMENTATION", tmp_path / "policies.md")
+    monkeypatch.setattr("shardformer.errors._project_urls", lambda: urls)
+    assert str(ConfigError("It failed", remedy=remedy)) == f"It failed. Write a policy ({expected})."

@@ -245,13 +245,13 @@ def _print_table(findings: list[CheckResult], ready: bool) -> None:
 
     marks = {"ok": "[green]ok[/]", "missing": "[yellow]not found (optional)[/]", "failed": "[red]failed[/]"}
     marks["untested"] = "[yellow]not tested[/]"
-    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), show_header=False)
-    for _ in range(4):
-        table.add_column(overflow="fold")
+    table = Table(title="shardformer check")
+    for column in ("", "name", "", "value"):
+        table.add_column(column, overflow="fold")
     for group, members in groupby(findings, key=lambda finding: finding.group):
         for number, finding in enumerate(members):
             table.add_row("" if number else group, finding.name, marks[finding.status], escape(finding.value))
-        table.add_row()
+        table.add_section()
     console = Console()
     console.print(table)
     for finding in findings:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import re
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -129,7 +128,7 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
     source = f" ({escape(title)})" if title else ""
     console.print(f"[bold]{escape(report.model)}[/]{source}: unsharded, and sharded over {escape(report.layout)}.")
     off = "dropout and casts to lower precision" if report.dtype == "float64" else "dropout"
-    console.print(f"{steps} in {report.dtype} ({report.seconds:.1f} s), with {off} disabled.")
+    console.print(f"{steps} in {report.dtype}, {off} disabled in both, {report.seconds:.1f} s.")
     _print_differences(console, report)
     _print_collectives(console, report)
     if report.missing:
@@ -141,26 +140,15 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
 
 def _print_differences(console: Console, report: Report) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("largest\ndifference of", no_wrap=True)
+    table.add_column("largest difference", no_wrap=True)
     for column in ("relative", "bound"):
         table.add_column(column, justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("where", overflow="fold")
-    width = max(16, console.width - sum(map(len, ("gradient norms", "relative", "bound", "too large", 4 * "  "))))
     for kind, difference, bound in report.compared_quantities:
         mark = "[green]ok[/]" if difference.used <= 1 else "[bold red]too large[/]"
-        where = escape(_break_at_dots(difference.where, width))
-        table.add_row(kind, f"{difference.relative:.1e}", f"{bound:.0e}", mark, where)
+        table.add_row(kind, f"{difference.relative:.1e}", f"{bound:.0e}", mark, escape(difference.where))
     console.print(table)
-
-
-def _break_at_dots(path: str, width: int) -> str:
-    lines = [""]
-    for part in re.findall(r"[^.]*\.|[^.]+$", path):
-        if lines[-1] and len(lines[-1] + part) > width:
-            lines.append("")
-        lines[-1] += part
-    return "\n".join(lines)
 
 
 def _print_collectives(console: Console, report: Report) -> None:
