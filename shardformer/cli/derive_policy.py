@@ -20,7 +20,7 @@ def derive_policy(
             "gpt2, vit, ...), or module:function, where the function returns a model.",
         ),
     ],
-    name: Annotated[str, typer.Option(help="Class name of the policy.")] = "MyPolicy",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Class name of the policy.")] = "MyPolicy",
 ) -> None:
     """Derive a policy for MODEL, validate it on a reduced model, and print it as a table of roles."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy

@@ -10,7 +10,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, cast, get_type_hints
@@ -28,7 +27,7 @@ from shardformer.train_command.datasets import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import config_classes_of, load_transformers
+from shardformer.transformers_compat import config_classes_of, load_transformers, uninitialized_weights
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -281,8 +280,8 @@ def build_model(
 ) -> nn.Module:
     """Build the model of a run with weights in ``dtype``. The dtype of a step is set by ``parallel.precision``.
 
-    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
-    even if the run loads a checkpoint.
+    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are not
+    initialized, even if the run loads a checkpoint.
     """
     complete = load_model_config(config, derive_fields_from_data(config, data, saved))
     _check_data_fits_model(config, data, complete)
@@ -294,8 +293,10 @@ def build_model(
         if lazy and not config.model.random:
             model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
         else:
-            with LazyInit() if lazy else nullcontext():
+            with LazyInit() if lazy else uninitialized_weights():
                 model = _create_model(kind, complete, dtype, trust)
+            if not lazy:
+                cast(Any, model).tie_weights()
     except ShardFormerError:
         raise
     except Exception as error:  # model code may raise any error
