@@ -7,6 +7,7 @@ the titles and options of its help screen. Modules with a leading underscore are
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -18,10 +19,11 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from shardformer.cli._help import Groups, group_options, option_row, print_help
+from shardformer.cli._options import ARGUMENTS
 from shardformer.errors import ConfigError, ShardFormerError, format_exception, wants_traceback
 
 COMMAND_GROUPS = {
-    "Train from a file": ("init", "train", "plot"),
+    "Train from a file": ("init", "train", "plot", "evaluate", "generate", "export"),
     "Train with a script": ("run",),
     "Inspect and check": ("check", "verify", "derive-policy", "draw"),
 }
@@ -31,9 +33,8 @@ shardformer init pretrain                      # writes pretrain.toml
 shardformer train -c pretrain.toml --dry-run   # layout and memory per rank
 shardformer train -c pretrain.toml             # run it again to resume
 shardformer plot runs/pretrain                 # curves
+shardformer generate runs/pretrain "Once upon a time"
 """
-ARGUMENTS = "shardformer.arguments"
-"""Key of a typer context's ``meta`` for the words of the command line after the command."""
 OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
@@ -133,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:
-        if wants_traceback():
+        if wants_traceback() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
             raise
         sys.stdout.flush()
         print(format_exception(error), file=sys.stderr)

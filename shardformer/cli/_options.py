@@ -130,6 +130,19 @@ def check_model_directory(model: str) -> None:
     )
 
 
+ARGUMENTS = "shardformer.arguments"
+"""Key of a typer context's ``meta`` for the words of the command line after the command."""
+
+
+def silence_transformers() -> None:
+    """Disable warnings and progress bars of transformers, which every process would print. Call it before the import.
+
+    Environment variables of the user have precedence.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
+
+
 MAX_PROCESSES_PER_CORE = 128
 
 

@@ -19,8 +19,8 @@ import typer
 
 from shardformer import launcher
 from shardformer.cli._help import OTHER, print_help
-from shardformer.cli._options import check_num_processes
-from shardformer.errors import LaunchError, did_you_mean, first_line
+from shardformer.cli._options import ARGUMENTS, check_num_processes
+from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
@@ -165,6 +165,25 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     _check_script(options)
     _set_num_threads(options)
     return _run_processes(options, command)
+
+
+def launch_processes(context: typer.Context, count: int) -> None:
+    """Run the command in ``count`` processes and exit with their status, unless this process is one of them.
+
+    Raises ConfigError if a launcher started another number of processes.
+    """
+    from shardformer.training.initialize import LAUNCHER_VARIABLES, num_processes
+
+    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+        if num_processes() != count:
+            raise ConfigError(
+                f"The layout needs {count} processes, but the launcher started {num_processes()}",
+                remedy=f"Start {count} processes, or run the command without a launcher",
+            )
+    elif count > 1:
+        check_num_processes("The layout", count)
+        words = ["-m", "shardformer", str(context.info_name), *context.meta[ARGUMENTS]]
+        sys.exit(launch(["--nproc_per_node", str(count), *words], str(context.info_name)))
 
 
 class _RunParser(argparse.ArgumentParser):

@@ -294,7 +294,7 @@ def build_model(
             model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
         else:
             with LazyInit() if lazy else uninitialized_weights():
-                model = _create_model(kind, complete, dtype, trust)
+                model = create_model(kind, complete, dtype, trust)
             if not lazy:
                 cast(Any, model).tie_weights()
     except ShardFormerError:
@@ -314,7 +314,8 @@ def build_model(
     return model
 
 
-def _create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """Build a model of transformers with random weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -349,6 +350,12 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     )
 
 
+def max_positions(model_config: Any) -> int | None:
+    """Return the maximum number of positions in the text config of a model, or None if it has no limit."""
+    text = model_config.get_text_config()
+    return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+
+
 def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config: Any) -> None:
     if data.tokens is None:
         return
@@ -360,7 +367,7 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
             remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
             f"{data.tokens.size}",
         )
-    most = next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    most = max_positions(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model",

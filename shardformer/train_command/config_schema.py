@@ -271,7 +271,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             remedy="Correct the line",
         ) from error
     for change in changes:
-        _apply_command_line_change(tables, change)
+        apply_command_line_change(tables, change)
     return parse_config(tables, str(file))
 
 
@@ -300,7 +300,8 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _apply_command_line_change(tables: dict[str, Any], change: str) -> None:
+def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
+    """Set or remove a key of the tables of a run configuration, as in ``parallel.tensor=2``, in place."""
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):

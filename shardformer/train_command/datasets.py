@@ -178,6 +178,7 @@ def _load_hub_dataset(names: Sequence[str], split: str) -> DatasetRows:
 
 
 HALF = (0.5, 0.5, 0.5)
+IMAGE_SIZE = 224
 FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
 """Config file of image processors in transformers, and the processor class equivalent to ``ImageTransform``."""
 BICUBIC = 3
@@ -193,8 +194,12 @@ class ImageTransform:
     std: Sequence[float] = HALF
 
     @classmethod
-    def of(cls, model: str, size: int) -> ImageTransform:
-        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json."""
+    def of(cls, model: str, size: int | None) -> ImageTransform:
+        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json.
+
+        ``size`` is the image size in pixels of the model's config, or None for 224.
+        """
+        size = size or IMAGE_SIZE
         file = Path(model) / FILE
         if not file.is_file():
             return cls(size)
@@ -306,6 +311,43 @@ class TextTokenizer:
     @property
     def is_bytes(self) -> bool:
         return self.tokenizer is None
+
+    def export(self, *, adds_end: bool) -> Any:
+        """Return a tokenizer of transformers with the same tokens, to save with the model.
+
+        ``adds_end`` is whether ``encode_with_special_tokens`` tokenizes the texts of the run.
+        """
+        return make_byte_tokenizer(adds_end=adds_end) if self.tokenizer is None else self.tokenizer
+
+
+def make_byte_tokenizer(*, adds_end: bool) -> Any:
+    """Create a tokenizer of transformers whose tokens are the bytes of a text, with the ids of ``TextTokenizer``.
+
+    Args:
+        adds_end: Whether it ends a text with the padding token, and joins pairs of texts with a zero byte.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()  # of each byte, because the vocabulary of a file consists of letters
+    end, mask = "<|end|>", "<|mask|>"
+    made = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(end, normalized=False), AddedToken(mask, normalized=False)])
+    if adds_end:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {letters[0]} $B {end}", special_tokens=[(end, PAD_TOKEN), (letters[0], 0)]
+        )
+    names = {"pad_token": end, "eos_token": end, "mask_token": mask}
+    return load_transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
+
+def adds_end_token(config: TrainConfig) -> bool:
+    """Return whether the texts of a run are tokenized one by one with special tokens, and not joined to blocks."""
+    names, task = data_sources_of(config.data), config.model.task
+    is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
+    return is_row or task == "classification"
 
 
 def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
@@ -476,10 +518,6 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
     return [index_of_class[label] for label in labels]
 
 
-IMAGE_SIZE = 224
-"""Image size in pixels if the config of the model does not specify one."""
-
-
 @dataclass(frozen=True, eq=False)
 class TrainingData:
     """Training and validation data of a run, with the tokenizer or image transform that prepares it.
@@ -501,8 +539,8 @@ class TrainingData:
 
     @property
     def processor(self) -> Any:
-        """Tokenizer or image transform to export with the model, or None if texts are tokenized as bytes."""
-        return self.transform if self.tokens is None else self.tokens.tokenizer
+        """Tokenizer or image transform to export with the model."""
+        return self.transform if self.tokens is None else self.tokens.export(adds_end=self.collate is not None)
 
 
 def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
@@ -520,7 +558,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     model, data = config.model, config.data
     tokens = transform = None
     if model.task == "image_classification":
-        transform = ImageTransform.of(model.name, image_size or IMAGE_SIZE)
+        transform = ImageTransform.of(model.name, image_size)
     else:
         tokens = load_tokenizer(
             data.tokenizer, model.name, random=model.random, trust_remote_code=model.trust_remote_code
