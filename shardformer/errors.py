@@ -11,9 +11,11 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
+from pathlib import Path
 from textwrap import indent
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
+_DOCS = Path(__file__).resolve().parents[1] / "docs"
 
 
 def wants_traceback() -> bool:
@@ -34,7 +36,8 @@ class ShardFormerError(Exception):
     """
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
-        self.what, self.rule, self.remedy = what, rule, remedy
+        self.what, self.rule, self.remedy = map(_name_pages, (what, rule, remedy))
+        what, rule, remedy = self.what, self.rule, self.remedy
         super().__init__(" ".join(_with_full_stop(part) for part in (what, rule, remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -191,6 +194,11 @@ def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
     rest = _HINT.sub("", remedy, count=1).strip(" ")
     below = [_with_full_stop(part) for part in (meant, rule, rest) if part.strip()]
     return "\n".join([f"{kind}: {_with_full_stop(what)}", *(indent(part, "  ") for part in below)])
+
+
+def _name_pages(text: str) -> str:
+    """Replace the paths of documentation files by the titles of pages, unless the files are there, as in a checkout."""
+    return text if _DOCS.is_dir() else re.sub(r"docs/([\w-]+)\.md", r'page "\1" of the documentation', text)
 
 
 def _with_full_stop(part: str) -> str:

@@ -22,7 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
+from shardformer.train_command.config_schema import (
+    OptimizerTable,
+    ScheduleTable,
+    TrainConfig,
+    remote_code_hint,
+    suggest_key,
+)
 from shardformer.train_command.datasets import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
@@ -118,7 +124,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
         if name not in known:
             raise ConfigError(
                 f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}",
-                remedy=did_you_mean(name, known),
+                remedy=suggest_key(name, known),
             )
     for name in known:
         p = parameters[name]
@@ -218,7 +224,7 @@ def _find_hook_class(hook_name: str) -> Any:
         raise ConfigError(
             f"There is no hook called {hook_name!r}",
             rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
-            remedy=did_you_mean(hook_name, KNOWN_HOOKS),
+            remedy=suggest_key(hook_name, KNOWN_HOOKS),
         )
     found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):

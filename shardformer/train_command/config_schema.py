@@ -17,7 +17,7 @@ from shardformer.mesh.rank_grid import num_ranks
 from shardformer.pipeline.partition import RENAMED_METHODS
 
 Task = Literal["causal", "masked", "sequence_to_sequence", "classification", "image_classification"]
-Format = Literal["text", "jsonl", "datasets", "images"]
+Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
@@ -71,10 +71,16 @@ class DataTable(ConfigTable):
     )
     validation: str | list[str] | None = _config_key("Validation data in the same format.", None)
     format: Format | None = _config_key(
-        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `datasets`: the name or the folder of "
-        "a data set of the library `datasets`; `images`. By default it follows from the suffix, and a folder contains "
-        "images.",
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
+        "the names of the fields, also for .tsv files; `parquet`; `datasets`: the name or the folder of a data set of "
+        "the library `datasets`; `images`. By default it follows from the suffix, and a folder contains images.",
         None,
+    )
+    delimiter: str | None = _config_key(
+        "The character between the fields of `csv`. By default a tab in .tsv files, where quotes are part of the "
+        "text, and a comma in others, where quotes may enclose a field.",
+        None,
+        max_length=1,
     )
     batch_size: int = _config_key("Global batch size: samples per step over all processes.", 8, ge=1)
     sequence_length: int = _config_key("Maximum number of tokens per sample.", 128, ge=2)
@@ -83,11 +89,11 @@ class DataTable(ConfigTable):
         "the weights are random.",
         None,
     )
-    text: str = _config_key("The field that contains the text, in `jsonl` and `datasets`.", "text")
+    text: str = _config_key("The field that contains the text, in formats with fields.", "text")
     pair: str | None = _config_key("The field of the second text, for `classification` of pairs.", None)
     target: str = _config_key("The field of the target text, for `sequence_to_sequence`.", "target")
     label: str = _config_key("The field of the class label, for `classification`.", "label")
-    image: str = _config_key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
+    image: str = _config_key("The field of the image in `datasets`, or of its path in other formats.", "image")
     split: str = _config_key("The split of `datasets` to train on.", "train")
     validation_split: str | None = _config_key(
         "The split to validate on, of `validation` or by default of `train`.", None
@@ -136,7 +142,9 @@ class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
     steps: int | None = _config_key("Number of optimizer steps.", None, ge=1)
-    epochs: int | None = _config_key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
+    epochs: float | None = _config_key(
+        "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
+    )
     validate_every: int | None = _config_key("Steps between validations. By default one epoch.", None, ge=1)
     export: bool = _config_key("Write `folder/model` for `from_pretrained` after training.", False)
 
@@ -164,7 +172,7 @@ class TrainConfig(ConfigTable):
         training, data = self.training, self.data
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
-                f"training.steps = {training.steps} and training.epochs = {training.epochs} cannot both be set",
+                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
         if training.validate_every is not None and data.validation is None and data.validation_split is None:
@@ -233,6 +241,13 @@ TRAINER_KEYS = {
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.keep",
     "output_dir": "folder, above all tables",
+    "logging_dir": "hooks.tensor_board.folder", "logging_steps": "hooks.json_lines.every",
+    "report_to": "hooks.tensor_board = true", "data_seed": "seed, above all tables",
+    "num_labels": "model.config.num_labels. By default it follows from the data",
+    "zero": "parallel.zero_stage", "deepspeed": "parallel.zero_stage", "fsdp": "parallel.zero_stage = 3",
+    "tensor_parallel_size": "parallel.tensor", "pipeline_parallel_size": "parallel.pipe",
+    "context_parallel_size": "parallel.sequence", "attn_implementation": "parallel.flash_attention",
+    "early_stopping_patience": "hooks.early_stopping.patience",
 }  # fmt: skip
 """Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
 RENAMED_KEYS = {
@@ -331,10 +346,11 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     table, name = _find_table(key_path), key_path[-1]
     key = ".".join(_remove_union_types(key_path))
     if first["type"] == "extra_forbidden":
+        known = list(table.model_fields) if table is not None else []
         return ConfigError(
             f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
             f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}",
-            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _suggest_key(name, table),
+            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_key(name, known),
         )
     if first["type"] == "missing":
         return ConfigError(
@@ -367,17 +383,22 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
     return of_type.get(error["type"], "Correct the value")
 
 
-def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
-    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``."""
+def suggest_key(name: str, known: Iterable[str]) -> str:
+    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``.
+
+    ``known`` are the names that are valid in its place.
+    """
     tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    same_name = [key for key in (*TrainConfig.model_fields, *all_keys) if key.rpartition(".")[2] == name]
+    same_name = [key for key in all_keys if key.rpartition(".")[2] == name]
+    if name in tables:
+        same_name.append(f"{name}, above all tables" if tables[name] is None else f"a table [{name}]")
     if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
         return f"Write it as {key}"
-    if table is TrainConfig:
+    if {*known} == {*TrainConfig.model_fields}:
         suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
-    return did_you_mean(name, table.model_fields if table is not None else ())
+    return did_you_mean(name, known)
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
@@ -20,10 +23,11 @@ from shardformer.train_command.config_schema import DataTable, TrainConfig, remo
 from shardformer.transformers_compat import load_transformers
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
-TABLES = {".csv", ".tsv", ".parquet", ".arrow", ".xlsx"}
+SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+TABLES = {".arrow", ".xlsx"}
 _CONVERT = (
-    "Convert it to JSON lines: pandas.read_csv(file).to_json('data.jsonl', orient='records', lines=True, "
-    "force_ascii=False), or read_parquet"
+    "Convert it to JSON lines: pandas.read_excel(file).to_json('data.jsonl', orient='records', lines=True, "
+    "force_ascii=False), or read_feather"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
@@ -37,8 +41,16 @@ def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
 
 def infer_format(data: DataTable, names: Sequence[str]) -> str:
     """Return the format of the data from the configuration, or infer it from the file names."""
-    if data.format is not None:
-        return data.format
+    found_format = data.format or _infer_format_from_names(names)
+    if data.delimiter is not None and found_format != "csv":
+        raise ConfigError(
+            f"data.delimiter = {data.delimiter!r} has no effect, because the format is {found_format}",
+            remedy="Remove it, or set data.format = 'csv'",
+        )
+    return found_format
+
+
+def _infer_format_from_names(names: Sequence[str]) -> str:
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
     if len(found) == 1 and "" not in found:
         return found.pop()
@@ -47,7 +59,7 @@ def infer_format(data: DataTable, names: Sequence[str]) -> str:
         rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images",
         remedy=_CONVERT
         if any(Path(name).suffix.lower() in TABLES for name in names)
-        else "Set data.format = 'text', 'jsonl', 'datasets' or 'images'",
+        else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
     )
 
 
@@ -148,21 +160,47 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
     return row
 
 
-def _load_hub_dataset(names: Sequence[str], split: str) -> DatasetRows:
+def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
+    """Read the rows of a table as strings by field."""
+    separator = delimiter or ("\t" if file.lower().endswith(".tsv") else ",")
+    csv.field_size_limit(2**30)
+    lines = io.StringIO(_read_text_file(file), newline="")
+    if separator == "\t":  # quotes are part of the text, as in most data sets
+        found = list(csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+    else:
+        found = list(csv.reader(lines, delimiter=separator))
+    fields, rows = (found[0], [row for row in found[1:] if row]) if found else ([], [])
+    if not rows:
+        raise InputError(
+            f"The file {file!r} contains no rows", rule="Its first line has the names of the fields", remedy="Add rows"
+        )
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(fields):
+            raise InputError(
+                f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}",
+                remedy=f"Correct the row, or set data.delimiter, which is {separator!r}",
+            )
+    return [dict(zip(fields, row, strict=True)) for row in rows]
+
+
+def _load_hub_dataset(names: Sequence[str], split: str, builder: str = "") -> DatasetRows:
     try:
         import datasets
     except ImportError as error:
         raise ConfigError(
-            f"data.format = 'datasets' requires the library datasets to read {names[0]!r}, which is not installed",
+            f"data.format = {builder or 'datasets'!r} requires the library datasets to read {names[0]!r}, which is not "
+            "installed",
             remedy="Run pip install 'shardformer[data]', or pass files",
         ) from error
-    if len(names) > 1:
+    if len(names) > 1 and not builder:
         raise ConfigError(f"data.train has {len(names)} data sets", remedy="Merge them, and specify one")
     name = names[0]
     try:
-        if any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
+        if builder:
+            rows: DatasetRows = datasets.load_dataset(builder, data_files=list(names), split=split)
+        elif any((Path(name) / file).is_file() for file in ("dataset_info.json", "dataset_dict.json")):
             found: Any = datasets.load_from_disk(name)
-            rows: DatasetRows = found[split] if isinstance(found, dict) else found
+            rows = found[split] if isinstance(found, dict) else found
         else:
             path, _, configuration = name.partition(":")
             rows = datasets.load_dataset(path, configuration or None, split=split)
@@ -279,6 +317,9 @@ PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
 """Token ids that follow the 256 byte tokens: padding, which also ends a text, and mask."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
+GPT2_FILES = ("encoder.json", "vocab.bpe")
+"""Names of OpenAI for vocab.json and merges.txt of GPT-2."""
+
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
@@ -358,16 +399,21 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
     transformers = load_transformers()
 
     folder = Path(source)
-    if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
+    files = [folder / name for name in GPT2_FILES]
+    original = files if all(file.is_file() for file in files) else None
+    if original is None and folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
             f"The folder {source!r} contains no tokenizer",
             rule=f"A tokenizer has one of the files {', '.join(FILES)}",
             remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'",
         )
     try:
-        found = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code and source == model
-        )
+        if original is None:
+            found = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=trust_remote_code and source == model
+            )
+        else:
+            found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
             f"The tokenizer {source!r} cannot be loaded: {first_line(error)}",
@@ -602,6 +648,12 @@ def _load_rows(config: TrainConfig, validation: bool) -> Any:
         raise _unsupported_format_error(task, data_format, names)
     if data_format == "jsonl":
         return _read_json_rows(names)
+    if data_format == "csv":
+        rows = [row for name in names for row in _read_csv_rows(name, data.delimiter)]
+        has_numbers = all(re.fullmatch(r"-?\d+", row.get(data.label, "")) for row in rows)
+        return [{**row, data.label: int(row[data.label])} for row in rows] if has_numbers else rows
+    if data_format == "parquet":
+        return _load_hub_dataset(names, "train", builder="parquet")
     return _load_hub_dataset(names, data.validation_split or data.split if validation else data.split)
 
 

@@ -121,7 +121,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
             r"'classification' does not support 'text.txt', which is read as text",
         ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
-        ({"train": "rows.csv"}, "classification", r"Convert it to JSON lines"),
+        ({"train": "rows.xlsx"}, "classification", r"Convert it to JSON lines"),
         ({"train": "latin.txt"}, "causal", r"'latin.txt' is not valid UTF-8: .* at byte 1.*Convert it"),
         (
             {"train": "rows.jsonl", "text": "score"},
@@ -151,7 +151,7 @@ def test_invalid_data_raises(
     (tmp_path / "empty.txt").write_text("\n", encoding="utf-8")
     (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n', encoding="utf-8")
     write_rows(tmp_path, [{**row, "score": 0.5, "none": None} for row in labelled()])
-    write_rows(tmp_path, [], "rows.csv")
+    write_rows(tmp_path, [], "rows.xlsx")
     (tmp_path / "latin.txt").write_bytes("dé ".encode("latin-1") * 20)
     write_rows(tmp_path, [{"text": "a", "label": "ugly"}], "others.jsonl")
     with pytest.raises(ShardFormerError, match=words):
