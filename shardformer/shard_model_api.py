@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_files
-from shardformer.discovery.derive_policy import derive_layer_stacks, derive_policy, make_no_policy_error
+from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stacks, derive_policy, make_no_policy_error
+from shardformer.discovery.example_inputs import UnknownInputsError
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
@@ -21,6 +22,7 @@ from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
 from shardformer.policies.registry import find_registered_policy, is_user_registered
+from shardformer.policies.role_policy import RolePolicy
 from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
@@ -33,12 +35,16 @@ from shardformer.weights.save_pretrained import install_saving_and_loading
 
 M = TypeVar("M", bound=nn.Module)
 
+Example = Callable[[], Mapping[str, Any] | None]
+"""Function that returns a small batch, identical on all ranks, or None."""
+
 
 def shard_in_place(
     model: nn.Module,
     config: ShardConfig,
     policy: Policy | type[Policy] | None = None,
     finish: Callable[[nn.Module], object] = lambda _: None,
+    example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
 
@@ -46,6 +52,7 @@ def shard_in_place(
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
         finish: called with the sharded model. If it raises, the model is restored.
+        example: returns a small batch, to derive a policy for a model whose inputs cannot be generated.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -57,7 +64,7 @@ def shard_in_place(
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
-        resolved = _find_and_bind_policy(sharder, policy)
+        resolved = _find_and_bind_policy(sharder, policy, example)
         if resolved.source != NO_POLICY:
             _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
         return sharder.plan(resolved)
@@ -71,10 +78,10 @@ def shard_in_place(
     return sharder.model, shared_params
 
 
-NO_POLICY = "no policy"
+NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
 
 
-def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None) -> ResolvedPolicy:
+def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None, example: Example) -> ResolvedPolicy:
     """Find the policy of a model and plan the sharding with it.
 
     Returns a policy without rules if none is found and only data parallelism is used.
@@ -82,7 +89,8 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
     applies_rules = sharder.is_tensor_parallel or policy is not None
     is_needed = sharder.needs_policy or policy is not None
     try:
-        found = resolve_policy(sharder.model, policy, tensor=sharder.context.tensor.size, may_run_copy=is_needed)
+        size = sharder.context.tensor.size
+        found = resolve_policy(sharder.model, policy, tensor=size, may_run_copy=is_needed, example=example)
         return bind_policy(sharder, *found, applies_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:
@@ -273,13 +281,19 @@ def measure_pipeline_costs(
 
 
 def resolve_policy(
-    model: nn.Module, policy: Policy | type[Policy] | None, *, tensor: int | None = None, may_run_copy: bool = False
+    model: nn.Module,
+    policy: Policy | type[Policy] | None,
+    *,
+    tensor: int | None = None,
+    may_run_copy: bool = False,
+    example: Example = lambda: None,
 ) -> tuple[Policy, str]:
     """Return the policy to shard a model with, and text that describes where the policy comes from.
 
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
         may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
+        example: returns a small batch, which is used if no inputs can be generated for the model.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -293,7 +307,8 @@ def resolve_policy(
             )
         chosen = policy() if isinstance(policy, type) else policy
         chosen.find_submodel_policy = _find_submodel_policy
-        return chosen, f"the user's policy {type(chosen).__name__}"
+        is_derived = isinstance(chosen, DerivedPolicy)
+        return chosen, DERIVED if is_derived else f"the user's policy {type(chosen).__name__}"
     if (known := find_registered_policy(model)) is not None and not _is_only_for_submodel(model, known[0]):
         known[0].find_submodel_policy = _find_submodel_policy
         if tensor not in (None, 1) and not is_user_registered(model) and runs_user_code(model, known[0]):
@@ -301,16 +316,26 @@ def resolve_policy(
         return known
     try:
         with without_fake_tensors():  # the policy is derived on a reduced model
-            derived = derive_policy(model)
+            derived = _derive_policy(model, example)
         if tensor == 1 and derived.no_pipeline:
             stacks_only = derive_layer_stacks(model)
             derived = stacks_only if stacks_only.stack and not stacks_only.no_pipeline else derived
-        return derived, "a derived and validated policy"
+        return derived, DERIVED
     except PolicyError as error:
         if tensor == 1:
             return derive_layer_stacks(model, allow_copy=may_run_copy), "the order of its layers"
         problem = error
     raise make_no_policy_error(model, problem, tensor)
+
+
+def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
+    try:
+        return derive_policy(model)
+    except UnknownInputsError:
+        batch = example()
+        if batch is None:
+            raise
+        return derive_policy(model, batch)
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:

@@ -12,6 +12,7 @@ import inspect
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, Unpack, get_args, get_origin
 
 import torch
@@ -43,6 +44,17 @@ def save_code(model: Any, folder: str | os.PathLike[str], config: Any) -> None:
         from transformers.dynamic_module_utils import custom_object_save
 
         custom_object_save(model, folder, config=config)
+
+
+def uninitialized_weights() -> AbstractContextManager[Any]:
+    """Return a context in which models are built without initializing weights and without tying them.
+
+    Under fake tensors, some initializations of torch (``trunc_normal_``) fail, because they read values.
+    """
+    from transformers.initialization import no_init_weights
+
+    context: AbstractContextManager[Any] = no_init_weights()
+    return context
 
 
 def config_classes_of(kind: Any) -> Collection[type] | None:

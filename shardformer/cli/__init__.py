@@ -1,12 +1,13 @@
 """Command line interface, in which each module ``cli/<command>.py`` defines the command of that name.
 
 A command imports torch and other parts of the package inside its function, so that ``shardformer --help`` is fast. A
-module may define ``CONTEXT_SETTINGS`` (to receive its arguments unparsed) and ``RENAMED_OPTIONS``. Modules with a
-leading underscore are not commands.
+module may define ``CONTEXT_SETTINGS`` (to receive its arguments unparsed), ``RENAMED_OPTIONS``, and ``OPTION_GROUPS``,
+the titles and options of its help screen. Modules with a leading underscore are not commands.
 """
 
 from __future__ import annotations
 
+import os
 import pkgutil
 import sys
 from collections.abc import Mapping, Sequence
@@ -15,10 +16,25 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from shardformer.cli._help import Groups, group_options, option_row, print_help
+from shardformer.cli._options import ARGUMENTS
 from shardformer.errors import ConfigError, ShardFormerError, format_exception, wants_traceback
 
+COMMAND_GROUPS = {
+    "Train from a file": ("init", "train", "plot", "evaluate", "generate", "export"),
+    "Train with a script": ("run",),
+    "Inspect and check": ("check", "verify", "derive-policy", "draw"),
+}
+"""Title in ``shardformer --help`` -> commands, in the order in which you need them."""
+WORKFLOW = """
+shardformer init pretrain                      # writes pretrain.toml
+shardformer train -c pretrain.toml --dry-run   # layout and memory per rank
+shardformer train -c pretrain.toml             # run it again to resume
+shardformer plot runs/pretrain                 # curves
+shardformer generate runs/pretrain "Once upon a time"
+"""
 OLD_NAMES = {"infer": "derive_policy"}
 """Earlier name of a command -> its name. The earlier name still works, and is hidden from the help."""
 
@@ -32,10 +48,10 @@ def build_app() -> typer.Typer:
     """Build the typer application with all commands."""
     app = typer.Typer(
         name="shardformer",
+        cls=CommandGroup,
         help="Train an unmodified Hugging Face model across many devices.",
         no_args_is_help=True,
         pretty_exceptions_enable=False,
-        add_completion=False,
         context_settings={"help_option_names": ["-h", "--help"]},
     )
     app.callback()(_global_options)
@@ -46,20 +62,50 @@ def build_app() -> typer.Typer:
         own_help = bool(settings.get("ignore_unknown_options"))
         app.command(
             name=command.replace("_", "-"),
-            cls=_make_command_class(getattr(module, "RENAMED_OPTIONS", {})),
+            cls=_make_command_class(getattr(module, "RENAMED_OPTIONS", {}), getattr(module, "OPTION_GROUPS", {})),
             context_settings=settings,
             add_help_option=not own_help,
         )(getattr(module, command))
     for old, command in OLD_NAMES.items():
-        app.command(name=old, hidden=True)(getattr(import_module(f"{__name__}.{command}"), command))
+        app.command(name=old, hidden=True, cls=_make_command_class({}, {}))(
+            getattr(import_module(f"{__name__}.{command}"), command)
+        )
     return app
 
 
-def _make_command_class(renamed: Mapping[str, str]) -> type[TyperCommand]:
-    """Return a typer command class that raises ConfigError with the new name for a renamed option."""
+class CommandGroup(TyperGroup):
+    """The command ``shardformer``, whose help lists the commands by purpose and shows a typical session."""
+
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        about = {
+            name: " ".join((command.help or "").split("\n\n")[0].split())
+            for name, command in self.commands.items()
+            if not command.hidden
+        }
+        grouped = {name for names in COMMAND_GROUPS.values() for name in names}
+        groups = {**COMMAND_GROUPS, "Other commands": [name for name in about if name not in grouped]}
+        sections = [
+            (title, [(name, about[name]) for name in names if name in about]) for title, names in groups.items()
+        ]
+        options = [option_row(option) for option in self.get_params(ctx)]
+        print_help("shardformer COMMAND [OPTIONS]", self.help or "", [*sections, ("Options", options)], WORKFLOW)
+
+
+def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[TyperCommand]:
+    """Return a typer command class with grouped options, which raises ConfigError for a renamed option."""
 
     class Command(TyperCommand):
+        def format_help(self, ctx: Any, formatter: Any) -> None:
+            options = self.get_params(ctx)
+            arguments = [option_row(each) for each in options if each.param_type_name == "argument"]
+            required = [option_row(each)[0] for each in options if each.param_type_name == "option" and each.required]
+            words = [name for name, _ in arguments] + [name.split(", ")[-1] for name in required]
+            usage = " ".join([ctx.command_path, *words, "[OPTIONS]"])
+            others = [each for each in options if each.param_type_name != "argument"]
+            print_help(usage, self.help or "", [("Arguments", arguments), *group_options(others, groups)])
+
         def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+            ctx.meta[ARGUMENTS] = list(args)
             for word in args:
                 old = word.partition("=")[0]
                 if old in renamed:
@@ -88,7 +134,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         build_app()(None if arguments is None else list(arguments), prog_name="shardformer")
     except ShardFormerError as error:
-        if wants_traceback():
+        if wants_traceback() or "TORCHELASTIC_RUN_ID" in os.environ:  # the launcher prints the errors of its ranks
             raise
         sys.stdout.flush()
         print(format_exception(error), file=sys.stderr)

@@ -75,12 +75,20 @@ def _parallel_flag(name: str, text: str) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=False if plain is bool else None, annotation=annotation)
 
 
+METAVARS = {
+    "tensor": "N", "sequence": "N", "context_parallel": "METHOD", "partition": "METHOD", "precision": "DTYPE",
+    "average_loss_over": "ranks|tokens", "offload": "DEVICE",
+}  # fmt: skip
+"""Field of ``ParallelConfig`` -> metavar of its flag. By default N for a number, or the last word of the name."""
+
+
 def parallel_option(name: str, text: str = "", *names: str) -> Any:
     """Create the ``typer.Option`` for a ``ParallelConfig`` field, with the field's description as default help."""
     default = getattr(ParallelConfig, name, None)
+    is_number = ParallelConfig.described_fields()[name][0] in (int, int | None)
     return typer.Option(
         *names,
-        metavar=None if names else name.rpartition("_")[2].upper(),
+        metavar=None if names else METAVARS.get(name, "N" if is_number else name.rpartition("_")[2].upper()),
         help=text or ParallelConfig.described_fields()[name][1].replace("`", "").replace("None: ", "By default "),
         show_default=str(default) if not text and default not in (None, False) else False,
     )
@@ -120,6 +128,19 @@ def check_model_directory(model: str) -> None:
         rule="A model folder is written by save_pretrained",
         remedy=f"Pass {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
     )
+
+
+ARGUMENTS = "shardformer.arguments"
+"""Key of a typer context's ``meta`` for the words of the command line after the command."""
+
+
+def silence_transformers() -> None:
+    """Disable warnings and progress bars of transformers, which every process would print. Call it before the import.
+
+    Environment variables of the user have precedence.
+    """
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TQDM_DISABLE", "1")
 
 
 MAX_PROCESSES_PER_CORE = 128

@@ -26,17 +26,23 @@ TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transforme
 """Oldest and newest tested minor version, as in docs/versions.md."""
 _OPTIONAL_PACKAGES = {
     # package: (module, what it is for, the command to install it)
+    "datasets": ("datasets", "data.format = 'datasets', and parquet files", "pip install 'shardformer[data]'"),
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
-    "matplotlib": ("matplotlib", "plots of metrics and schedules", "pip install matplotlib"),
-    "tensorboard": ("tensorboard", "training curves", "pip install tensorboard"),
+    "matplotlib": ("matplotlib", "plots of metrics and schedules", "pip install 'shardformer[plot]'"),
+    "pillow": ("PIL", "image data", "pip install 'shardformer[data]'"),
+    "scikit-learn": ("sklearn", "the hook metrics", "pip install 'shardformer[metrics]'"),
+    "tensorboard": ("tensorboard", "the hook tensor_board", "pip install 'shardformer[tensorboard]'"),
     "timm": ("timm", "vision models of timm", "pip install 'shardformer[timm]'"),
 }
 _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
     # backend: (status without it, how to install it)
     "gloo": ("failed", "install a build of torch with gloo, such as those of pytorch.org"),
     "nccl": ("missing", "install a CUDA build of torch (needed only for GPUs)"),
-    "mpi": ("missing", "build torch from source with MPI (rarely needed)"),
 }
+
+_GROUP_TITLES = {
+    "versions": "Versions", "devices": "Devices", "backends": "Communication", "optional": "Optional packages",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -108,18 +114,31 @@ def _format_version(version: tuple[int, int]) -> str:
 
 def _list_devices() -> list[CheckResult]:
     num_cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores")]
+    memory = _host_memory_gib()
+    size = "" if memory is None else f", {memory[0]:.0f} GiB memory, {memory[1]:.0f} GiB available"
+    findings = [CheckResult("devices", "CPU", "ok", f"{num_cores} cores{size}")]
     try:
         import torch
     except ImportError:
         return findings
     for i in range(torch.cuda.device_count()):
         properties = torch.cuda.get_device_properties(i)
-        memory_gib = properties.total_memory / 2**30
-        findings.append(CheckResult("devices", f"cuda:{i}", "ok", f"{properties.name}, {memory_gib:.0f} GiB"))
+        free, total = (number / 2**30 for number in torch.cuda.mem_get_info(i))
+        size = f"{total:.0f} GiB memory, {free:.0f} GiB free"
+        findings.append(CheckResult("devices", f"cuda:{i}", "ok", f"{properties.name}, {size}"))
     if len(findings) == 1:
         findings.append(CheckResult("devices", "GPU", "missing", "none; training runs on the CPU"))
     return findings
+
+
+def _host_memory_gib() -> tuple[float, float] | None:
+    """Return the total and the available memory of this machine in GiB, or None where the system does not report it."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+        sizes_kib = {name: int(value.split()[0]) for name, _, value in (line.partition(":") for line in lines)}
+        return sizes_kib["MemTotal"] / 2**20, sizes_kib["MemAvailable"] / 2**20
+    except (OSError, KeyError, ValueError):
+        return None
 
 
 def _list_backends() -> list[CheckResult]:
@@ -137,13 +156,13 @@ def _list_backends() -> list[CheckResult]:
 
 
 def _check_all_reduce() -> CheckResult:
-    name = "all-reduce of 1 MB, 2 processes"
+    name = "all-reduce, 2 processes"
     try:
         milliseconds = measure_all_reduce()
     except WorkerError as error:
         remedy = "Check if a firewall or container blocks the loopback device; GLOO_SOCKET_IFNAME=lo selects it"
         return CheckResult("backends", name, "failed", error.what, remedy)
-    return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms over gloo")
+    return CheckResult("backends", name, "ok", f"{milliseconds:.2f} ms for 1 MB over gloo")
 
 
 def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> float:
@@ -229,33 +248,36 @@ def _list_optional_packages() -> list[CheckResult]:
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     compiler = next((path for name in candidates if (path := shutil.which(name))), None)
     if compiler:
-        findings.append(CheckResult("optional", "C++ compiler", "ok", compiler))
+        findings.append(CheckResult("optional", "C++ compiler", "ok", f"{compiler}, for torch.compile"))
     else:
         command = "xcode-select --install" if sys.platform == "darwin" else "apt-get install g++"
         findings.append(
-            CheckResult("optional", "C++ compiler", "missing", "torch.compile for enable_jit_fused", command)
+            CheckResult("optional", "C++ compiler", "missing", "torch.compile and fused_activation", command)
         )
     return findings
 
 
 def _print_table(findings: list[CheckResult], ready: bool) -> None:
     from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    marks = {"ok": "[green]ok[/]", "missing": "[yellow]not found (optional)[/]", "failed": "[red]failed[/]"}
-    marks["untested"] = "[yellow]not tested[/]"
-    table = Table(title="shardformer check")
-    for column in ("", "name", "", "value"):
-        table.add_column(column, overflow="fold")
+    marks = {
+        "ok": ("ok", "green"), "missing": ("not found", "yellow"), "untested": ("untested", "yellow"),
+        "failed": ("failed", "bold red"),
+    }  # fmt: skip
+    console = Console(highlight=False)
+    width = max(len(finding.name) for finding in findings) + 2
     for group, members in groupby(findings, key=lambda finding: finding.group):
-        for number, finding in enumerate(members):
-            table.add_row("" if number else group, finding.name, marks[finding.status], escape(finding.value))
-        table.add_section()
-    console = Console()
-    console.print(table)
-    for finding in findings:
-        if finding.remedy:
-            # not wrapped, so that the command can be copied
-            console.print(f"{finding.name}: {finding.remedy}", soft_wrap=True, markup=False, highlight=False)
-    console.print("Ready to train." if ready else "Not ready: see the failed checks above.")
+        console.print(Text(_GROUP_TITLES[group], "bold"))
+        for finding in members:
+            line = Text(f"  {finding.name:{width}}")
+            line.append(f"{marks[finding.status][0]:11}", marks[finding.status][1]).append(finding.value)
+            console.print(line, soft_wrap=True)
+        console.print()
+    remedies = [finding for finding in findings if finding.remedy]
+    if remedies:
+        console.print(Text("How to install what is missing, if you need it" if ready else "What to do", "bold"))
+    for finding in remedies:
+        # not wrapped, so that the command can be copied
+        console.print(f"  {finding.name}: {finding.remedy}", soft_wrap=True, markup=False)
+    console.print("\nReady to train." if ready else "\nNot ready: see the failed checks above.")

@@ -16,11 +16,11 @@ def derive_policy(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A folder written by save_pretrained, a config.json, a name on the Hugging Face hub, a family (bert, "
-            "gpt2, vit, ...), or module:function, where the function returns a model.",
+            help="A family (bert, gpt2, vit, ...), a folder written by save_pretrained, a config.json, or a name on "
+            "the Hugging Face hub. Or module:function, which returns a model, (model_fn, batch_fn), or a dict of both.",
         ),
     ],
-    name: Annotated[str, typer.Option(help="Class name of the policy.")] = "MyPolicy",
+    name: Annotated[str, typer.Option(metavar="NAME", help="Class name of the policy.")] = "MyPolicy",
 ) -> None:
     """Derive a policy for MODEL, validate it on a reduced model, and print it as a table of roles."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
@@ -32,7 +32,9 @@ def derive_policy(
     check_model_directory(model)
     source = find_model(model, dropout=False)
     if source.config is None:
-        policy = infer_policy(call_user_function(source.model_fn, f"model_fn of {model}"))
+        batch_fn = source.own.get("batch_fn")
+        batch = call_user_function(lambda: batch_fn(0), f"batch_fn of {model}") if batch_fn is not None else None
+        policy = infer_policy(call_user_function(source.model_fn, f"model_fn of {model}"), batch)
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)

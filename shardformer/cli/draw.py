@@ -25,13 +25,18 @@ MAX_ROWS = 2**10
 GRID_OPTIONS = ("grid", "tensor_parallel_mode")
 RENAMED_OPTIONS = {"--mode": "--tensor-parallel-mode", "--chunks": "--num-model-chunks"}
 """Earlier name of an option -> its name."""
+OPTION_GROUPS = {
+    "Pipeline schedule": ("schedule", "stages", "micro_batches", "num_model_chunks", "durations", "send"),
+    "Tensor grid": GRID_OPTIONS,
+    "Output": ("out",),
+}
 
 
 def draw(
     context: typer.Context,
     schedule: Annotated[str, parallel_option("schedule")] = "1f1b",
-    stages: Annotated[int, typer.Option(help="Number of pipeline stages.")] = 4,
-    micro_batches: Annotated[int, typer.Option(help="Micro-batches per batch.")] = 8,
+    stages: Annotated[int, typer.Option(metavar="N", help="Number of pipeline stages.")] = 4,
+    micro_batches: Annotated[int, typer.Option(metavar="N", help="Micro-batches per batch.")] = 8,
     num_model_chunks: Annotated[int | None, parallel_option("num_model_chunks")] = None,
     durations: Annotated[
         str,
@@ -41,12 +46,12 @@ def draw(
             "inputs (I) and for weights (W). By default F=1, B=2, I=1, W=1.",
         ),
     ] = "",
-    send: Annotated[float, typer.Option(help="Time to send a result to the next rank.")] = 0.0,
+    send: Annotated[float, typer.Option(metavar="TIME", help="Time to send a result to the next rank.")] = 0.0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save a chart, as .svg or .png.")] = None,
     grid: Annotated[
         str | None,
         typer.Option(
-            metavar="2x2",
+            metavar="ROWSxCOLS",
             help="Draw a tensor grid instead: rows and columns, or three sizes. See --tensor-parallel-mode.",
         ),
     ] = None,

@@ -13,13 +13,14 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib.machinery import PathFinder
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, NoReturn
+from typing import Annotated, Any, NoReturn
 
 import typer
 
 from shardformer import launcher
-from shardformer.cli._options import check_num_processes
-from shardformer.errors import LaunchError, did_you_mean, first_line
+from shardformer.cli._help import OTHER, print_help
+from shardformer.cli._options import ARGUMENTS, check_num_processes
+from shardformer.errors import ConfigError, LaunchError, did_you_mean, first_line
 from shardformer.launcher.failure_report import FEW, describe_failures
 from shardformer.launcher.hostfile import find_this_host, read_hostfile, select_hosts
 from shardformer.launcher.shutdown import (
@@ -115,11 +116,37 @@ def _check_signals(names: str) -> None:
 # Options go to the launcher's own parser. Arguments after the script go to the script.
 CONTEXT_SETTINGS = {"ignore_unknown_options": True, "allow_interspersed_args": False}
 
-USAGE = "shardformer run [options] script.py [script arguments]"
+USAGE = "shardformer run [OPTIONS] SCRIPT [ARGS]..."
 DESCRIPTION = """
-Start one process per rank, with the environment variables of torch.distributed. Takes all options of torchrun. On one
-machine, a free port is selected unless a port or a rendezvous is specified. On several machines, run the same command
-on each of them: --hostfile lists the machines, the first one is the master, and each machine finds its own entry.
+Start one process per rank, with the environment variables of torch.distributed. Takes all options of torchrun, with -
+or with _. On one machine, a free port is selected unless a port or a rendezvous is specified.
+
+On several machines, run the same command on each of them: --hostfile lists the machines, the first one is the master,
+and each machine finds its own entry.
+"""
+HELP_GROUPS = {
+    "Processes": ("nproc_per_node", "module", "max_restarts", "shutdown_timeout"),
+    "Machines": ("hostfile", "host", "nnodes", "node_rank", "master_addr", "master_port"),
+    "Rendezvous": ("standalone", "rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "local_addr"),
+    "Output of the processes": ("log_dir", "redirects", "tee", "local_ranks_filter", "logs_specs"),
+}
+"""Title in the help -> names of options. The other options of torchrun come last."""
+HELP_TEXTS = {
+    "nproc_per_node": ("N", "Processes on each machine: a number, or auto, cpu or gpu. Default: 1."),
+    "nnodes": ("N", "Number of machines, or a range such as 1:4 for an elastic run. Default: 1."),
+    "node_rank": ("N", "Number of this machine, from 0."),
+    "master_addr": ("NAME", "Name or address of the first machine."),
+    "master_port": ("PORT", "Port on the first machine. By default a free one on a single machine, or 29500."),
+    "module": ("", "SCRIPT is the name of a module, as for python -m."),
+    "max_restarts": ("N", "Restarts of all processes after one fails. Default: 0."),
+    "shutdown_timeout": ("SECONDS", "Time in which the processes must end after a signal. Default: 30."),
+    "signals_to_handle": ("NAMES", "Signals to forward. Default: SIGTERM,SIGINT,SIGHUP,SIGQUIT."),
+    "help": ("", "Show this message and exit."),
+}
+"""Name of an option of torchrun -> metavar and help, shorter than those of torchrun."""
+EXAMPLE = """
+shardformer run --nproc-per-node 2 train.py --my-option 3
+shardformer run --hostfile hosts.txt train.py   # on every machine
 """
 
 
@@ -140,7 +167,31 @@ def launch(arguments: Sequence[str], command: str = "run") -> int:
     return _run_processes(options, command)
 
 
+def launch_processes(context: typer.Context, count: int) -> None:
+    """Run the command in ``count`` processes and exit with their status, unless this process is one of them.
+
+    Raises ConfigError if a launcher started another number of processes.
+    """
+    from shardformer.training.initialize import LAUNCHER_VARIABLES, num_processes
+
+    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+        if num_processes() != count:
+            raise ConfigError(
+                f"The layout needs {count} processes, but the launcher started {num_processes()}",
+                remedy=f"Start {count} processes, or run the command without a launcher",
+            )
+    elif count > 1:
+        check_num_processes("The layout", count)
+        words = ["-m", "shardformer", str(context.info_name), *context.meta[ARGUMENTS]]
+        sys.exit(launch(["--nproc_per_node", str(count), *words], str(context.info_name)))
+
+
 class _RunParser(argparse.ArgumentParser):
+    def print_help(self, file: Any = None) -> None:
+        rows = {action.dest: _help_row(action) for action in vars(self)["_actions"] if action.option_strings}
+        groups = {title: [rows.pop(name) for name in names if name in rows] for title, names in HELP_GROUPS.items()}
+        print_help(USAGE, DESCRIPTION, [*groups.items(), (OTHER, list(rows.values()))], EXAMPLE)
+
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
             raise LaunchError("The command has no script", remedy=f"Add the script, or -m and a module: {USAGE}")
@@ -155,12 +206,19 @@ class _RunParser(argparse.ArgumentParser):
         raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}", remedy=f"See {self.prog} --help")
 
 
+def _help_row(action: argparse.Action) -> tuple[str, str]:
+    """Return the names of an option with its metavar, and its help."""
+    names = sorted({name.replace("_", "-") for name in action.option_strings}, key=lambda name: name.startswith("--"))
+    usual = (action.metavar or action.dest.rpartition("_")[2].upper(), action.help or "")
+    metavar, text = HELP_TEXTS.get(action.dest, usual)
+    return f"{', '.join(names)}{'' if action.nargs == 0 else f' {metavar}'}", text
+
+
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     """Parse the options of torchrun and ``--hostfile`` and ``--host``, which set the nodes and the master address."""
     parser = _RunParser(
         prog="shardformer run",
         usage=USAGE,
-        description=DESCRIPTION,
         parents=[_make_torchrun_parser()],
         conflict_handler="resolve",
     )

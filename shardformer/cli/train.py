@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+from dataclasses import asdict
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, NoReturn
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
     from shardformer.train_command.run import DryRunReport
 
 MODULE = "shardformer.train_command"
+OPTION_GROUPS = {
+    "Run": ("config", "changes", "dry_run", "as_json"),
+    "Processes": ("processes", "max_restarts", "shutdown_timeout"),
+}
 
 
 def train(
@@ -34,11 +40,15 @@ def train(
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(min=1, help="Number of processes to start. By default the product of the axis sizes."),
+        typer.Option(
+            metavar="N", min=1, help="Number of processes to start. By default the product of the axis sizes."
+        ),
     ] = None,
     max_restarts: Annotated[
         int | None,
-        typer.Option(min=0, help="Maximum restarts from the last checkpoint after a process fails. By default 0."),
+        typer.Option(
+            metavar="N", min=0, help="Maximum restarts from the last checkpoint after a process fails. By default 0."
+        ),
     ] = None,
     shutdown_timeout: Annotated[
         int | None,
@@ -47,6 +57,7 @@ def train(
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print how the model is sharded and the memory per rank. Do not train.")
     ] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as JSON.")] = False,
 ) -> None:
     """Train a model with the model, data, layout, optimizer, schedule and hooks of a configuration file.
 
@@ -56,30 +67,34 @@ def train(
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would print the same warnings
     from shardformer.train_command.config_schema import load_train_config
 
+    if as_json and not dry_run:
+        raise ConfigError("--json has no effect without --dry-run", remedy="Read the metrics in folder/records.jsonl")
     overrides = list(changes or [])
     found = load_train_config(config, overrides)
     where = _reason_not_to_launch(dry_run)
-    if where is None and _num_processes(found.layout, processes) > 1:
-        _launch_and_exit(
-            found,
-            _num_processes(found.layout, processes),
-            max_restarts or 0,
-            shutdown_timeout,
-            [str(config), *overrides],
-        )
+    if where is None and (count := _num_processes(found.layout, processes)) > 1:
+        _launch_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
     # without a launcher, --processes 1 is valid: this process trains
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
     _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
-        from rich.console import Console
-
-        from shardformer.train_command.run import make_dry_run_report
-
-        print_dry_run_report(Console(highlight=False), make_dry_run_report(found))
+        _dry_run(found, as_json)
         return
     from shardformer.train_command.run import run_training as train_here
 
     train_here(found)
+
+
+def _dry_run(found: TrainConfig, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shardformer.train_command.run import make_dry_run_report
+
+    report = make_dry_run_report(found)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+    else:
+        print_dry_run_report(Console(highlight=False), report)
 
 
 def _launch_and_exit(

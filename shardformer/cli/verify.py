@@ -63,6 +63,19 @@ RENAMED_OPTIONS = {
     "--micro-steps": "--gradient-accumulation-steps", "--checkpointing": "--activation-checkpointing",
 }  # fmt: skip
 """Earlier name of an option -> its name."""
+OPTION_GROUPS = {
+    "Layout": ("tensor", "data", "pipe", "zero_stage"),
+    "Comparison": ("steps", "dtype", "average_loss_over", "as_json"),
+    "Model and data": ("head", "all_heads", "policy", "frozen", "batch", "tokens"),
+    "Tensor, sequence and context parallelism": (
+        "tensor_parallel_mode", "sequence_parallel", "sequence_overlap", "sequence", "context_parallel",
+    ),
+    "Pipeline parallelism": ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers"),
+    "Optimizer and memory": (
+        "optimizer", "precision", "offload", "gradient_accumulation_steps", "activation_checkpointing",
+    ),
+    "Kernels": ("flash_attention", "fused_normalization", "fused_activation"),
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -80,30 +93,40 @@ class VerifyOptions:
         ),
     ]
     policy: Annotated[
-        str, "The policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. By default the family's."
+        str,
+        typer.Option(
+            metavar="FILE", help="my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. By default the family's."
+        ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[
         str, typer.Option(metavar="NAME", help="With --zero-stage: an optimizer of torch.optim, LAMB or LARS.")
     ] = "SGD"
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(min=1, max=2**14, help="Backwards per step, each of its own batch.")
+        int, typer.Option(metavar="N", min=1, max=2**14, help="Backwards per step, each of its own batch.")
     ] = 1
     activation_checkpointing: Annotated[bool, "Recompute the layers of the sharded model in the backward."] = False
     frozen: Annotated[
         str, typer.Option(metavar="REGEX", help="Freeze the parameters whose full names match this expression.")
     ] = ""
-    steps: Annotated[int, typer.Option(min=1, help="Optimizer steps.")] = 3
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps.")] = 3
     dtype: Annotated[
         Dtype,
-        "Precision of both models. fp64 makes errors larger than the rounding noise, and replaces casts to lower "
-        "precision in the model (LLaMA's norms, GPT-2's loss).",
+        typer.Option(
+            metavar="fp64|fp32",
+            help="Precision of both models. fp64 makes errors larger than the rounding noise, and replaces casts to "
+            "lower precision in the model (LLaMA's norms, GPT-2's loss).",
+        ),
     ] = Dtype.FP64
-    head: Annotated[str, "The class of transformers to build, such as BertForTokenClassification."] = ""
+    head: Annotated[
+        str, typer.Option(metavar="CLASS", help="The class of transformers, such as BertForTokenClassification.")
+    ] = ""
     all_heads: Annotated[bool, "Compare every head class of the family, one after another."] = False
-    batch: Annotated[int | None, typer.Option(min=1, help="Samples per batch, by default 4 or slightly more.")] = None
-    tokens: Annotated[int | None, typer.Option(min=6, help="Tokens per sample, by default 13.")] = None
-    as_json: Annotated[bool, typer.Option("--json", help="Print only JSON on standard output.")] = False
+    batch: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Samples per batch, by default 4 or slightly more.")
+    ] = None
+    tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample, by default 13.")] = None
+    as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
     def make_layout(self) -> ParallelConfig:
         """Create the ParallelConfig of the options, with tensor=2 unless --tensor, --pipe or --sequence was passed."""

@@ -10,7 +10,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, fields, is_dataclass, replace
 from functools import partial
-from textwrap import indent
+from textwrap import fill, indent
 from types import MappingProxyType
 from typing import Any
 
@@ -38,10 +38,17 @@ from shardformer.policies.roles import Attention, LayerStack, Role
 from shardformer.sharding.checks import check_not_sharded
 from shardformer.sharding.plan import make_plan
 
+WIDTH = 100
+"""Width of printed policies, in characters."""
+
 
 def format_policy(policy: RolePolicy, name: str = "MyPolicy") -> str:
     """Return Python source that defines a policy as the class ``name``, with its notes as leading comments."""
-    return "".join(f"# {note}\n" for note in policy.notes) + "\n" + format_policy_module(policy, name)
+    notes = [
+        fill(note, WIDTH, initial_indent="# ", subsequent_indent="#   ", break_long_words=False)
+        for note in policy.notes
+    ]
+    return "\n".join(notes) + "\n\n" + format_policy_module(policy, name)
 
 
 def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
@@ -60,13 +67,31 @@ def format_policy_module(policy: RolePolicy, name: str = "MyPolicy") -> str:
             "    )",
         ]
     lines += [
-        f"    {n} = {getattr(policy, n)!r}" for n in ("embeddings", "head", "keep_replicated") if getattr(policy, n)
+        f"    {n} = {_wrap_call(repr(getattr(policy, n)), '    ')}"
+        for n in ("embeddings", "head", "keep_replicated")
+        if getattr(policy, n)
     ]
     lines = [line.replace("'", '"') for line in lines]
     for reason in ("no_sequence_parallel", "no_pipeline"):
         if getattr(policy, reason):
             lines.append(f"    {reason} = {json.dumps(getattr(policy, reason))}")
     return "\n".join([f"from shardformer.policies import {', '.join(sorted(used_classes))}", "", "", *lines]) + "\n"
+
+
+def _wrap_call(source: str, margin: str) -> str:
+    """Break an expression that is too long for a line, with one argument or item per line."""
+    if len(margin) + len(source) < WIDTH or not source.endswith(")"):
+        return source
+    start, depth, parts = source.index("(") + 1, 0, [""]
+    for letter in source[start:-1]:
+        depth += (letter in "([{") - (letter in ")]}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    inner = f"{margin}    "
+    lines = [f"{inner}{_wrap_call(part.strip(), inner)}," for part in parts if part.strip()]
+    return "\n".join([source[:start], *lines, f"{margin})"])
 
 
 def format_role(role: Role) -> str:
@@ -79,7 +104,7 @@ def _format_stack(stack: LayerStack, indent: str, used_classes: set[str]) -> str
     used_classes.add("LayerStack")
     inner = f"{indent}    "
     lines = ["LayerStack(", f"{inner}{stack.layers!r},", f"{inner}["]
-    lines += [f"{inner}    {_format_value(block, used_classes)}," for block in stack.blocks]
+    lines += [f"{inner}    {_wrap_call(_format_value(block, used_classes), f'{inner}    ')}," for block in stack.blocks]
     lines.append(f"{inner}],")
     lines += [
         f"{inner}{n}={text},"
@@ -286,7 +311,10 @@ def _make_derivation_error(
     error = error_class(
         f"No policy for {type(model).__name__} could be derived: {reason}",
         rule="A derived policy shards the blocks of a stack of layers and is validated on a reduced model",
-        remedy="Write a policy for this model (docs/policies.md)",
+        remedy="Use data parallelism and ZeRO (data=, zero_stage=), which need no policy, or write a policy for this "
+        "model (docs/policies.md)"
+        if error_class is NothingShardedError
+        else "Write a policy for this model (docs/policies.md)",
     )
     error.reason = reason
     if isinstance(error, NothingShardedError) and cache.nearest:

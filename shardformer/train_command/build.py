@@ -11,7 +11,6 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,12 +26,18 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
+from shardformer.train_command.config_schema import (
+    OptimizerTable,
+    ScheduleTable,
+    TrainConfig,
+    remote_code_hint,
+    suggest_key,
+)
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
 from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
-from shardformer.transformers_compat import config_classes_of, load_transformers
+from shardformer.transformers_compat import config_classes_of, load_transformers, uninitialized_weights
 from shardformer.weights.from_pretrained import from_pretrained
 from shardformer.zero.optimizers import LAMB, LARS, HybridAdam
 
@@ -204,7 +209,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
         if name not in known:
             raise ConfigError(
                 f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}",
-                remedy=did_you_mean(name, known),
+                remedy=suggest_key(name, known),
             )
     for name in known:
         p = parameters[name]
@@ -348,7 +353,7 @@ def _find_hook_class(hook_name: str) -> Any:
         raise ConfigError(
             f"There is no hook called {hook_name!r}",
             rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
-            remedy=did_you_mean(hook_name, KNOWN_HOOKS),
+            remedy=suggest_key(hook_name, KNOWN_HOOKS),
         )
     found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
@@ -414,8 +419,8 @@ def build_model(
 ) -> nn.Module:
     """Build the model of a run with weights in ``dtype``. The dtype of a step is set by ``parallel.precision``.
 
-    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are random,
-    even if the run loads a checkpoint.
+    ``saved`` is its config without the fields that depend on the data. If ``lazy`` is False, the weights are not
+    initialized, even if the run loads a checkpoint.
     """
     complete = load_model_config(config, derive_fields_from_data(config, data, saved))
     _check_data_fits_model(config, data, complete)
@@ -427,8 +432,10 @@ def build_model(
         if lazy and not config.model.random:
             model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
         else:
-            with LazyInit() if lazy else nullcontext():
-                model = _create_model(kind, complete, dtype, trust)
+            with LazyInit() if lazy else uninitialized_weights():
+                model = create_model(kind, complete, dtype, trust)
+            if not lazy:
+                cast(Any, model).tie_weights()
     except ShardFormerError:
         raise
     except Exception as error:  # model code may raise any error
@@ -446,7 +453,8 @@ def build_model(
     return model
 
 
-def _create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+def create_model(model_class: Any, model_config: Any, dtype: torch.dtype, trust_remote_code: bool) -> nn.Module:
+    """Build a model of transformers with random weights."""
     before = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -481,6 +489,12 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     )
 
 
+def max_positions(model_config: Any) -> int | None:
+    """Return the maximum number of positions in the text config of a model, or None if it has no limit."""
+    text = model_config.get_text_config()
+    return next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+
+
 def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config: Any) -> None:
     if data.tokens is None:
         return
@@ -492,7 +506,7 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
             remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
             f"{data.tokens.size}",
         )
-    most = next((n for name in POSITION_FIELDS if isinstance(n := getattr(text, name, None), int) and n > 0), None)
+    most = max_positions(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
             f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model",

@@ -21,7 +21,7 @@ Task = Literal[
     "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
     "regression", "preference", "image_classification",
 ]  # fmt: skip
-Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
+Format = Literal["text", "jsonl", "csv", "parquet", "csv", "parquet", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
@@ -88,14 +88,18 @@ class DataTable(ConfigTable):
         "Fraction of the training rows to validate on instead of training on them.", None, gt=0, lt=1
     )
     format: Format | None = _config_key(
-        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`, also with tabs; `parquet`; "
-        "`datasets`: the name or the folder of a data set of the library `datasets`; `images`. By default it follows "
-        "from the suffix, and a folder contains images.",
+        "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
+        "the names of the fields, also for .tsv files; `parquet`; `datasets`: the name or the folder of a data set of "
+        "the library `datasets`; `images`. By default it follows from the suffix, and a folder contains images.",
         None,
     )
-    options: dict[str, Any] = _config_key(
-        "Arguments of `datasets.load_dataset` for `csv`, `parquet` and `datasets`, such as `{ sep = ';' }`.", {}
+    delimiter: str | None = _config_key(
+        "The character between the fields of `csv`. By default a tab in .tsv files, where quotes are part of the "
+        "text, and a comma in others, where quotes may enclose a field.",
+        None,
+        max_length=1,
     )
+    options: dict[str, Any] = _config_key("Arguments of `datasets.load_dataset` for `parquet` and `datasets`.", {})
     streaming: bool = _config_key(
         "Read the data during training instead of before it. `training.steps` must be set.", False
     )
@@ -141,7 +145,7 @@ class DataTable(ConfigTable):
         "Put several texts or conversations into one row, for `causal`. No text attends to another one.", False
     )
     group_by_length: bool = _config_key("Put samples of similar length into the same batch.", False)
-    image: str = _config_key("The field of the image in `datasets`, or of its path in `jsonl`.", "image")
+    image: str = _config_key("The field of the image in `datasets`, or of its path in other formats.", "image")
     split: str = _config_key("The split of `datasets` to train on.", "train")
     validation_split: str | None = _config_key(
         "The split to validate on, of `validation` or by default of `train`.", None
@@ -214,7 +218,9 @@ class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
     steps: int | None = _config_key("Number of optimizer steps.", None, ge=1)
-    epochs: int | None = _config_key("Number of epochs. By default 1 if `steps` is not set.", None, ge=1)
+    epochs: float | None = _config_key(
+        "Number of epochs, such as 3 or 0.5. By default 1 if `steps` is not set.", None, gt=0
+    )
     validate_every: int | None = _config_key("Steps between validations. By default one epoch.", None, ge=1)
     export: bool = _config_key("Write `folder/model` for `from_pretrained` after training.", False)
 
@@ -243,7 +249,7 @@ class TrainConfig(ConfigTable):
         training, data = self.training, self.data
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
-                f"training.steps = {training.steps} and training.epochs = {training.epochs} cannot both be set",
+                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
         validations = (data.validation, data.validation_split, data.validation_fraction)
@@ -384,6 +390,13 @@ TRAINER_KEYS = {
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.retention",
     "output_dir": "folder, above all tables",
+    "logging_dir": "hooks.tensor_board.folder", "logging_steps": "hooks.json_lines.every",
+    "report_to": "hooks.tensor_board = true", "data_seed": "seed, above all tables",
+    "num_labels": "model.config.num_labels. By default it follows from the data",
+    "zero": "parallel.zero_stage", "deepspeed": "parallel.zero_stage", "fsdp": "parallel.zero_stage = 3",
+    "tensor_parallel_size": "parallel.tensor", "pipeline_parallel_size": "parallel.pipe",
+    "context_parallel_size": "parallel.sequence", "attn_implementation": "parallel.flash_attention",
+    "early_stopping_patience": "hooks.early_stopping.patience",
 }  # fmt: skip
 """Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
 RENAMED_KEYS = {
@@ -424,7 +437,7 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
             remedy="Correct the line",
         ) from error
     for change in changes:
-        _apply_command_line_change(tables, change)
+        apply_command_line_change(tables, change)
     return parse_config(tables, str(file))
 
 
@@ -455,7 +468,8 @@ def _rename_earlier_keys(tables: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _apply_command_line_change(tables: dict[str, Any], change: str) -> None:
+def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
+    """Set or remove a key of the tables of a run configuration, as in ``parallel.tensor=2``, in place."""
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
@@ -485,10 +499,11 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     table, name = _find_table(key_path), key_path[-1]
     key = ".".join(_remove_union_types(key_path))
     if first["type"] == "extra_forbidden":
+        known = list(table.model_fields) if table is not None else []
         return ConfigError(
             f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
             f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}",
-            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else _suggest_key(name, table),
+            remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_key(name, known),
         )
     if first["type"] == "missing":
         return ConfigError(
@@ -521,17 +536,22 @@ def _suggest_value(error: Mapping[str, Any]) -> str:
     return of_type.get(error["type"], "Correct the value")
 
 
-def _suggest_key(name: str, table: type[BaseModel] | None) -> str:
-    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``."""
+def suggest_key(name: str, known: Iterable[str]) -> str:
+    """Suggest the correct key for an unknown key, which may be in the wrong table or from ``TrainingArguments``.
+
+    ``known`` are the names that are valid in its place.
+    """
     tables = {key: _find_table([key, ""]) for key in TrainConfig.model_fields}
     all_keys = [f"{key}.{field}" for key, each in tables.items() if each is not None for field in each.model_fields]
-    same_name = [key for key in (*TrainConfig.model_fields, *all_keys) if key.rpartition(".")[2] == name]
+    same_name = [key for key in all_keys if key.rpartition(".")[2] == name]
+    if name in tables:
+        same_name.append(f"{name}, above all tables" if tables[name] is None else f"a table [{name}]")
     if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
         return f"Write it as {key}"
-    if table is TrainConfig:
+    if {*known} == {*TrainConfig.model_fields}:
         suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
-    return did_you_mean(name, table.model_fields if table is not None else ())
+    return did_you_mean(name, known)
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:

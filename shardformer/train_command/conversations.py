@@ -164,7 +164,7 @@ class ChatFormat:
                 "Jinja template",
             )
         if tokens.tokenizer is not None:
-            tokens.tokenizer.chat_template = template  # exported with the model
+            tokens.tokenizer.chat_template = template
         return cls(tokens, template, data.train_on, data.sequence_length)
 
     def render(self, messages: Sequence[Message], *, add_generation_prompt: bool = False, **options: Any) -> str:

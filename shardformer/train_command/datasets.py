@@ -20,6 +20,8 @@ from shardformer.train_command.conversations import IGNORED, Sample
 from shardformer.train_command.tokenizer import TextTokenizer
 
 HALF = (0.5, 0.5, 0.5)
+IMAGE_SIZE = 224
+"""Image size in pixels if the config of the model does not specify one."""
 FILE, PROCESSOR = "preprocessor_config.json", "ViTImageProcessor"
 """Config file of image processors in transformers, and the processor class equivalent to ``ImageTransform``."""
 BICUBIC = 3
@@ -35,8 +37,12 @@ class ImageTransform:
     std: Sequence[float] = HALF
 
     @classmethod
-    def of(cls, model: str, size: int) -> ImageTransform:
-        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json."""
+    def of(cls, model: str, size: int | None) -> ImageTransform:
+        """Create the transform of a model with mean and standard deviation from its preprocessor_config.json.
+
+        ``size`` is the image size in pixels of the model's config, or None for 224.
+        """
+        size = size or IMAGE_SIZE
         file = Path(model) / FILE
         if not file.is_file():
             return cls(size)

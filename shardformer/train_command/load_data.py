@@ -53,8 +53,6 @@ from shardformer.train_command.read_rows import (
 from shardformer.train_command.tokenizer import TextTokenizer, load_tokenizer
 from shardformer.training.sample_order import length_or_none
 
-IMAGE_SIZE = 224
-"""Image size in pixels if the config of the model does not specify one."""
 PROBLEM_TYPES = {"regression": "regression", "multi_label_classification": "multi_label_classification"}
 """Task -> ``problem_type`` in the configs of transformers."""
 
@@ -74,6 +72,8 @@ class TrainingData:
         loss_fn: Loss function of the task, or None for the loss of the model.
         loss_weight: Weight of a micro-batch for ``loss_fn``.
         preferences: Data sets whose reference values are computed before training.
+        adds_end: Whether texts are tokenized one by one with special tokens.
+        chat_template: Template of the conversations, or None.
     """
 
     title: str
@@ -89,6 +89,8 @@ class TrainingData:
     loss_fn: Any = None
     loss_weight: Any = None
     preferences: Sequence[PreferenceDataset] = ()
+    adds_end: bool = False
+    chat_template: str | None = None
 
     @property
     def num_samples(self) -> int | None:
@@ -103,8 +105,10 @@ class TrainingData:
 
     @property
     def processor(self) -> Any:
-        """Tokenizer or image transform to export with the model, or None if texts are tokenized as bytes."""
-        return self.transform if self.tokens is None else self.tokens.tokenizer
+        """Tokenizer or image transform to export with the model."""
+        if self.tokens is None:
+            return self.transform
+        return self.tokens.export(adds_end=self.adds_end, chat_template=self.chat_template)
 
 
 def load_data(config: TrainConfig, image_size: int | None = None, model_classes: Sequence[str] = ()) -> TrainingData:
@@ -122,7 +126,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     model, data = config.model, config.data
     tokens = transform = None
     if model.task == "image_classification":
-        transform = ImageTransform.of(model.name, image_size or IMAGE_SIZE)
+        transform = ImageTransform.of(model.name, image_size)
     else:
         tokens = load_tokenizer(
             data.tokenizer, model.name, random=model.random, trust_remote_code=model.trust_remote_code
@@ -160,11 +164,20 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         loss_fn=PreferenceLoss(config.preference) if is_preference else None,
         loss_weight=count_rows if is_preference else None,
         preferences=builder.preferences,
+        adds_end=tokens is not None and adds_end_token(config),
+        chat_template=builder.chat_template,
     )
 
 
 def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
     return PreferenceCollator(tokens.pad) if task == "preference" else PaddingCollator(tokens.pad)
+
+
+def adds_end_token(config: TrainConfig) -> bool:
+    """Return whether the texts of a run are tokenized one by one with special tokens, and not joined to blocks."""
+    names, task = data_sources_of(config.data), config.model.task
+    is_row = task == "sequence_to_sequence" and infer_format(config.data, names) != "text"
+    return is_row or task in ("classification", "multi_label_classification", "regression")
 
 
 def _mix(config: TrainConfig, sources: list[Any]) -> Any:
@@ -218,6 +231,7 @@ class _DatasetBuilder:
     classes: Sequence[Any] | None
     skipped: str = ""
     preferences: list[PreferenceDataset] = field(default_factory=list)
+    chat_template: str | None = None
 
     def build(self, rows: DatasetRows, validation: bool) -> Any:
         """Return a data set of samples from rows of the training or validation data."""
@@ -229,7 +243,7 @@ class _DatasetBuilder:
         if data.streaming:
             return self._build_stream(rows, self.tokens)
         if task == "preference":
-            preferences = read_pairs(rows, data, ChatFormat.of(data, self.tokens))
+            preferences = read_pairs(rows, data, self._chat_format(self.tokens))
             self._count_skipped(len(rows) - len(preferences), len(rows))
             self.preferences.append(preferences)
             return preferences
@@ -269,13 +283,18 @@ class _DatasetBuilder:
     def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
-            samples = encode_conversations(rows, data, ChatFormat.of(data, tokens))
+            samples = encode_conversations(rows, data, self._chat_format(tokens))
             self._count_skipped(len(rows) - len(samples), len(rows))
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
         else:
             return self._build_blocks(rows, tokens)
         return PackedDataset.of(samples, data.sequence_length) if data.packing else SampleDataset(samples)
+
+    def _chat_format(self, tokens: TextTokenizer) -> ChatFormat:
+        chat = ChatFormat.of(self.config.data, tokens)
+        self.chat_template = chat.template
+        return chat
 
     def _count_skipped(self, count: int, total: int) -> None:
         if count:
@@ -300,7 +319,7 @@ class _DatasetBuilder:
             raise InputError(f"{', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
-            make = partial(_stream_conversations, data=data, chat=ChatFormat.of(data, tokens))
+            make = partial(_stream_conversations, data=data, chat=self._chat_format(tokens))
         else:
             read_text_field([first], data.text, "data.text")
             make = partial(stream_blocks, field=data.text, length=data.sequence_length, task=task, tokens=tokens)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -17,6 +19,11 @@ from shardformer.train_command.config_schema import DataTable, TrainConfig
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
 SUFFIXES |= {".csv": "csv", ".tsv": "csv", ".parquet": "parquet"}
+TABLES = {".arrow", ".xlsx"}
+_CONVERT = (
+    "Convert it to JSON lines: pandas.read_excel(file).to_json('data.jsonl', orient='records', lines=True, "
+    "force_ascii=False), or read_feather"
+)
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
 
@@ -68,6 +75,9 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
         return [{data.image: str(file), data.label: name} for file, name in zip(files, classes, strict=True)]
     if data_format == "jsonl" and not data.streaming:
         return _read_json_rows(names)
+    if data_format == "csv" and not data.streaming:
+        rows = [row for name in names for row in _read_csv_rows(name, data.delimiter)]
+        return _to_numbers(rows, data.label, float if task == "regression" else int)
     split = data.validation_split or data.split if validation and data.validation_fraction is None else data.split
     if data_format == "datasets":
         return _load_dataset(data, names, split)
@@ -103,15 +113,25 @@ def _select(rows: DatasetRows, indices: Sequence[int]) -> DatasetRows:
 
 def infer_format(data: DataTable, names: Sequence[str]) -> str:
     """Return the format of the data from the configuration, or infer it from the file names."""
-    if data.format is not None:
-        return data.format
+    found_format = data.format or _infer_format_from_names(names)
+    if data.delimiter is not None and found_format != "csv":
+        raise ConfigError(
+            f"data.delimiter = {data.delimiter!r} has no effect, because the format is {found_format}",
+            remedy="Remove it, or set data.format = 'csv'",
+        )
+    return found_format
+
+
+def _infer_format_from_names(names: Sequence[str]) -> str:
     found = {"images" if Path(name).is_dir() else SUFFIXES.get(Path(name).suffix.lower(), "") for name in names}
     if len(found) == 1 and "" not in found:
         return found.pop()
     raise ConfigError(
         f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}",
         rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images",
-        remedy="Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
+        remedy=_CONVERT
+        if any(Path(name).suffix.lower() in TABLES for name in names)
+        else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
     )
 
 
@@ -243,6 +263,41 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
     return row
 
 
+def _to_numbers(rows: list[dict[str, str]], field: str, kind: type) -> DatasetRows:
+    """Convert a field to numbers if the values of all rows are numbers of this kind."""
+    try:
+        return [{**row, field: kind(row[field])} for row in rows]
+    except (KeyError, ValueError):
+        return rows
+
+
+def _delimiter_of(file: str, delimiter: str | None) -> str:
+    return delimiter or ("\t" if file.lower().endswith(".tsv") else ",")
+
+
+def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
+    """Read the rows of a table as strings by field."""
+    separator = _delimiter_of(file, delimiter)
+    csv.field_size_limit(2**30)
+    lines = io.StringIO(_read_text_file(file), newline="")
+    if separator == "\t":  # quotes are part of the text, as in most data sets
+        found = list(csv.reader(lines, delimiter=separator, quoting=csv.QUOTE_NONE))
+    else:
+        found = list(csv.reader(lines, delimiter=separator))
+    fields, rows = (found[0], [row for row in found[1:] if row]) if found else ([], [])
+    if not rows:
+        raise InputError(
+            f"The file {file!r} contains no rows", rule="Its first line has the names of the fields", remedy="Add rows"
+        )
+    for number, row in enumerate(rows, start=1):
+        if len(row) != len(fields):
+            raise InputError(
+                f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}",
+                remedy=f"Correct the row, or set data.delimiter, which is {separator!r}",
+            )
+    return [dict(zip(fields, row, strict=True)) for row in rows]
+
+
 def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetRows:
     """Load a data set of the library ``datasets`` by its name or from a folder that ``save_to_disk`` wrote."""
     datasets = _import_datasets("data.format = 'datasets'", names)
@@ -273,7 +328,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
 
 
 def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) -> DatasetRows:
-    """Read csv, tsv and parquet files, and streamed JSON lines, with the library ``datasets``."""
+    """Read parquet files, and streamed csv files and JSON lines, with the library ``datasets``."""
     datasets = _import_datasets(f"The format {data_format!r}", names)
     if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
         near = did_you_mean(Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*")))
@@ -281,8 +336,9 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
             f"The file {missing[0]!r} does not exist", remedy=near if near.startswith("Did") else "Correct the path"
         )
     options = dict(data.options)
-    if data_format == "csv" and all(Path(name).suffix.lower() == ".tsv" for name in names):
-        options.setdefault("sep", "\t")
+    if data_format == "csv":
+        separator = _delimiter_of(names[0], data.delimiter)
+        options |= {"sep": separator, **({"quoting": csv.QUOTE_NONE} if separator == "\t" else {})}
     builder = {"jsonl": "json"}.get(data_format, data_format)
     try:
         rows = datasets.load_dataset(
@@ -292,8 +348,7 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
         cause = error.__cause__ or error
         raise InputError(
             f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(cause)}",
-            remedy="Correct the file, or pass arguments of the reader in data.options, such as { sep = ';' } or "
-            "{ quoting = 3 } for csv",
+            remedy="Correct the file, or set data.delimiter or data.options",
         ) from error
     _check_has_rows(rows, ", ".join(names), "data.train")
     return cast(DatasetRows, rows)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import warnings
@@ -59,10 +60,15 @@ def run_training(config: TrainConfig) -> dict[str, float]:
         run_on_first_rank(
             lambda: _check_export_folder(config, config.path / EXPORT_FOLDER), trainer.engine.world, "Training"
         )
-    epochs = None if training.steps is not None else training.epochs or 1
+    steps, epochs = training.steps, None if training.steps is not None else training.epochs or 1
+    if epochs is not None and epochs % 1:
+        steps, epochs = count_steps(config, data), None
     with _convert_first_step_error(config, trainer):
         values = trainer.fit(
-            steps=training.steps, epochs=epochs, validation=data.validation, validate_every=training.validate_every
+            steps=steps,
+            epochs=None if epochs is None else int(epochs),
+            validation=data.validation,
+            validate_every=training.validate_every,
         )
     if trainer.was_interrupted:
         _print_interruption(trainer)
@@ -186,7 +192,9 @@ def count_steps(config: TrainConfig, data: TrainingData) -> int:
         return config.training.steps
     samples, size = data.num_samples, config.data.batch_size
     assert samples is not None  # a stream requires training.steps
-    return (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))
+    return math.ceil(
+        (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))
+    )
 
 
 # B batch, S sequence

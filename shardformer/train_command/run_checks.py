@@ -24,6 +24,8 @@ from shardformer.train_command.conversations import IGNORED
 from shardformer.training.hook import Hook, TrainerProtocol
 
 FILE = "run.json"
+MODEL_KEY = "model_config"
+"""Key of the config of the model in the state of ``Resume``, from which a checkpoint can be loaded without the run."""
 FIXED = ("model", "optimizer", "seed")
 """Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
 MAX_COMPARED_STEPS = 10_000
@@ -45,14 +47,19 @@ class Resume(Hook):
         self._config, self._num_steps = config, num_steps
         self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
+        self._model_config = ""
 
     def state(self) -> Any:
-        return {"config": json.dumps(self._values), "num_steps": self._num_steps}
+        return {
+            "config": json.dumps(self._values), "num_steps": self._num_steps, MODEL_KEY: self._model_config,
+        }  # fmt: skip
 
     def load_state(self, state: Any) -> None:
         self._before = {"config": json.loads(state["config"]), "num_steps": state["num_steps"]}
 
     def setup(self, trainer: TrainerProtocol) -> None:
+        model_config: Any = trainer.engine.model.config
+        self._model_config = model_config.to_json_string()
         if self._before is None:
             if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
                 print(f"new run: {self._config.path} has files of an earlier run, but no checkpoint", flush=True)

@@ -17,6 +17,9 @@ PAD_TOKEN, MASK, NUM_BYTES = 256, 257, 258
 """Token ids that follow the 256 byte tokens: padding, which also ends a text, and mask."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "spiece.model", "vocab.txt", "vocab.json")
 
+GPT2_FILES = ("encoder.json", "vocab.bpe")
+"""Names of OpenAI for vocab.json and merges.txt of GPT-2."""
+
 
 @dataclass(frozen=True, eq=False)
 class TextTokenizer:
@@ -91,6 +94,39 @@ class TextTokenizer:
     def is_bytes(self) -> bool:
         return self.tokenizer is None
 
+    def export(self, *, adds_end: bool, chat_template: str | None = None) -> Any:
+        """Return a tokenizer of transformers with the same tokens, to save with the model.
+
+        ``adds_end`` is whether ``encode_with_special_tokens`` tokenizes the texts of the run.
+        """
+        found = make_byte_tokenizer(adds_end=adds_end) if self.tokenizer is None else self.tokenizer
+        if chat_template is not None:
+            found.chat_template = chat_template
+        return found
+
+
+def make_byte_tokenizer(*, adds_end: bool) -> Any:
+    """Create a tokenizer of transformers whose tokens are the bytes of a text, with the ids of ``TextTokenizer``.
+
+    Args:
+        adds_end: Whether it ends a text with the padding token, and joins pairs of texts with a zero byte.
+    """
+    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+    letters = bytes_to_unicode()  # of each byte, because the vocabulary of a file consists of letters
+    end, mask = "<|end|>", "<|mask|>"
+    made = Tokenizer(models.BPE(vocab={letter: byte for byte, letter in letters.items()}, merges=[]))
+    made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    made.decoder = decoders.ByteLevel()
+    made.add_special_tokens([AddedToken(end, normalized=False), AddedToken(mask, normalized=False)])
+    if adds_end:
+        made.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}", pair=f"$A {letters[0]} $B {end}", special_tokens=[(end, PAD_TOKEN), (letters[0], 0)]
+        )
+    names = {"pad_token": end, "eos_token": end, "mask_token": mask}
+    return load_transformers().PreTrainedTokenizerFast(tokenizer_object=made, **names)
+
 
 def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_code: bool = False) -> TextTokenizer:
     """Load a tokenizer by name. Without a name, load the tokenizer of the model, or use bytes for random weights."""
@@ -100,16 +136,21 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
     transformers = load_transformers()
 
     folder = Path(source)
-    if folder.is_dir() and not any((folder / file).is_file() for file in FILES):
+    files = [folder / name for name in GPT2_FILES]
+    original = files if all(file.is_file() for file in files) else None
+    if original is None and folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
             f"The folder {source!r} contains no tokenizer",
             rule=f"A tokenizer has one of the files {', '.join(FILES)}",
             remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'",
         )
     try:
-        found = transformers.AutoTokenizer.from_pretrained(
-            source, trust_remote_code=trust_remote_code and source == model
-        )
+        if original is None:
+            found = transformers.AutoTokenizer.from_pretrained(
+                source, trust_remote_code=trust_remote_code and source == model
+            )
+        else:
+            found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
             f"The tokenizer {source!r} cannot be loaded: {first_line(error)}",

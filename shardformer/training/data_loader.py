@@ -17,11 +17,11 @@ from torch.utils.data import BatchSampler, DataLoader
 
 from shardformer.comm.collective_call import collective_call, hash_to_number
 from shardformer.consistency.training_data import check_same_data
-from shardformer.errors import ConfigError, InputError, check_int
+from shardformer.errors import TRACEBACK_VARIABLE, ConfigError, InputError, check_int
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import tree_map_only
-from shardformer.training.sample_order import Collate, DataShard, StreamedSource, make_source
+from shardformer.training.sample_order import Collate, DataShard, IndexedSource, StreamedSource, make_source
 
 
 class NoLengthError(ConfigError, TypeError):
@@ -195,6 +195,10 @@ class ShardedDataLoader:
         self.check_ranks(context.data.size)
         self._shard, self._context = DataShard(context.data.rank, context.data.size), context
 
+    def example(self) -> Any:
+        """Return a small batch that is equal on all ranks, or None if samples cannot be read by their index."""
+        return self._source.example() if isinstance(self._source, IndexedSource) else None
+
     def rewind(self) -> None:
         """Reset the data position to the first batch of the first epoch."""
         self.epoch = self.seen = 0
@@ -260,15 +264,18 @@ def _check_conflict(name: str, value: object, default: object, loader_value: obj
 def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> dict[str, Any]:
     """Convert a batch to a dict of keyword arguments for ``model.forward``.
 
-    A sequence contains positional arguments and, if ``has_target`` is True, the target of the loss function at its end.
+    A sequence contains positional arguments, or one dict of arguments by name. If ``has_target`` is True, the target of
+    the loss function is at its end.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
     if isinstance(batch, Tensor):
         batch = (batch,)
-    if not isinstance(batch, (list, tuple)) or not batch:
+    if isinstance(batch, (list, tuple)) and has_target and len(batch) == 2 and isinstance(batch[0], Mapping):
+        return {**batch[0], TARGET_KEY: batch[1]}
+    if not isinstance(batch, (list, tuple)) or not batch or any(isinstance(each, Mapping) for each in batch):
         raise InputError(
-            f"A batch of type {type(batch).__name__} is not supported",
+            f"A batch of type {_describe_batch(batch)} is not supported",
             rule="A batch is a dict of forward arguments by name, or a tuple of them in order",
             remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn a tuple, as in "
             "engine((inputs, targets))",
@@ -292,6 +299,12 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     return named if inputs is batch else {**named, TARGET_KEY: batch[-1]}
 
 
+def _describe_batch(batch: Any) -> str:
+    if not isinstance(batch, (list, tuple)):
+        return type(batch).__name__
+    return f"{type(batch).__name__} of {', '.join(type(each).__name__ for each in batch) or 'nothing'}"
+
+
 def is_batch_list(batch: Any) -> bool:
     """Return whether ``batch`` is a list of batches, rather than a single batch of tensors."""
     return (
@@ -308,7 +321,17 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
     """Wrap a loss function of (output, target) or (output, batch) so that it takes the output and a micro-batch."""
 
     def loss(output: Any, micro_batch: Mapping[str, Any]) -> Any:
-        return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
+        try:
+            return loss_fn(output, micro_batch.get(TARGET_KEY, micro_batch))
+        except TypeError as error:  # the function may have the signature of another function
+            second = "target" if TARGET_KEY in micro_batch else "batch"
+            raise InputError(
+                f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}",
+                rule=f"It is called as loss_fn(output, {second}), where output, a {type(output).__name__}, is what the "
+                "model returned" + ("" if second == "target" else ", and batch is the dict of its arguments"),
+                remedy="Use these two arguments (only verify calls loss_fn(model, batch)). "
+                f"{TRACEBACK_VARIABLE}=1 shows the traceback",
+            ) from error
 
     return loss
 

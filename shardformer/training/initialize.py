@@ -22,6 +22,7 @@ from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
+from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
@@ -32,7 +33,13 @@ from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_t
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import is_compiled_in_place
-from shardformer.training.data_loader import create_data_loader, wrap_loss_function
+from shardformer.training.data_loader import (
+    ShardedDataLoader,
+    create_data_loader,
+    is_batch_list,
+    to_forward_arguments,
+    wrap_loss_function,
+)
 from shardformer.training.engine import Engine
 from shardformer.training.user_changes import ItemKey, Snapshot, apply_changes, collect_changes, take_snapshot
 from shardformer.zero.optimizer_state_view import detach_zero_optimizer, unchanged_on_error
@@ -149,6 +156,7 @@ def _shard_with_optimizers(
     config: ParallelConfig,
     context: ParallelContext,
     on_sharded: Callable[[nn.Module], object] = lambda _: None,
+    example: Callable[[], Any] = lambda: None,
 ) -> nn.Module:
     """Shard the model, move the optimizers to its sharded parameters, and call ``on_sharded`` with the sharded model.
 
@@ -169,7 +177,7 @@ def _shard_with_optimizers(
         if METADATA_ATTRIBUTE in model.__dict__:
             finish(model)
             return model
-        return shard_in_place(model, config.shard_config(context), policy, finish)[0]
+        return shard_in_place(model, config.shard_config(context), policy, finish, example)[0]
 
 
 def make_pipeline(model: nn.Module, config: ParallelConfig, loss_fn: Any, loss_weight: Any) -> Pipeline:
@@ -204,6 +212,7 @@ class RebuildArguments:
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
         snapshot: Snapshot of the sharded model, relative to which later changes are carried over.
+        example: Function that returns arguments of a forward, from which a policy may be derived.
     """
 
     meta_model: nn.Module | None
@@ -211,6 +220,7 @@ class RebuildArguments:
     loss_fn: Any
     loss_weight: Any
     snapshot: Mapping[ItemKey, Snapshot] = field(default_factory=dict)
+    example: Callable[[], Any] = lambda: None
 
     def take_snapshot(self, model: nn.Module) -> None:
         if self.meta_model is not None:
@@ -247,7 +257,8 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         for path in checkpointed:
             vars(model.get_submodule(path))["gradient_checkpointing"] = True
         modes = modes_of(model)
-        model = _shard_with_optimizers(model, [], copy.copy(arguments.policy), config, context)
+        policy = copy.copy(arguments.policy)
+        model = _shard_with_optimizers(model, [], policy, config, context, example=arguments.example)
         pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
         tensors: dict[str, Any] = ModelTensors(model).tensors
         for optimizer, names_of_groups in zip(optimizers, old.groups, strict=True):
@@ -329,11 +340,21 @@ def initialize(
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
     meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
     arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
+    arguments.example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
+
+
+def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
+    """Return the arguments of a forward for the first samples of the training data, or None."""
+    batch = data.example() if data is not None else None
+    if batch is None or is_batch_list(batch):
+        return None
+    arguments = to_forward_arguments(batch, model, has_target=has_target)
+    return {name: value for name, value in arguments.items() if name != TARGET_KEY}
 
 
 def _check_argument_types(
@@ -384,6 +405,12 @@ def _shard_engine(
         engines.append(engine)
 
     _shard_with_optimizers(
-        model, optimizer if isinstance(optimizer, list) else [], arguments.policy, config, context, create
+        model,
+        optimizer if isinstance(optimizer, list) else [],
+        arguments.policy,
+        config,
+        context,
+        create,
+        arguments.example,
     )
     return engines[0]

@@ -226,6 +226,7 @@ class IndexedSource:
         self._data, self._shuffle, self._sampler, self.makes_batches = data, shuffle, sampler, makes_batches
         self.name, self.shuffle, self.size = type(data).__name__, shuffle if sampler is None else None, len(data)
         self.number = 0  # fingerprint of the epoch's order, if a sampler chose it
+        self._collate = collate
         self.count: int | None = None if makes_batches else len(data) if sampler is None else len(sampler)
         self._local_sampler, self._generator = _LocalBatchSampler(), torch.Generator()
         self._loader: torch_data.DataLoader[Any] = torch_data.DataLoader(
@@ -276,6 +277,12 @@ class IndexedSource:
         """Read a sample by its index without changing the random state."""
         with restore_cpu_generators():
             return _SeededDataset(self._data).sample((index, 0, 0, 0))
+
+    def example(self) -> Any:
+        """Return a batch of the first two samples without changing the random state, or None if keys are batches."""
+        if self.makes_batches or not self.size:
+            return None
+        return self._collate([self.read(index % self.size) for index in range(2)])
 
     def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:

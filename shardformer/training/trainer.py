@@ -217,6 +217,22 @@ class Trainer:
             self._save_functions.clear()
         return self.values
 
+    def evaluate(self, validation: Any, *, batch_size: int | None = None) -> dict[str, float]:
+        """Compute the loss and the metrics of hooks on validation data, without training.
+
+        Args:
+            validation: Data in a form that ``initialize`` takes, or a ``ShardedDataLoader``.
+            batch_size: Global batch size. The default is that of ``engine.data``.
+
+        Returns:
+            ``values``, which contain "validation/loss".
+        """
+        self._set_data_loaders(None, validation, None, batch_size)
+        assert self._validation is not None
+        self._synchronizer = StepSynchronizer()
+        self._run_validation(self._validation)
+        return self.values
+
     def _run_steps(self, validate_every: int | None) -> None:
         data = self._training_data
         while not self._is_finished():

@@ -7,10 +7,9 @@ import json
 from dataclasses import asdict, dataclass, field
 
 import torch
-from rich import box
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.text import Text
 
 from shardformer.errors import ConfigError
 
@@ -127,8 +126,8 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
     steps = "1 step" if report.steps == 1 else f"{report.steps} steps"
     source = f" ({escape(title)})" if title else ""
     console.print(f"[bold]{escape(report.model)}[/]{source}: unsharded, and sharded over {escape(report.layout)}.")
-    off = "dropout and casts to lower precision" if report.dtype == "float64" else "dropout"
-    console.print(f"{steps} in {report.dtype}, {off} disabled in both, {report.seconds:.1f} s.")
+    off = "dropout and lower-precision casts" if report.dtype == "float64" else "dropout"
+    console.print(f"{steps} in {report.dtype} ({report.seconds:.1f} s), with {off} disabled.")
     _print_differences(console, report)
     _print_collectives(console, report)
     if report.missing:
@@ -139,29 +138,25 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
 
 
 def _print_differences(console: Console, report: Report) -> None:
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("largest difference", no_wrap=True)
-    for column in ("relative", "bound"):
-        table.add_column(column, justify="right", no_wrap=True)
-    table.add_column("", no_wrap=True)
-    table.add_column("where", overflow="fold")
+    console.print(f"\n[bold]{'largest difference':20} {'relative':>8} {'bound':>8}[/]")
     for kind, difference, bound in report.compared_quantities:
         mark = "[green]ok[/]" if difference.used <= 1 else "[bold red]too large[/]"
-        table.add_row(kind, f"{difference.relative:.1e}", f"{bound:.0e}", mark, escape(difference.where))
-    console.print(table)
+        line = f"{kind:20} {difference.relative:8.1e} {bound:8.0e}  {mark}"
+        start = len(Text.from_markup(line))
+        gap = "  " if start + 2 + len(difference.where) <= console.width else "\n    "  # keeps the name whole
+        console.print(f"{line}{gap}{escape(difference.where)}", soft_wrap=True)
+    console.print()
 
 
 def _print_collectives(console: Console, report: Report) -> None:
     if not report.collectives:
         console.print("No collectives.\n")
         return
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("collectives of one step")
-    table.add_column("calls", justify="right")
-    table.add_column("MB", justify="right")
+    names = {name: name.replace("_", "-") for name in report.collectives}
+    width = max(map(len, ("collectives of one step", *names.values())))
+    console.print(f"[bold]{'collectives of one step':{width}} {'calls':>6} {'MB':>9}[/]")
     for name, (count, sent) in report.collectives.items():
-        table.add_row(name.replace("_", "-"), str(count), f"{sent / 1e6:.3f}")
-    console.print(table)
+        console.print(f"{names[name]:{width}} {count:6} {sent / 1e6:9.3f}", soft_wrap=True)
     sends = any(name.startswith("send over ") for name in report.collectives)
     note = " Sends: only those of rank 0, to the adjacent stages." if sends else ""
     console.print(f"Calls: made by rank 0. MB: sent by all members of rank 0's groups, in total.{note}\n")

@@ -38,7 +38,7 @@ from shardformer.pipeline.schedules import make_schedule
 from shardformer.pipeline.stage_manager import PipelineStageManager
 from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
-from shardformer.shard_model_api import shard_model
+from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
 from shardformer.training.data_loader import move_to_device
@@ -303,6 +303,10 @@ class VerifyJob:
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
+    def example(self) -> Mapping[str, Any]:
+        """Return the first batch, from which a policy is derived if no inputs of the model can be generated."""
+        return self.batch_fn(0)
+
     @property
     def compute_dtype(self) -> torch.dtype:
         """Dtype of the parameters and activations of both models."""
@@ -464,7 +468,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
     name = type(model).__name__
     if job.pipeline is not None:
         options["pipeline_stage_manager"] = job.pipeline.stage_manager(context)
-    model = shard_model(model, job.policy, config=ShardConfig(context=context, **options))
+    model, _ = shard_in_place(model, ShardConfig(context=context, **options), job.policy, example=job.example)
     job.training.enable_checkpointing(model)
     optimizer: Any = make_verify_optimizers(model.parameters(), job.training)
     optimizer = (

@@ -52,11 +52,13 @@ def check_layout(
     policy: Policy | type[Policy] | None = None,
     options: Mapping[str, Any] | None = None,
     stages: PipelineStageManager | None = None,
+    example: Callable[[], Mapping[str, Any] | None] = lambda: None,
 ) -> Any:
     """Build the model in this process, and check that its policy can shard it over ``tensor`` ranks.
 
     Args:
         stages: the pipeline stages into which the model is split.
+        example: returns a batch, from which a policy may be derived.
 
     Returns:
         The model's config, or None without one.
@@ -80,7 +82,7 @@ def check_layout(
         return getattr(model, "config", None)  # no policy is needed, or a rank finds the error
     # copied, because the original is pickled for the workers and must not hold this model
     own = policy if isinstance(policy, type) else deepcopy(policy)
-    chosen, _ = resolve_policy(model, own, tensor=ranks, may_run_copy=stages is not None)
+    chosen, _ = resolve_policy(model, own, tensor=ranks, may_run_copy=stages is not None, example=example)
     context, mode = ParallelContext.of({"tensor": ranks}), (options or {}).get("tensor_parallel_mode", "1d")
     context = with_grid_axes(context, tensor)
     config = ShardConfig(context=with_tensor_grid(context, mode) if mode in GRID_MODES else context, **(options or {}))
@@ -254,7 +256,8 @@ def verify(
         data: the size of the data axis. The number of processes is the product of all axis sizes.
         steps: the number of optimizer steps (SGD with momentum, gradients clipped to norm 1).
         dtype: the dtype of the model and of floating-point tensors in the batch.
-        loss_fn: (model, batch) -> loss. None: ``model(**batch).loss``.
+        loss_fn: (model, batch) -> loss, unlike in ``initialize``, because it may call the model in another way. None:
+            ``model(**batch).loss``.
         policy: your own policy. None: the policy of the model's family, or a derived one.
         config: options of ``ShardConfig``.
         pipeline: the pipeline stages and micro-batches: ``VerifyPipeline(pipe=2, micro_batches=4)``.
@@ -277,7 +280,7 @@ def verify(
     stages = None if pipeline is None else pipeline.stage_manager()
     start = time.perf_counter()
     RemoteCall.of(run_job_and_report, (job,), {})  # raises if an argument cannot be pickled
-    job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages)))
+    job = replace(job, ids=special_token_ids(check_layout(model_fn, grid, policy, job.config, stages, job.example)))
     check_batch(job)
     if pool is not None:
         report = _run_job_in_pool(pool, job)

@@ -50,7 +50,7 @@ def test_layout_has_the_fields_of_the_parallel_table() -> None:
         ({"parallel__precision": "bf17"}, r"bf17"),
         ({"parallel__num_model_chunks": 2}, r"num_model_chunks=2 has no effect without pipe=2"),
         ({"data__workers": 2, "data__num_workers": 2}, r"data\.workers = 2.*Use its new name data\.num_workers"),
-        ({"training__epochs": 1.5}, r"training\.epochs = 1\.5.*Write an integer"),
+        ({"training__steps": 1.5}, r"training\.steps = 1\.5.*Write an integer"),
         ({"optimizer__lr": "5e-5"}, r"optimizer\.lr = '5e-5'.*Write a number, without quotes"),
         ({"training__export": "yes"}, r"training\.export = 'yes'.*Write true or false"),
         ({"training__steps": 0}, r"training\.steps = 0.*Write a number of at least 1"),

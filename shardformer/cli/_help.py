@@ -1,0 +1,86 @@
+"""Help screens, in which the options that are needed first come first and each group has a title."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import textwrap
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+MAX_WIDTH, NAMES_WIDTH = 110, 30
+"""Maximum width of a screen, and of its column of option names, in characters."""
+OTHER = "Other options"
+"""Title of the options that are in no group."""
+Groups = Mapping[str, Sequence[str]]
+Section = tuple[str, Sequence[tuple[str, str]]]
+"""Title, and for each option or command its name and its description."""
+
+
+def print_help(usage: str, about: str, sections: Sequence[Section], example: str = "") -> None:
+    """Print a help screen.
+
+    Args:
+        usage: the command with its arguments.
+        about: paragraphs.
+        sections: options or commands by group. An empty group is omitted.
+        example: lines of a shell session, which are printed unchanged.
+    """
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    width = min(console.width, MAX_WIDTH)
+
+    def show(text: str, style: str = "") -> None:
+        console.print(Text(text, style), soft_wrap=True)
+
+    show(f"Usage: {usage}", "bold")
+    for paragraph in inspect.cleandoc(about).split("\n\n"):
+        show("\n" + textwrap.fill(" ".join(paragraph.split()), width))
+    names = [name for _, rows in sections for name, _ in rows]
+    column = min(max(map(len, names), default=0) + 4, NAMES_WIDTH)
+    for title, rows in sections:
+        if rows:
+            show(f"\n{title}:", "bold")
+        for name, text in rows:
+            lines = textwrap.wrap(text, max(width - column, 20), break_on_hyphens=False) or [""]
+            head = Text(f"  {name}", "cyan")
+            if len(head) > column - 2:
+                console.print(head, soft_wrap=True)
+                head = Text()
+            head.append(" " * (column - len(head)) + lines[0], "none")
+            console.print(head, soft_wrap=True)
+            for line in lines[1:]:
+                show(" " * column + line)
+    if example:
+        show("\nExample:", "bold")
+        for line in example.strip().splitlines():
+            show(f"  {line}")
+
+
+def option_row(option: Any) -> tuple[str, str]:
+    """Return the name of an option or argument of a typer command with its metavar, and its help with the default."""
+    if option.param_type_name == "argument":
+        return str(option.metavar or option.name.upper()), str(option.help or "")
+    value = "" if option.is_flag else f" {option.metavar or str(option.name).rpartition('_')[2].upper()}"
+    names = sorted(option.opts, key=lambda name: name.startswith("--"))
+    text, default = str(option.help or ""), option.default
+    if isinstance(option.show_default, str):
+        default = option.show_default
+    default = getattr(default, "value", default)
+    shown = (
+        not option.is_flag and isinstance(default, (str, int, float)) and default != "" and bool(option.show_default)
+    )
+    if shown and not re.search(r"by default|\(default\)", text, re.IGNORECASE):
+        text = f"{text} Default: {default}."
+    return f"{', '.join(names)}{value}", text
+
+
+def group_options(options: Sequence[Any], groups: Groups) -> list[Section]:
+    """Return the options by group, in the order of the groups, then the options without a group."""
+    by_name = {str(option.name): option for option in options if not getattr(option, "hidden", False)}
+    found: list[Section] = [
+        (title, [option_row(by_name.pop(name)) for name in names if name in by_name]) for title, names in groups.items()
+    ]
+    return [*found, (OTHER if groups else "Options", [option_row(option) for option in by_name.values()])]

@@ -1,0 +1,87 @@
+"""Command ``shardformer evaluate``, which computes loss and metrics on validation data."""
+
+from __future__ import annotations
+
+import json
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from shardformer.cli._options import silence_transformers
+from shardformer.cli.run import launch_processes
+from shardformer.errors import ConfigError
+
+if TYPE_CHECKING:
+    from shardformer.train_command.trained_model import TrainedModel
+
+OPTION_GROUPS = {"Run": ("config", "changes"), "Output": ("as_json",)}
+
+
+def evaluate(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="The folder of a run or a checkpoint. With --config, also a folder written by save_pretrained or a "
+            "name on the Hugging Face hub.",
+        ),
+    ],
+    config: Annotated[
+        Path | None, typer.Option("--config", "-c", metavar="FILE", help="A run configuration with the data and task.")
+    ] = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as data.validation=test.jsonl. Repeatable."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
+) -> None:
+    """Compute the loss and the metrics of a trained model on the validation data of its run.
+
+    The layout is that of the run: --set parallel.tensor=2 changes it. All layouts give the same values. ZeRO is not
+    used, because there is no optimizer.
+    """
+    silence_transformers()
+    from shardformer.train_command.evaluation import evaluate_model
+
+    found = _find_model(model, config, list(changes or []))
+    assert found.run is not None
+    if found.run.data.validation is None and found.run.data.validation_split is None:
+        raise ConfigError(
+            f"The run of {model!r} has no validation data",
+            remedy="Pass it, as in --set data.validation=test.jsonl",
+        )
+    launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
+    values = evaluate_model(found)
+    if values is not None:
+        print(json.dumps(values, indent=2) if as_json else _format(values), flush=True)
+
+
+def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedModel:
+    from dataclasses import replace
+
+    from shardformer.train_command.config_schema import load_train_config
+    from shardformer.train_command.trained_model import find_trained_model
+
+    found = find_trained_model(model)
+    if found.run is not None and config is not None:
+        raise ConfigError(
+            f"--config {config} has no effect, because {model!r} contains its run configuration",
+            remedy="Use --set to change keys of the run",
+        )
+    if found.run is not None:
+        return found.with_changes(changes)
+    if config is None:
+        raise ConfigError(
+            f"{model!r} has no run configuration, which names the data and the task",
+            remedy="Add --config FILE, or pass the folder of a run",
+        )
+    model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]
+    return replace(found, run=load_train_config(config, [*changes, *model_keys]))
+
+
+def _format(values: dict[str, float]) -> str:
+    width = max(map(len, values))
+    return "\n".join(f"{name:{width}}  {value:,.10g}" for name, value in values.items())

@@ -1,0 +1,55 @@
+"""Command ``shardformer export``, which writes the model of a checkpoint for ``from_pretrained``."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardformer.cli._options import silence_transformers
+from shardformer.cli.run import launch_processes
+from shardformer.errors import ConfigError
+
+OPTION_GROUPS = {"Layout": ("tensor", "pipe"), "Output": ("as_json",)}
+
+
+def export(
+    context: typer.Context,
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="The folder of a run, of its checkpoints, or one checkpoint.")
+    ],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to write.")],
+    tensor: Annotated[
+        int, typer.Option(metavar="N", min=1, help="Processes that each load a shard of every layer.")
+    ] = 1,
+    pipe: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that each load some of the layers.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+) -> None:
+    """Write the newest checkpoint of a run as a folder for from_pretrained, with its tokenizer.
+
+    The checkpoint may have any layout. One process needs the memory of the full model, unless you pass --tensor or
+    --pipe.
+    """
+    silence_transformers()
+    from shardformer.config import ParallelConfig
+    from shardformer.train_command.trained_model import find_trained_model
+    from shardformer.weights.save_pretrained import check_export, check_target
+
+    found = find_trained_model(checkpoint)
+    if found.checkpoint is None:
+        raise ConfigError(
+            f"{checkpoint!r} is already a model for from_pretrained",
+            remedy="Pass the folder of a run or of a checkpoint",
+        )
+    check_target(output)
+    processor = found.load_processor()
+    check_export(found.build(), processor)
+    launch_processes(context, tensor * pipe)
+    engine = found.load(ParallelConfig(tensor=tensor, pipe=pipe))
+    engine.export(output, processor)
+    if engine.is_first:
+        result = {"checkpoint": str(found.checkpoint), "model": type(engine.model).__name__, "output": str(output)}
+        line = f"Wrote the {result['model']} of {result['checkpoint']} to {output}"
+        print(json.dumps(result, indent=2) if as_json else line, flush=True)

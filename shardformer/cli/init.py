@@ -1,0 +1,88 @@
+"""Command ``shardformer init``, which writes a commented run configuration to start from."""
+
+from __future__ import annotations
+
+import json
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from shardformer.errors import ConfigError, did_you_mean
+
+
+def load_templates() -> dict[str, str]:
+    """Return the text of each template by name, in alphabetical order."""
+    folder = files("shardformer") / "run_templates"
+    found = [file for file in folder.iterdir() if file.name.endswith(".toml")]
+    return {
+        file.name.removesuffix(".toml"): file.read_text(encoding="utf-8")
+        for file in sorted(found, key=lambda file: file.name)
+    }
+
+
+def describe_template(text: str) -> str:
+    """Return the description in the first line of a template."""
+    return text.partition("\n")[0].lstrip("# ")
+
+
+def _complete_template(incomplete: str) -> list[tuple[str, str]]:
+    return [(name, describe_template(text)) for name, text in load_templates().items() if name.startswith(incomplete)]
+
+
+def init(
+    template: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[TEMPLATE]",
+            help="The kind of run. Without it, list the templates.",
+            autocompletion=_complete_template,
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="The file to write. By default TEMPLATE.toml in this folder.")
+    ] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Without TEMPLATE: list the templates as JSON.")] = False,
+) -> None:
+    """Write a commented run configuration to start from, or list the templates."""
+    templates = load_templates()
+    if template is None:
+        _check_no_effect({"--out": out is not None, "--force": force}, "without a template")
+        _list_templates(templates, as_json)
+        return
+    _check_no_effect({"--json": as_json}, "with a template")
+    if template not in templates:
+        raise ConfigError(f"There is no template {template!r}", remedy=did_you_mean(template, templates))
+    file = out if out is not None else Path(f"{template}.toml")
+    if file.is_dir():
+        raise ConfigError(f"--out {file} is a folder", remedy=f"Write --out {file / f'{template}.toml'}")
+    if file.exists() and not force:
+        raise ConfigError(
+            f"The file {str(file)!r} already exists", remedy="Pass --out FILE, or --force to overwrite it"
+        )
+    try:
+        file.write_text(templates[template], encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(
+            f"The file {str(file)!r} cannot be written: {error.strerror}", remedy="Pass another file with --out"
+        ) from error
+    print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
+
+
+def _check_no_effect(options: dict[str, bool], when: str) -> None:
+    for name, is_passed in options.items():
+        if is_passed:
+            raise ConfigError(f"{name} has no effect {when}", remedy=f"Remove {name}")
+
+
+def _list_templates(templates: dict[str, str], as_json: bool) -> None:
+    about = {name: describe_template(text) for name, text in templates.items()}
+    if as_json:
+        print(json.dumps(about, indent=2))
+        return
+    from shardformer.cli._help import print_help
+
+    text = "Templates of run configurations. The file is written into this folder, as TEMPLATE.toml."
+    print_help("shardformer init TEMPLATE", text, [("Templates", list(about.items()))])

@@ -1,0 +1,157 @@
+"""Finds and loads trained models: runs, their checkpoints, and folders or names that ``from_pretrained`` takes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.checkpoint.directory import find_checkpoints
+from shardformer.checkpoint.file_format import CheckpointIndex, from_json
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError, first_line
+from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.train_command.build import create_model, model_class_for
+from shardformer.train_command.config_schema import TrainConfig, apply_command_line_change, parse_config
+from shardformer.train_command.datasets import ImageTransform
+from shardformer.train_command.load_data import adds_end_token
+from shardformer.train_command.model_config import get_image_size, load_model_config
+from shardformer.train_command.run import EXPORT_FOLDER
+from shardformer.train_command.run_checks import FILE, MODEL_KEY, Resume
+from shardformer.train_command.tokenizer import load_tokenizer
+from shardformer.training.engine import USER_STATE_KEY, Engine
+from shardformer.training.initialize import initialize
+from shardformer.training.trainer import HOOKS
+from shardformer.transformers_compat import load_transformers
+from shardformer.weights.from_pretrained import from_pretrained
+
+SOURCES = "the folder of a run, a checkpoint, a folder that save_pretrained wrote, or a name on the Hugging Face hub"
+
+
+@dataclass(frozen=True, eq=False)
+class TrainedModel:
+    """A trained model that can be loaded under any layout.
+
+    Args:
+        name: The path or name that the user passed.
+        model_config: Its transformers config.
+        checkpoint: The checkpoint with its weights, or None if ``from_pretrained`` loads them.
+        run: The configuration of the run that saved the checkpoint, or None.
+    """
+
+    name: str
+    model_config: Any
+    checkpoint: Path | None = None
+    run: TrainConfig | None = None
+
+    def with_changes(self, changes: Sequence[str]) -> TrainedModel:
+        """Return the model with changed keys of its run, such as ``parallel.tensor=2``."""
+        assert self.run is not None
+        tables = _without_none(self.run.model_dump())
+        for change in changes:
+            apply_command_line_change(tables, change)
+        return replace(self, run=parse_config(tables, f"The run {self.name!r}"))
+
+    def build(self) -> nn.Module:
+        """Build the model without values. Raises ConfigError if transformers cannot build it."""
+        if self.run is not None:
+            with LazyInit():
+                return create_model(
+                    model_class_for(self.run), self.model_config, torch.float32, self.run.model.trust_remote_code
+                )
+        transformers = load_transformers()
+        config = self.model_config
+        kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        try:
+            return from_pretrained(kind, self.name, config=config)
+        except ValueError as error:  # the type has no such class
+            raise ConfigError(
+                f"transformers has no {kind.__name__} for {self.name!r}, of type {config.model_type}",
+                remedy="Pass a model that generates text",
+            ) from error
+
+    def load(self, layout: ParallelConfig) -> Engine:
+        """Build the model, shard it, and load its weights. Communicates as ``initialize`` and ``load_checkpoint``."""
+        engine = initialize(self.build(), None, parallel=layout)
+        if self.checkpoint is not None:
+            load_checkpoint(engine.model, self.checkpoint)
+        engine.eval()
+        return engine
+
+    def load_processor(self) -> Any:
+        """Load the tokenizer or the image transform of the model, or raise ConfigError if it has none."""
+        run = self.run
+        if run is None:
+            return load_tokenizer(None, self.name, random=False).tokenizer
+        if run.model.task == "image_classification":
+            return ImageTransform.of(run.model.name, get_image_size(self.model_config))
+        tokens = load_tokenizer(
+            run.data.tokenizer,
+            run.model.name,
+            random=run.model.random,
+            trust_remote_code=run.model.trust_remote_code,
+        )
+        return tokens.export(adds_end=adds_end_token(run))
+
+
+def find_trained_model(source: str) -> TrainedModel:
+    """Find a trained model by the path of a run, a checkpoint or a model folder, or by its name on the hub.
+
+    Raises:
+        ConfigError: There is no such model.
+    """
+    path = Path(source).expanduser()
+    if (path / FILE).is_file():
+        return _find_model_of_run(path, source)
+    if path.exists() and not (path / "config.json").is_file():
+        return _find_model_of_checkpoint(path, source)
+    name = str(path) if path.exists() else source
+    try:
+        return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
+    except Exception as error:  # files may have any content
+        raise ConfigError(
+            f"There is no trained model {source!r}: {first_line(error)}",
+            rule=f"It is {SOURCES}",
+            remedy="Correct the path or name",
+        ) from error
+
+
+def _find_model_of_run(path: Path, source: str) -> TrainedModel:
+    checkpoints = path / "checkpoints"
+    try:
+        return _find_model_of_checkpoint(checkpoints, source)
+    except ConfigError as error:
+        exported = path / EXPORT_FOLDER
+        remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder of its checkpoints"
+        raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}", remedy=remedy) from error
+
+
+def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
+    checkpoint = next(find_checkpoints(path))
+    extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
+    user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
+    state = ((user.get(HOOKS) if isinstance(user, dict) else None) or {}).get(Resume.__name__)
+    if not isinstance(state, dict) or MODEL_KEY not in state:
+        raise ConfigError(
+            f"The checkpoint {str(checkpoint)!r} does not contain the configuration of its model",
+            rule="Only checkpoints of shardformer train contain it",
+            remedy="In a script, load it with engine.load and call engine.export, or resume the run and save it again",
+        )
+    run = parse_config(_without_none(json.loads(state["config"])), str(checkpoint))
+    fields = json.loads(state[MODEL_KEY])
+    mapping = load_transformers().CONFIG_MAPPING
+    kind = mapping[fields["model_type"]] if fields["model_type"] in mapping else type(load_model_config(run))
+    return TrainedModel(source, kind.from_dict(fields), checkpoint, run)
+
+
+def _without_none(tables: Any) -> Any:
+    """Return tables without None, which a TOML file cannot contain."""
+    if not isinstance(tables, dict):
+        return tables
+    return {name: _without_none(value) for name, value in tables.items() if value is not None}
