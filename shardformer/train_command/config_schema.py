@@ -35,7 +35,7 @@ class ConfigTable(BaseModel):
     @classmethod
     def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings and empty lists, and expand ~ in paths."""
-        if value in ("", []) or (isinstance(value, list) and "" in value):
+        if value == "" or (value == [] and info.field_name != "freeze") or (isinstance(value, list) and "" in value):
             raise ValueError("It is empty: write a value, or remove the key")
         if info.field_name not in PATHS:
             return value
@@ -322,9 +322,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1
     datasets_format = (config.data.format == "datasets", "data.format = 'datasets'")
     names = [config.data.train] if isinstance(config.data.train, str) else config.data.train
-    is_table = config.data.format in ("csv", "parquet", "datasets") or any(
-        name.lower().endswith((".csv", ".tsv", ".parquet")) for name in names
-    )
+    is_of_library = config.data.format in ("parquet", "datasets") or any(n.lower().endswith(".parquet") for n in names)
     is_causal = (task == "causal", "model.task = 'causal'")
     is_chat = (task in ("causal", "preference"), "model.task = 'causal' or 'preference'")
     is_preference = (task == "preference", "model.task = 'preference'")
@@ -348,7 +346,7 @@ def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
         "data.train_on": is_causal,
         "data.packing": is_causal,
         "data.streaming": (task in ("causal", "masked"), "model.task = 'causal' or 'masked'"),
-        "data.options": (is_table, "csv or parquet files or data.format = 'datasets'"),
+        "data.options": (is_of_library, "parquet files or data.format = 'datasets'"),
         "data.image": (is_image_task, "model.task = 'image_classification'"),
         "data.text": (not is_image_task and task != "preference", "a text task"),
         "data.tokenizer": (not is_image_task, "a text task"),

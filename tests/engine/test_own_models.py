@@ -11,10 +11,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import shardformer
-from shardformer import errors
 from shardformer.cli import main
 from shardformer.discovery.derive_policy import format_policy
-from shardformer.errors import ConfigError, InputError, PolicyError
+from shardformer.errors import InputError, PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.shard_model_api import resolve_policy
 from shardformer.verify.verification import verify
@@ -159,11 +158,3 @@ def test_a_derived_policy_is_described_as_such_and_fits_into_100_columns() -> No
     exec(source, names)
     assert names["MyPolicy"].keep_replicated == policy.keep_replicated
     assert resolve_policy(Model(), policy) == (policy, "a derived and validated policy")
-
-
-def test_errors_name_pages_of_the_documentation_that_exist(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    assert "docs/policies.md" in str(ConfigError("It fails", remedy="See docs/policies.md"))
-    monkeypatch.setattr(errors, "_DOCS", tmp_path / "none")  # as in a wheel
-    error = ConfigError("It fails", remedy="See docs/policies.md")
-    assert str(error) == 'It fails. See page "policies" of the documentation.'
-    assert error.remedy == 'See page "policies" of the documentation'

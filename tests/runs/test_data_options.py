@@ -55,14 +55,21 @@ def test_tables_equal_json_lines(name: str, tmp_path: Path) -> None:
         assert found.train[index] == expected.train[index]
 
 
-def test_options_reach_the_reader(tmp_path: Path) -> None:
+def test_the_delimiter_reaches_the_reader_of_a_stream(tmp_path: Path) -> None:
     file = tmp_path / "rows.csv"
-    file.write_text('text;label\n"one;a\ntwo";b\n', encoding="utf-8")
-    data = {"train": str(file), "options": {"sep": ";", "quoting": 3}}
-    found = load_data(classified(tmp_path, data))
-    assert found.train.texts == ['"one', 'two"'] and found.classes == ["a", "b"]
+    file.write_text("text;other\n" + "word word word;x\n" * 9, encoding="utf-8")
+    data = {"train": str(file), "delimiter": ";", "streaming": True}
+    (sample,) = load_data(config(tmp_path, "gpt2", data)).first_samples(1)
+    assert bytes(sample["input_ids"][:14].tolist()) == b"word word word"
+
+
+def test_options_reach_the_library(tmp_path: Path) -> None:
+    pandas.DataFrame(labelled()).to_parquet(tmp_path / "rows.parquet")
+    data = {"train": str(tmp_path / "rows.parquet"), "options": {"columns": ["text"]}}
+    with pytest.raises(InputError, match=r"no field 'label'"):
+        load_data(classified(tmp_path, data))
     with pytest.raises(ConfigError, match=r"data.options = .* has no effect"):
-        classified(tmp_path, {"train": write_text(tmp_path), "options": {"sep": ";"}})
+        classified(tmp_path, {"train": write_text(tmp_path), "options": {"columns": ["text"]}})
 
 
 @pytest.mark.parametrize("task", ["classification", "regression"])
