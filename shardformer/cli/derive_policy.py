@@ -16,7 +16,7 @@ def derive_policy(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A family (bert, gpt2, vit, ...), a folder written by save_pretrained, a config.json, or a name on "
+            help="A family (bert, gpt2, ...), a folder written by save_pretrained, a config.json, or a name on "
             "the Hugging Face hub. Or module:function, which returns a model, (model_fn, batch_fn), or a dict of both.",
         ),
     ],

@@ -138,7 +138,7 @@ def print_report(console: Console, report: Report, title: str = "") -> None:
 
 
 def _print_differences(console: Console, report: Report) -> None:
-    console.print(f"\n[bold]{'largest difference':20} {'relative':>8} {'bound':>8}[/]")
+    console.print(f"\n[bold]{'largest difference':20} {'relative':>8} {'bound':>8}      where[/]")
     for kind, difference, bound in report.compared_quantities:
         mark = "[green]ok[/]" if difference.used <= 1 else "[bold red]too large[/]"
         line = f"{kind:20} {difference.relative:8.1e} {bound:8.0e}  {mark}"

@@ -22,8 +22,8 @@ def test_the_printed_policy_can_be_saved_and_used(tmp_path: Path, capsys: pytest
     assert not ended.value.code
     said = capsys.readouterr().out
     assert said.startswith(
-        "# The policy was derived, and validated on a reduced model over 2 and 4 tensor ranks and over "
-        "two pipeline stages.\n"
+        "# The policy was derived, and validated on a reduced model over 2 and 4 tensor ranks and over two\n"
+        "#   pipeline stages.\n"
     )
     names: dict[str, Any] = {}
     exec(said, names)
