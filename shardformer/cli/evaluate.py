@@ -44,7 +44,7 @@ def evaluate(
     used, because there is no optimizer.
     """
     silence_transformers()
-    from shardformer.train_command.evaluation import evaluate_model
+    from shardformer.train_command.trained_model import evaluate_model
 
     found = _find_model(model, config, list(changes or []))
     assert found.run is not None

@@ -1,10 +1,11 @@
-"""Finds and loads trained models: runs, their checkpoints, and folders or names that ``from_pretrained`` takes."""
+"""Finds, loads and evaluates trained models: runs, checkpoints, and what ``from_pretrained`` takes."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +18,19 @@ from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, first_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.build import create_model, model_class_for
+from shardformer.train_command.build import build_hooks, create_model, model_class_for
 from shardformer.train_command.config_schema import TrainConfig, apply_command_line_change, parse_config
 from shardformer.train_command.datasets import ImageTransform
-from shardformer.train_command.load_data import adds_end_token
-from shardformer.train_command.model_config import get_image_size, load_model_config
-from shardformer.train_command.run import EXPORT_FOLDER
+from shardformer.train_command.load_data import adds_end_token, load_data
+from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
+from shardformer.train_command.run import EXPORT_FOLDER, load_data_and_model
 from shardformer.train_command.run_checks import FILE, MODEL_KEY, Resume
 from shardformer.train_command.tokenizer import load_tokenizer
+from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
+from shardformer.training.hooks import Metrics
 from shardformer.training.initialize import initialize
-from shardformer.training.trainer import HOOKS
+from shardformer.training.trainer import HOOKS, Trainer
 from shardformer.transformers_compat import load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
 
@@ -155,3 +158,34 @@ def _without_none(tables: Any) -> Any:
     if not isinstance(tables, dict):
         return tables
     return {name: _without_none(value) for name, value in tables.items() if value is not None}
+
+
+def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
+    """Return loss, metrics and number of samples on the first rank, and None on the others.
+
+    The metrics are those of the run's hook ``metrics``. Without this hook, they are the perplexity of a language model,
+    or the accuracy of a classifier if scikit-learn is installed. Communicates as ``Engine.evaluate`` and ``Metrics``.
+    """
+    run = found.run
+    assert run is not None
+    if run.model.task == "preference":
+        raise ConfigError(
+            "The loss of model.task = 'preference' cannot be evaluated, because it requires the initial model",
+            remedy="Read validation/loss in the records of the run",
+        )
+    if found.checkpoint is None:
+        data, model = load_data_and_model(run)
+        engine = initialize(model, None, parallel=run.layout)
+    else:
+        data = load_data(run, get_image_size(found.model_config), get_class_names(found.model_config))
+        engine = found.load(run.layout)
+    hooks = [hook for hook in build_hooks(run) if isinstance(hook, Metrics)]
+    if not hooks and run.model.task in ("causal", "masked", "sequence_to_sequence"):
+        hooks = [Metrics("perplexity")]
+    elif not hooks and find_spec("sklearn") is not None:
+        hooks = [Metrics("mean_squared_error" if run.model.task == "regression" else "accuracy")]
+    options = {"batch_size": run.data.batch_size, "shuffle": False, "merge_last": True, "collate_fn": data.collate}
+    validation = create_data_loader(data.validation, engine.context, **options)
+    values = Trainer(engine, hooks).evaluate(validation)
+    found_values = {name.removeprefix("validation/"): value for name, value in values.items()}
+    return {**found_values, "samples": len(data.validation)} if engine.is_first else None

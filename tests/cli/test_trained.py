@@ -16,10 +16,9 @@ import transformers
 from shardformer.cli import main
 from shardformer.config import ParallelConfig
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.train_command.evaluation import evaluate_model
 from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import TextTokenizer, make_byte_tokenizer
-from shardformer.train_command.trained_model import find_trained_model
+from shardformer.train_command.trained_model import evaluate_model, find_trained_model
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.scripts import SHARDFORMER
