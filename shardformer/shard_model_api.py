@@ -17,6 +17,7 @@ from shardformer.discovery.derive_policy import derive_layer_stacks, derive_poli
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
+from shardformer.integrations.peft import has_adapters, shard_with_adapters
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -32,6 +33,18 @@ from shardformer.weights.save_pretrained import install_saving_and_loading
 
 
 def shard_in_place(
+    model: nn.Module,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None = None,
+    finish: Callable[[nn.Module], object] = lambda _: None,
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
+    if has_adapters(model):
+        return shard_with_adapters(model, partial(_shard_plain_model, config=config, policy=policy), finish)
+    return _shard_plain_model(model, config, policy, finish)
+
+
+def _shard_plain_model(
     model: nn.Module,
     config: ShardConfig,
     policy: Policy | type[Policy] | None = None,

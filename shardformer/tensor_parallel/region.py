@@ -11,7 +11,8 @@ Each row of the table is a class. ``REGIONS_BY_DIM`` maps the sharded dim to the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol, cast
@@ -329,6 +330,22 @@ class RowParallelMatmul(Function):
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
+class SumPartial(Function):
+    """Sums a partial output of a block over the ranks. Communicates as the exit of the region."""
+
+    leaves_block = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TpRegion) -> Tensor:
+        ctx.region = region
+        return region.start_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.gather_then_matmul(grad, lambda _: [])[0], None
+
+
 class _WithBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:
@@ -374,6 +391,19 @@ class LocalRandomState:
         for generator, state in self._outer:
             generator.set_state(state)
         self._outer = []
+
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Draw from the outer random state in this context, also between ``enter`` and ``leave``."""
+        inner = [(generator, generator.get_state()) for generator, _ in self._outer]
+        for generator, state in self._outer:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._outer = [(generator, generator.get_state()) for generator, _ in self._outer]
+            for generator, state in inner:
+                generator.set_state(state)
 
 
 def align_random_state(axis: Axis, module: nn.Module) -> None:
