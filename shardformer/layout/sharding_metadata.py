@@ -181,7 +181,7 @@ class ShardingMetadata:
     parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
-    adapter_names: set[str] = field(default_factory=set)  # parameters and buffers of PEFT's adapters, on all stages
+    adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``); None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardformer
-from shardformer.integrations.peft import get_peft_model
+from shardformer.integrations.peft import from_pretrained, get_peft_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.weights.state_dict import full_state_dict
@@ -148,8 +151,8 @@ def adapted(model_name: str, config: Any, dtype: torch.dtype = torch.float64, **
 
 def fill(model: nn.Module, seed: int = 11) -> None:
     generator = torch.Generator().manual_seed(seed)
-    for _, param in sorted(model.named_parameters()):
-        if param.requires_grad:
+    for name, param in sorted(model.named_parameters()):
+        if param.requires_grad and "ranknum" not in name:  # which PEFT does not save
             noise = torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.1
             param.data.add_(noise.to(param))
 
@@ -318,3 +321,66 @@ def lora(**options: Any) -> Any:
 
     settings: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **options}
     return peft.LoraConfig(**settings)
+
+
+def file_differences(model_name: str, config: Any, layout: Layout, folder: str) -> dict[str, float]:
+    """Compare the adapter files of a layout with those of one process, load them both ways, and merge.
+
+    Returns the largest difference per step; inf if names, shapes or configurations differ.
+    """
+    import peft
+
+    plain = adapted(model_name, copy.deepcopy(config), layout.dtype)
+    plain.save_pretrained(f"{folder}/plain")
+
+    def run(context: ParallelContext) -> dict[str, Tensor]:
+        model = shard_before(model_name, config, layout, context)
+        model.save_pretrained(f"{folder}/sharded")
+        torch.manual_seed(0)
+        other = shardformer.shard_model(MODELS[model_name]().to(layout.dtype), context=context, **layout.options)
+        other = from_pretrained(other, f"{folder}/plain", is_trainable=True)
+        loaded = full_state_dict(other)
+        before = eval_loss(other, model_name, context)
+        if layout.zero is None:
+            merged = model.merge_and_unload()
+            merged.save_pretrained(f"{folder}/merged")
+            loaded["loss_of_merged"] = eval_loss(merged, model_name, context)
+        loaded["loss"] = before
+        return loaded
+
+    loaded = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    files = [load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("sharded", "plain")]
+    configs = [json.loads(Path(f"{folder}/{name}/adapter_config.json").read_text()) for name in ("sharded", "plain")]
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(MODELS[model_name]().to(layout.dtype), f"{folder}/sharded")
+    state = plain.state_dict()
+    loss = plain_loss(plain, model_name)
+    found = {
+        "adapter file": difference(*files),
+        "config": 0.0 if strip_order(configs[0]) == strip_order(configs[1]) else float("inf"),
+        "loaded on the layout": difference({n: x for n, x in loaded.items() if not n.startswith("loss")}, state),
+        "loss on the layout": float((loaded["loss"] - loss).abs()),
+        "loaded in one process": difference(again.state_dict(), state),
+    }
+    if "loss_of_merged" in loaded:
+        merged = plain.merge_and_unload()
+        saved = type(merged).from_pretrained(f"{folder}/merged", dtype=layout.dtype).state_dict()
+        found["merged"] = difference(saved, merged.state_dict())
+        found["loss of merged"] = float((loaded["loss_of_merged"] - plain_loss(merged, model_name)).abs())
+    return found
+
+
+def strip_order(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in config.items()}
+
+
+def plain_loss(model: Any, model_name: str) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch_of(model_name, 0)).loss.detach()
+
+
+def eval_loss(model: Any, model_name: str, context: ParallelContext) -> Tensor:
+    model.eval()
+    if context.pipe.size > 1:
+        return shardformer.Pipeline(model, micro_batches=2).evaluate(batch_of(model_name, 0))
+    return plain_loss(model, model_name)

@@ -16,7 +16,7 @@ from shardformer.consistency.initial_weights import broadcast_random_state
 from shardformer.errors import ConfigError, InputError
 from shardformer.integrations.peft import sharding
 from shardformer.integrations.peft.layers import EMBEDDINGS
-from shardformer.integrations.peft.sharding import AdaptedNames, calls_model, inner_model, is_tuner_model
+from shardformer.integrations.peft.sharding import calls_model, inner_model, is_tuner_model
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
@@ -81,17 +81,17 @@ def _change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     state, inner = metadata_of(model), inner_model(model)
     _check_can_change(state)
     needs_values = _needs_values(config)
-    if needs_values and state.context.pipe.size > 1:
+    saved = getattr(config, "modules_to_save", None) or ()
+    if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(config).__name__} computes adapters from the weights, which are on {state.context.pipe.size} "
-            "pipeline stages",
+            f"This {type(config).__name__} computes adapters from the weights or copies modules, which are on "
+            f"{state.context.pipe.size} pipeline stages",
             remedy="Call peft.get_peft_model first, then shard_model",
         )
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
     with checks.restore_on_error(model):
         layers = _parallel_layers(inner)
-        saved = getattr(config, "modules_to_save", None) or ()
         with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
         plain = {path: _plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
@@ -233,9 +233,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 def _delete_adapter(self: Any, adapter_name: str) -> None:
     _check_can_change(metadata_of(self))
     type(self).delete_adapter(self, adapter_name)
-    inner = inner_model(self)
-    paths = {path: sharding.inner_path(path, wrapper) for path, wrapper in sharding.find_wrappers(inner).items()}
-    sharding.forget_adapter(self, inner, AdaptedNames(paths), adapter_name)
+    sharding.forget_adapter(self, inner_model(self), adapter_name)
 
 
 def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
@@ -251,22 +249,61 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
     def write() -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
-            type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
+            with _all_adapters(self), _plain_embeddings(self):
+                type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
 
     collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
 
 
+@contextmanager
+def _all_adapters(self: Any) -> Iterator[None]:
+    """Show the adapters of other pipeline stages, because PEFT saves the layers that it finds."""
+    inner = inner_model(self)
+    elsewhere = metadata_of(self).adapters.elsewhere
+    hidden = {path: inner.get_submodule(path) for path in elsewhere}
+    try:
+        for path, wrapper in elsewhere.items():
+            sharding.place(inner, path, wrapper)
+        yield
+    finally:
+        for path, module in hidden.items():
+            sharding.place(inner, path, module)
+
+
+@contextmanager
+def _plain_embeddings(self: Any) -> Iterator[None]:
+    """Show plain layers inside of the adapters on embeddings and heads, whose base PEFT saves by its class."""
+    state, shown = metadata_of(self), []
+    for tuner in _embeddings_of(inner_model(self)):
+        if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):
+            shown.append((*sharding.holder_of(tuner), layer))
+    try:
+        for holder, name, layer in shown:
+            holder._modules[name] = _plain_layer(layer, state, with_values=False)
+        yield
+    finally:
+        for holder, name, layer in shown:
+            holder._modules[name] = layer
+
+
+def _embeddings_of(model: Any) -> list[nn.Module]:
+    accessors = [getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output")]
+    return [found for access in accessors if (found := access()) is not None]
+
+
 def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, torch.Tensor]:
-    state = metadata_of(self)
+    inner, adapters = inner_model(self), metadata_of(self).adapters
     configs = self.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
-    tuned = [path for path, m in sharding.find_wrappers(inner_model(self)).items() if "embed" in path or "wte" in path]
-    prefix = next((f"{p}." for p, m in self.named_modules() if m is inner_model(self) and p), "")
+    prefix = next((f"{path}." for path, module in self.named_modules() if module is inner and path), "")
+    embeddings = set(map(id, _embeddings_of(inner)))
+    paths = tuple(f"{path}." for path, module in inner.named_modules() if id(module) in embeddings)
 
     def is_selected(name: str) -> bool:
-        if needs_base or tuned:
+        if needs_base or not name.startswith(prefix):
             return True
-        return not name.startswith(prefix) or name.removeprefix(prefix) in state.adapter_names
+        inside = name.removeprefix(prefix)
+        return inside.startswith(paths) or (adapters is not None and inside in adapters.own)
 
     return gather_state_dict(self, is_selected)
 
@@ -295,8 +332,12 @@ def _unload_with(self: Any, what: str, *args: Any, **options: Any) -> nn.Module:
     state, inner = metadata_of(self), inner_model(self)
     with _changing_base(self, what):
         _check_can_change(state)
+        config: Any = getattr(inner, "config", None)
+        ties = getattr(config, "tie_word_embeddings", None)
         with sharding.released(inner):
             collective_call(state.context, lambda: getattr(self.base_model, what)(*args, **options))
+        if ties is not None and state.context.pipe.size > 1:
+            config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
     self.__dict__.pop(METADATA_ATTRIBUTE, None)
     return inner
 

@@ -7,7 +7,7 @@ then follow the layers that they belong to (``layers.py``). Their parameters get
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -56,7 +56,7 @@ def is_loaded() -> bool:
 
 def has_adapters(model: nn.Module) -> bool:
     """Whether PEFT has wrapped the model or modules of it."""
-    return is_loaded() and (_is_peft_model(model) or any(map(_is_wrapper, model.modules())))
+    return is_loaded() and (_is_peft_model(model) or any(map(is_wrapper, model.modules())))
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -65,7 +65,7 @@ def _is_peft_model(model: nn.Module) -> bool:
     return isinstance(model, PeftModel | PeftMixedModel)
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def is_wrapper(module: nn.Module) -> bool:
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils.other import AuxiliaryTrainingWrapper
 
@@ -100,27 +100,27 @@ def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
     """Map the path of each module that PEFT wraps to its outermost wrapper."""
     found: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if _is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
+        if is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
             found[path] = module
     return found
 
 
-def _holder(wrapper: nn.Module) -> tuple[nn.Module, str]:
+def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
     """Return the innermost wrapper and the attribute in which it keeps the wrapped module."""
     name = next(name for name in INNER if name in wrapper._modules)
     inner = wrapper._modules[name]
-    return _holder(inner) if inner is not None and _is_wrapper(inner) else (wrapper, name)
+    return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
 
 
 def wrapped_module(wrapper: nn.Module) -> nn.Module:
-    holder, name = _holder(wrapper)
+    holder, name = holder_of(wrapper)
     return holder.get_submodule(name)
 
 
 def inner_path(path: str, wrapper: nn.Module) -> str:
     """Return the path of the wrapped module, for the path of its outermost wrapper."""
     parts, module = [path], wrapper
-    while _is_wrapper(module):
+    while is_wrapper(module):
         name = next(name for name in INNER if name in module._modules)
         parts.append(name)
         module = module.get_submodule(name)
@@ -147,10 +147,12 @@ class AdaptedNames:
     Args:
         paths: path of a wrapped module before -> after.
         own: names of the adapters' parameters and buffers, which do not change.
+        elsewhere: path of a wrapped module on another pipeline stage -> its wrapper, without values.
     """
 
-    paths: Mapping[str, str] = field(default_factory=dict)
-    own: Collection[str] = ()
+    paths: dict[str, str] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    elsewhere: dict[str, nn.Module] = field(default_factory=dict)
 
     def rename(self, name: str) -> str:
         owner, _, _ = name.rpartition(".")
@@ -161,6 +163,12 @@ class AdaptedNames:
                 return self.paths[owner] + name[len(owner) :]
             owner, _, _ = owner.rpartition(".")
         return name
+
+    def original(self, name: str) -> str:
+        """Return the name that a parameter or buffer of a base has without adapters."""
+        inside = ((path, inner) for path, inner in self.paths.items() if name.startswith(f"{inner}."))
+        path, inner = next(inside, ("", ""))
+        return path + name[len(inner) :]
 
     def wrapper_of(self, name: str) -> str | None:
         """Return the path of the wrapper that contains a parameter with this new name."""
@@ -222,8 +230,9 @@ def put_on_adapters(
     """
     state = metadata_of(sharded)
     _check_forward(model, state)
+    inner_paths = {path: inner_path(path, wrapper) for path, wrapper in wrappers.items()}
     for wrapper in wrappers.values():
-        holder, name = _holder(wrapper)
+        holder, name = holder_of(wrapper)
         holder._modules[name] = nn.Identity()
     own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
     state.notes += sync_initial_weights(own, state.context.base_axes[::-1])
@@ -233,10 +242,10 @@ def put_on_adapters(
         for name, x in wrapper.state_dict(keep_vars=True).items()
         if isinstance(x, Tensor)
     }
+    names = state.adapters = state.adapters or AdaptedNames()
     collective_call(state.context, lambda: _put_on(sharded, state, wrappers, referenced or set()))
-    state.adapter_names |= shapes.keys()
-    paths = {path: inner_path(path, wrapper) for path, wrapper in wrappers.items()}
-    names = AdaptedNames(paths, state.adapter_names)
+    names.paths |= inner_paths
+    names.own |= shapes.keys()
     _record_names(state, names, shapes)
     if state.stages is not None and any(map(_draws_random_numbers, own.modules())):
         state.stages.uses_random = True
@@ -275,10 +284,11 @@ def _put_on(
 ) -> None:
     for path, wrapper in wrappers.items():
         base = sharded.get_submodule(path)
-        holder, name = _holder(wrapper)
-        holder._modules[name] = base
+        holder, name = holder_of(wrapper)
         if state.stages is not None and state.stages.placeholders.has_placeholders(base):
-            continue  # the layer is on another stage
+            state.adapters.elsewhere[path] = wrapper.to("meta")
+            continue
+        holder._modules[name] = base
         before = {id(p): n for n, p in wrapper.named_parameters()}
         if is_tuner(wrapper):
             _check_base(state, path, base)
@@ -424,14 +434,14 @@ def _find_region(
     return region
 
 
-def forget_adapter(model: nn.Module, sharded: nn.Module, names: AdaptedNames, adapter_name: str) -> None:
+def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
     """Remove an adapter that PEFT deleted from the metadata."""
     state = metadata_of(sharded)
-    gone = {name for name in state.adapter_names if adapter_name in name.split(".")}
-    state.adapter_names -= gone
+    gone = {name for name in state.adapters.own if adapter_name in name.split(".")}
+    state.adapters.own -= gone
     if state.stages is not None:
         state.stages.drop_tensors(gone.__contains__)
-    update_metadata(model, sharded, names)
+    update_metadata(model, sharded, state.adapters)
 
 
 @contextmanager
@@ -440,19 +450,16 @@ def released(sharded: nn.Module) -> Iterator[None]:
     wrappers = find_wrappers(sharded)
     yield
     state = metadata_of(sharded)
-    names = {inner_path(path, wrapper): path for path, wrapper in wrappers.items()}
     for path, wrapper in wrappers.items():
         if sharded.get_submodule(path) is not wrapper:
             if is_tuner(wrapper):
                 release_base(wrapper)
             move_hooks_between(wrapper, sharded.get_submodule(path))
-    reverse = AdaptedNames(names)
-    state.adapter_names.clear()
+    names: AdaptedNames = state.adapters
     for entry in state.entries:
-        entry.name = reverse.rename(entry.name)
+        entry.name = names.original(entry.name)
     if state.stages is not None:
-        kept = {reverse.rename(name) for name in state.stages.state if reverse.rename(name) != name}
-        state.stages.rename(reverse.rename)
-        inside = tuple(f"{path}." for path in names.values())
-        state.stages.drop_tensors(lambda name: name.startswith(inside) and name not in kept)
+        state.stages.drop_tensors(names.own.__contains__)
+        state.stages.rename(names.original)
+    state.adapters = None
     update_metadata(sharded, sharded, AdaptedNames())
