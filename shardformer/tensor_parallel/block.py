@@ -255,9 +255,9 @@ class TensorParallelBlock:
         Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
         full gradient of the residual, and the entry would sum it over the ranks.
         """
-        out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
+        out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
         entered, self._node = self._node, None
-        if entered is None or entered.grad_fn is None or out is None:
+        if entered is None or entered.grad_fn is None or out is None or out.grad_fn is None:
             return
         self._is_watched = False
         reached, seen = [out.grad_fn], set()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +16,8 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 import shardformer
+from shardformer.comm import CollectiveRecorder
+from shardformer.errors import ConfigError
 from shardformer.integrations.peft import from_pretrained, get_peft_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
@@ -96,7 +99,57 @@ def stablelm() -> Any:
     return transformers.StableLmForCausalLM(config)
 
 
-MODELS: dict[str, Callable[..., Any]] = {"llama": llama, "gpt2": gpt2, "bert": bert, "t5": t5, "stablelm": stablelm}
+def gptj() -> Any:
+    """A model that adds the outputs of its attention and its MLP, which leave through one reduction."""
+    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
+    config = transformers.GPTJConfig(
+        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=4, rotary_dim=4, **rates
+    )
+    return transformers.GPTJForCausalLM(config)
+
+
+def opt() -> Any:
+    config = transformers.OPTConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        word_embed_proj_dim=24,
+        ffn_dim=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        max_position_embeddings=32,
+        dropout=0.0,
+        **SMALL,
+    )
+    return transformers.OPTForCausalLM(config)
+
+
+def mixtral() -> Any:
+    config = transformers.MixtralConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        experts_implementation="eager",
+        **SMALL,
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+MODELS: dict[str, Callable[..., Any]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "bert": bert,
+    "t5": t5,
+    "stablelm": stablelm,
+    "gptj": gptj,
+    "opt": opt,
+    "mixtral": mixtral,
+}
 
 
 def batch_of(model_name: str, step: int) -> dict[str, Tensor]:
@@ -237,17 +290,16 @@ def full_gradients(model: nn.Module) -> dict[str, Tensor]:
 def difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
     """Return the largest difference relative to the largest value of each tensor; inf if names or shapes differ."""
     if set(ours) != set(reference):
-        print("only one side has", sorted(set(ours) ^ set(reference))[:4])
         return float("inf")
+    # a gradient that is zero in exact arithmetic, as that of a key bias, is compared with the largest one
+    floor = 1e-6 * max((float(x.abs().max()) for x in reference.values() if x.numel()), default=0.0)
     worst = 0.0
     for name, x in reference.items():
         if ours[name].shape != x.shape:
-            print(name, ours[name].shape, x.shape)
             return float("inf")
-        if (size := x.numel()) and float(x.abs().max()) > 0:
-            worst = max(worst, float((ours[name] - x).abs().max() / x.abs().max()))
-        elif size:
-            worst = max(worst, float(ours[name].abs().max()))
+        if x.numel():
+            error = float((ours[name].double() - x.double()).abs().max())
+            worst = max(worst, error / max(float(x.abs().max()), floor, 1e-30))
     return worst
 
 
@@ -316,11 +368,63 @@ def compare(
     )
 
 
-def lora(**options: Any) -> Any:
+ATTENTION_AND_MLP = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
+FEED_FORWARD = {"feedforward_modules": ["down_proj", "up_proj"]}
+ADALORA = {"init_r": 3, "target_r": 2, "total_step": 20, "tinit": 1, "tfinal": 2}
+TOKENS = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
+METHODS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {}),
+    "rsLoRA": ("LoraConfig", {"use_rslora": True}),
+    "DoRA": ("LoraConfig", {"use_dora": True}),
+    "LoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3}),
+    "DoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3, "use_dora": True}),
+    "LoRA, bias": ("LoraConfig", {"bias": "all"}),
+    "LoRA on the head": ("LoraConfig", {"target_modules": ["q_proj", "lm_head"]}),
+    "LoRA on the embedding": ("LoraConfig", {"target_modules": ["embed_tokens", "o_proj"]}),
+    "modules_to_save": (
+        "LoraConfig",
+        {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]},
+    ),
+    "IA3": ("IA3Config", {"target_modules": ATTENTION_AND_MLP, **FEED_FORWARD}),
+    "VeRA": ("VeraConfig", {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 4}),
+    "LoHa": ("LoHaConfig", {"target_modules": ATTENTION_AND_MLP, "r": 3}),
+    "LoKr": ("LoKrConfig", {"target_modules": ATTENTION_AND_MLP, "r": 3}),
+    "AdaLoRA": ("AdaLoraConfig", {"target_modules": ATTENTION_AND_MLP, "task_type": "CAUSAL_LM", **ADALORA}),
+    "prompt tuning": ("PromptTuningConfig", TOKENS),
+    "p-tuning": ("PromptEncoderConfig", {**TOKENS, "encoder_hidden_size": 12}),
+    "prefix tuning": ("PrefixTuningConfig", TOKENS),
+}
+"""Feature -> PEFT's configuration class and its arguments."""
+
+
+def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:
     import peft
 
-    settings: dict[str, Any] = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **options}
-    return peft.LoraConfig(**settings)
+    kind, settings = METHODS[feature]
+    if kind == "LoraConfig":
+        settings = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **settings}
+    of_model = {"gpt2": {"fan_in_fan_out": True}, "bert": {"task_type": "SEQ_CLS"}}.get(model_name, {})
+    if model_name == "mixtral":  # all-linear would include the experts
+        of_model = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
+    return getattr(peft, kind)(**{**settings, **of_model, **options})
+
+
+SEQUENCE_PARALLEL = {"enable_sequence_parallelism": True}
+LAYOUTS: dict[str, Layout] = {
+    "tensor": Layout({"tensor": 2}),
+    "tensor, 4 ranks": Layout({"tensor": 4}),
+    "sequence parallel": Layout({"tensor": 2}, SEQUENCE_PARALLEL),
+    "context": Layout({"sequence": 2}),
+    "pipeline": Layout({"pipe": 2}),
+    "data": Layout({"data": 2}),
+    "ZeRO 1": Layout({"data": 2}, zero=1),
+    "ZeRO 2": Layout({"data": 2}, zero=2),
+    "ZeRO 3": Layout({"data": 2}, zero=3, zero_options={"keep_frozen": False}),
+    "ZeRO 3, frozen base gathered": Layout({"data": 2}, zero=3),
+    "tensor and ZeRO 2": Layout({"tensor": 2, "data": 2}, zero=2),
+    "sequence parallel and pipeline": Layout({"tensor": 2, "pipe": 2}, SEQUENCE_PARALLEL),
+    "checkpointing": Layout({"tensor": 2}, SEQUENCE_PARALLEL, checkpointing=True),
+}
 
 
 def file_differences(model_name: str, config: Any, layout: Layout, folder: str) -> dict[str, float]:
@@ -384,3 +488,177 @@ def eval_loss(model: Any, model_name: str, context: ParallelContext) -> Tensor:
     if context.pipe.size > 1:
         return shardformer.Pipeline(model, micro_batches=2).evaluate(batch_of(model_name, 0))
     return plain_loss(model, model_name)
+
+
+def compare_named(feature: str, layout: str, model_name: str = "llama", order: str = "before") -> Difference | str:
+    """Compare a feature on a layout with one process. Returns the text of the error if the layout is refused."""
+    try:
+        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order)
+    except ConfigError as error:
+        return str(error)
+
+
+def files_named(feature: str, layout: str, model_name: str = "llama") -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return file_differences(model_name, config_of(feature, model_name), LAYOUTS[layout], folder)
+
+
+def compare_all(cases: list[tuple[str, str, str, str]]) -> list[Difference | str]:
+    return [compare_named(*case) for case in cases]
+
+
+def release() -> str:
+    import peft
+
+    return str(peft.__version__)
+
+
+def switch_adapters(layout: Layout | None) -> list[float]:
+    """Train, switch, disable, merge and delete adapters, and return the losses and numbers on the way."""
+
+    def run(context: ParallelContext | None) -> list[float]:
+        model = adapted("llama", config_of("LoRA", target_modules=["q_proj", "down_proj"]))
+        if context is not None and layout is not None:
+            model = shardformer.shard_model(model, context=context, **layout.options)
+        torch.manual_seed(9)
+        model.add_adapter("second", config_of("LoRA", target_modules=["q_proj", "o_proj"], r=2))
+        found = [plain_loss(model, "llama")]
+        model.set_adapter("second")
+        optimizer = make_optimizer(model)
+        for step in range(2):
+            model(**batch_of("llama", step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(plain_loss(model, "llama"))
+        model.base_model.set_adapter(["default", "second"])
+        found.append(plain_loss(model, "llama"))
+        with model.disable_adapter():
+            found.append(plain_loss(model, "llama"))
+        model.merge_adapter()
+        found.append(plain_loss(model, "llama"))
+        model.unmerge_adapter()
+        found.append(plain_loss(model, "llama"))
+        model.delete_adapter("default")
+        model.set_adapter("second")
+        found.append(plain_loss(model, "llama"))
+        prompt = batch_of("llama", 0)["input_ids"][:1, :4]
+        tokens = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        return [*map(float, found), *map(float, tokens[0]), *map(float, model.get_nb_trainable_parameters())]
+
+    return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
+
+
+def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the collectives of one step of full fine-tuning and with adapters, by kind and purpose."""
+    options, sizes = LAYOUTS[layout].options, LAYOUTS[layout].sizes
+    torch.manual_seed(0)
+    models = [llama().double(), adapted("llama", config_of(feature))]
+
+    def run(context: ParallelContext) -> list[dict[str, int]]:
+        counts = []
+        for model in models:
+            sharded = shardformer.shard_model(copy.deepcopy(model), context=context, **options).train()
+            sharded(**batch_of("llama", 0)).loss.backward()
+            with CollectiveRecorder(context) as recorder:
+                sharded(**batch_of("llama", 0)).loss.backward()
+            table = recorder.table()
+            counts.append({f"{op} {purpose}": number for (op, _, purpose), (number, _) in table.items()})
+        return counts
+
+    full, with_adapters = run_as_threads(run, **sizes)[0]
+    return full, with_adapters
+
+
+def train_engine(zero: int | None, folder: str, **sizes: int) -> dict[str, float]:
+    """Train with ``initialize``, save a checkpoint in the middle, resume it, and compare with one process."""
+    config = config_of("LoRA")
+    model = adapted("llama", config)
+    plain = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    reference = []
+    for step in range(STEPS):
+        loss = plain(**batch_of("llama", step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.append(float(loss.detach()))
+
+    def run(context: ParallelContext) -> tuple[list[float], dict[str, Tensor]]:
+        parallel = shardformer.ParallelConfig(max_grad_norm=1.0, zero_stage=zero, micro_batches=2, **sizes)
+
+        def start() -> Any:
+            made = copy.deepcopy(model)
+            return shardformer.initialize(
+                made, lambda ps: torch.optim.AdamW(ps, lr=1e-2), parallel=parallel, context=context
+            )
+
+        def local(step: int) -> dict[str, Tensor]:
+            return {n: x.chunk(context.data.size)[context.data.rank] for n, x in batch_of("llama", step).items()}
+
+        engine, half = start(), STEPS // 2
+        losses = [float(engine.train_step(local(step))) for step in range(half)]
+        engine.save(folder)
+        engine = start()
+        engine.load(folder)
+        losses += [float(engine.train_step(local(step))) for step in range(half, STEPS)]
+        return losses, full_state_dict(engine.model)
+
+    losses, weights = run_as_threads(run, **sizes)[0]
+    return {
+        "loss": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
+        "weights": difference(weights, plain.state_dict()),
+    }
+
+
+def error_of(function: Callable[..., Any], *args: Any, **sizes: int) -> str:
+    """Return the text of the error that sharding raises."""
+    try:
+        run_as_threads(lambda context: function(context, *args), **sizes)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def shard_config(context: ParallelContext, kind: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(**settings))
+    before = [(name, id(p), type(p)) for name, p in model.named_parameters()]
+    try:
+        shardformer.shard_model(model, context=context, **options)
+    finally:
+        assert before == [(name, id(p), type(p)) for name, p in model.named_parameters()]
+
+
+def shard_with_optimizer(context: ParallelContext) -> None:
+    model = adapted("llama", config_of("LoRA"))
+    optimizer = make_optimizer(model)
+    shardformer.shard_model(model, context=context)
+    optimizer.step()
+
+
+def adapt_after_zero(context: ParallelContext) -> None:
+    model = shardformer.shard_model(llama(), context=context)
+    shardformer.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    get_peft_model(model, config_of("LoRA"))
+
+
+def refusals() -> dict[str, str]:
+    lora: dict[str, Any] = {"target_modules": ["q_proj"]}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+        "2d": ("LoraConfig", lora, {"tensor_parallel_mode": "2d"}, 4),
+        "boft": ("BOFTConfig", {**lora, "boft_block_size": 4}, {}, 2),
+        "lora_bias": ("LoraConfig", {"target_modules": ["o_proj"], "lora_bias": True}, {}, 2),
+        "parameter": ("LoraConfig", {"target_modules": [], "target_parameters": ["q_proj.weight"]}, {}, 2),
+        "tokens": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, 2),
+        "saved in a block": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}, {}, 2),
+    }
+    found = {
+        name: error_of(shard_config, kind, settings, options, tensor=size)
+        for name, (kind, settings, options, size) in cases.items()
+    }
+    found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
+    found["zero"] = error_of(adapt_after_zero, data=2)
+    return found

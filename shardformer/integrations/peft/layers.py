@@ -288,12 +288,25 @@ def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: st
     dim = 1 if table == "vera_A" else 0
     if (kind == "in") != (table == "vera_A"):
         return
-    indices = base.split.indices(base.axis.rank)
-    # a plain dict, which Python finds before the registered one
-    tuner.__dict__[table] = {
-        name: shared.detach().index_select(dim, indices.to(shared.device))
-        for name, shared in tuner._modules[table].items()
-    }
+    # in the attributes, which Python finds before the registered table
+    tuner.__dict__[table] = _LocalSlices(tuner._modules[table], dim, base.split.indices(base.axis.rank))
+
+
+class _LocalSlices(Mapping[str, Tensor]):
+    """The matrices of a table, with the indices of this rank along ``dim``."""
+
+    def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
+        self._table, self._dim, self._indices = table, dim, indices
+
+    def __getitem__(self, name: str) -> Tensor:
+        full: Tensor = self._table[name]
+        return full.index_select(self._dim, self._indices.to(full.device))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __len__(self) -> int:
+        return len(self._table)
 
 
 def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
@@ -320,6 +333,8 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
         why = "tensor_parallel_mode other than '1d' shards both dims of a weight"
     elif not isinstance(base, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)):
         why = f"the layer is a {type(base).__name__}"
+    elif hasattr(tuner, "parameter_name"):
+        why = "target_parameters changes a parameter of the layer instead of adding to its output"
     elif unknown is not None or not found:
         why = f"its parameter {unknown} has an unknown layout" if found else "it has no parameters of its own"
     elif variants := [type(v).__name__ for v in getattr(tuner, "lora_variant", {}).values() if "Dora" not in str(v)]:

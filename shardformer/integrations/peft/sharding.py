@@ -235,7 +235,9 @@ def put_on_adapters(
         holder, name = holder_of(wrapper)
         holder._modules[name] = nn.Identity()
     own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
-    state.notes += sync_initial_weights(own, state.context.base_axes[::-1])
+    known = state.by_param()
+    new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
+    state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
     shapes = {
         f"{path}.{name}": tuple(x.shape)
         for path, wrapper in wrappers.items()
@@ -289,7 +291,7 @@ def _put_on(
             state.adapters.elsewhere[path] = wrapper.to("meta")
             continue
         holder._modules[name] = base
-        before = {id(p): n for n, p in wrapper.named_parameters()}
+        before = dict(wrapper.named_parameters())
         if is_tuner(wrapper):
             _check_base(state, path, base)
             shard_adapter(wrapper, path, state.context_run)
@@ -300,14 +302,11 @@ def _put_on(
                 _check_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
                 copies[adapter] = sharded_copy(plain, base, path)
-        after = {id(p) for p in wrapper.parameters()}
-        replaced = next((n for key, n in before.items() if key not in after and key in referenced), None)
-        if replaced is not None:
-            raise ConfigError(
-                f"An optimizer already contains {path}.{replaced}",
-                rule="Sharding replaces parameters, so this optimizer would train the old ones",
-                remedy="Shard the model first, then create the optimizer from model.parameters()",
-            )
+        after = set(map(id, wrapper.parameters()))
+        replaced = {id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced}
+        if replaced:
+            own = [p for p in before.values() if id(p) in replaced]
+            checks.check_not_in_optimizer(own, replaced, type(sharded).__name__)
         move_hooks_between(base, wrapper)
         place(sharded, path, wrapper)
 
@@ -322,7 +321,7 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
-        _check_replicated(base, path, "adapter")
+        _check_replicated(base, path, "PEFT adapter")
 
 
 def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:

@@ -1,0 +1,161 @@
+"""A PEFT model trains on every layout as in one process, and its files are the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from tests.integrations import peft_runs as runs
+from tests.integrations.process import IntegrationProcess
+from tests.integrations.rows import Row, record
+
+BOUND = 2e-6
+"""The models are in fp64, but transformers computes norms, softmax and the loss in fp32."""
+PIPELINE = ("pipeline", "sequence parallel and pipeline")
+REFUSED = {
+    (feature, layout) for feature in ("AdaLoRA", "prompt tuning", "p-tuning", "prefix tuning") for layout in PIPELINE
+} | {("prefix tuning", "checkpointing"), *(("LoRA, bias", layout) for layout in ())}
+UNEQUAL_DROPOUT = {"data", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, frozen base gathered", "tensor and ZeRO 2", *PIPELINE}
+"""Layouts in which each data rank or micro-batch draws its own dropout, as for dropout of the model."""
+MATRIX = [
+    (feature, layout)
+    for feature in runs.METHODS
+    for layout in runs.LAYOUTS
+    if not ("dropout" in feature and layout in UNEQUAL_DROPOUT)
+]
+SAMPLE = [
+    ("LoRA, dropout", "checkpointing", "llama", "before"),
+    ("LoRA", "tensor and ZeRO 2", "llama", "before"),
+    ("LoRA", "ZeRO 3", "gpt2", "after"),
+    ("DoRA, dropout", "sequence parallel", "llama", "after"),
+    ("modules_to_save", "sequence parallel and pipeline", "llama", "before"),
+    ("IA3", "tensor", "llama", "after"),
+    ("LoRA", "sequence parallel", "gptj", "before"),
+    ("LoRA", "tensor", "t5", "before"),
+]
+OTHER_MODELS = [name for name in runs.MODELS if name != "llama"]
+
+
+def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]]) -> None:
+    found = process(1).run(runs.compare_all, list(cases))[0]
+    for (feature, layout, model, order), result in zip(cases, found, strict=True):
+        name = f"{feature}, {model}, {layout}, {order}"
+        if (feature, layout) in REFUSED:
+            assert isinstance(result, str), f"{name} is not refused"
+            continue
+        assert not isinstance(result, str), f"{name}: {result}"
+        assert result.worst < BOUND, f"{name}: {result}"
+
+
+def test_training_equals_one_process(integrations: IntegrationProcess) -> None:
+    check(integrations, SAMPLE)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("feature", "layout"), MATRIX)
+def test_every_method_trains_on_every_layout(integrations: IntegrationProcess, feature: str, layout: str) -> None:
+    check(integrations, [(feature, layout, "llama", "before")])
+    release = integrations(1).run(runs.release)[0]
+    result = integrations(1).run(runs.compare_named, feature, layout)[0]
+    if isinstance(result, str):
+        record(Row("peft", release, feature, layout, note=result.partition(". ")[0]))
+    else:
+        record(Row("peft", release, feature, layout, result.loss, result.gradients or result.weights))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("model", OTHER_MODELS)
+@pytest.mark.parametrize("order", ["before", "after"])
+def test_lora_trains_on_other_models(integrations: IntegrationProcess, model: str, order: str) -> None:
+    layouts = ("tensor", "sequence parallel", "pipeline", "ZeRO 3")
+    check(integrations, [("LoRA", layout, model, order) for layout in layouts if (layout, order) != LATE_PIPELINE])
+
+
+LATE_PIPELINE = ("pipeline", "after")
+"""The comparison fills adapters after sharding, which a pipeline stage cannot do."""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("feature", [name for name in runs.METHODS if "tuning" not in name])
+def test_adapters_can_be_added_after_sharding(integrations: IntegrationProcess, feature: str) -> None:
+    check(integrations, [(feature, "tensor", "llama", "after"), (feature, "sequence parallel", "llama", "after")])
+
+
+def test_files_are_those_of_one_process(integrations: IntegrationProcess) -> None:
+    for feature, layout in (("DoRA", "tensor"), ("LoRA", "sequence parallel and pipeline")):
+        found = integrations(1).run(runs.files_named, feature, layout)[0]
+        assert max(found.values()) < BOUND, (feature, layout, found)
+        assert found["adapter file"] == found["config"] == found["loaded in one process"] == 0.0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tensor", "sequence parallel", "data"])
+@pytest.mark.parametrize("feature", [name for name in runs.METHODS if "tuning" not in name])
+def test_files_of_every_method(integrations: IntegrationProcess, feature: str, layout: str) -> None:
+    found = integrations(1).run(runs.files_named, feature, layout)[0]
+    assert max(found.values()) < BOUND, found
+    assert found["adapter file"] == found["config"] == found["loaded in one process"] == 0.0
+    release = integrations(1).run(runs.release)[0]
+    record(Row("peft", release, feature, layout, files=max(found.values())))
+
+
+def test_adapters_are_added_switched_merged_and_deleted(integrations: IntegrationProcess) -> None:
+    plain = integrations(1).run(runs.switch_adapters, None)[0]
+    sharded = integrations(1).run(runs.switch_adapters, runs.LAYOUTS["sequence parallel"])[0]
+    assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < BOUND
+
+
+def test_adapters_add_no_collective_to_a_block(integrations: IntegrationProcess) -> None:
+    for layout, kinds in (("tensor", ["all_reduce"]), ("sequence parallel", ["all_gather", "reduce_scatter"])):
+        full, adapted = integrations(1).run(runs.block_collectives, "LoRA, dropout", layout)[0]
+        for kind in kinds:  # one less: the input of the first layer needs no gradient
+            assert adapted.pop(f"{kind} block") == full.pop(f"{kind} block") - 1
+        assert adapted.pop("all_reduce gradients") == 1
+        full.pop("all_reduce gradients", None)
+        assert adapted == full
+
+
+def test_dora_adds_one_small_collective_per_row_parallel_linear(integrations: IntegrationProcess) -> None:
+    _, adapted = integrations(1).run(runs.block_collectives, "DoRA", "tensor")[0]
+    assert adapted["all_reduce adapter"] == 4  # o_proj and down_proj of two layers
+
+
+def test_an_engine_trains_and_resumes_adapters(integrations: IntegrationProcess, tmp_path: object) -> None:
+    cases: list[tuple[int | None, dict[str, int]]] = [(2, {"tensor": 2, "data": 2})]
+    for number, (zero, sizes) in enumerate(cases):
+        found = integrations(1).run(run_engine, zero, f"{tmp_path}/{number}", sizes)[0]
+        assert max(found.values()) < BOUND, (zero, sizes, found)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    ("zero", "sizes"), [(None, {"pipe": 2}), (1, {"pipe": 2, "data": 2}), (3, {"data": 2}), (None, {"sequence": 2})]
+)
+def test_an_engine_trains_and_resumes_on_every_layout(
+    integrations: IntegrationProcess, tmp_path: object, zero: int | None, sizes: dict[str, int]
+) -> None:
+    found = integrations(1).run(run_engine, zero, str(tmp_path), sizes)[0]
+    assert max(found.values()) < BOUND, found
+
+
+def run_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[str, float]:
+    return runs.train_engine(zero, folder, **sizes)
+
+
+REASONS = {
+    "2d": "tensor_parallel_mode other than '1d'",
+    "boft": "unknown layout",
+    "lora_bias": "once per rank",
+    "parameter": "target_parameters",
+    "tokens": "TrainableTokensWrapper",
+    "saved in a block": "inside of a block",
+    "optimizer": "An optimizer already contains",
+    "zero": "after shard_optimizer",
+}
+
+
+def test_what_cannot_work_is_refused_before_training(integrations: IntegrationProcess) -> None:
+    found = integrations(1).run(runs.refusals)[0]
+    for name, reason in REASONS.items():
+        assert reason in found[name], found[name]
