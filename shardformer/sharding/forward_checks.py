@@ -181,7 +181,8 @@ class ModuleFingerprint:
         raise ConfigError(
             f"{what} after the model was sharded",
             rule="Sharding compares, shards and synchronizes the parameters that exist at that time",
-            remedy="Add heads and adapters and tie weights first, then shard the model",
+            remedy="Add heads and adapters and tie weights first, then shard the model. "
+            "shardformer.integrations.peft.get_peft_model adds adapters of PEFT to a sharded model",
         )
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:

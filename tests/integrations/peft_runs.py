@@ -645,6 +645,24 @@ def adapt_after_zero(context: ParallelContext) -> None:
     get_peft_model(model, config_of("LoRA"))
 
 
+def shard_quantized(context: ParallelContext) -> None:
+    class Linear4bit(nn.Linear):
+        """Stands for the class of bitsandbytes."""
+
+    Linear4bit.__module__ = "bitsandbytes.nn.modules"
+    model = adapted("llama", config_of("LoRA", target_modules=["o_proj"]))
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.q_proj.__class__ = Linear4bit
+    shardformer.shard_model(model, context=context)
+
+
+def adapt_with_peft_itself(context: ParallelContext) -> None:
+    import peft
+
+    model = shardformer.shard_model(llama(), context=context)
+    peft.get_peft_model(model, config_of("LoRA"))(**batch_of("llama", 0))
+
+
 def refusals() -> dict[str, str]:
     lora: dict[str, Any] = {"target_modules": ["q_proj"]}
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -660,5 +678,7 @@ def refusals() -> dict[str, str]:
         for name, (kind, settings, options, size) in cases.items()
     }
     found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
+    found["quantized"] = error_of(shard_quantized, data=2)
+    found["PEFT's own function"] = error_of(adapt_with_peft_itself, data=2)
     found["zero"] = error_of(adapt_after_zero, data=2)
     return found
