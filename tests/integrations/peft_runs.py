@@ -6,12 +6,11 @@ import copy
 import json
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -22,162 +21,9 @@ from shardformer.integrations.peft import from_pretrained, get_peft_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.weights.state_dict import full_state_dict
+from tests.integrations.peft_models import LAYOUTS, MODELS, Layout, batch_of, config_of, gpt2, llama
 
-VOCAB, BATCH, LENGTH, STEPS = 48, 4, 10, 4
-SMALL: dict[str, Any] = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
-
-
-def llama(**options: Any) -> Any:
-    config = transformers.LlamaConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=32,
-        **SMALL,
-        **options,
-    )
-    return transformers.LlamaForCausalLM(config)
-
-
-def gpt2(**options: Any) -> Any:
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, **options}
-    config = transformers.GPT2Config(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=4, bos_token_id=1, eos_token_id=2, **rates
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def bert() -> Any:
-    config = transformers.BertConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        intermediate_size=40,
-        max_position_embeddings=32,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=3,
-    )
-    return transformers.BertForSequenceClassification(config)
-
-
-def t5() -> Any:
-    config = transformers.T5Config(
-        vocab_size=VOCAB,
-        d_model=24,
-        d_kv=6,
-        d_ff=40,
-        num_layers=2,
-        num_heads=4,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-        pad_token_id=0,
-        eos_token_id=1,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def stablelm() -> Any:
-    """A model without a registered policy: its policy is derived."""
-    config = transformers.StableLmConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        max_position_embeddings=32,
-        use_qkv_bias=True,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        **SMALL,
-    )
-    return transformers.StableLmForCausalLM(config)
-
-
-def gptj() -> Any:
-    """A model that adds the outputs of its attention and its MLP, which leave through one reduction."""
-    rates = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.GPTJConfig(
-        vocab_size=VOCAB, n_positions=32, n_embd=24, n_layer=2, n_head=4, rotary_dim=4, **rates
-    )
-    return transformers.GPTJForCausalLM(config)
-
-
-def opt() -> Any:
-    config = transformers.OPTConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        word_embed_proj_dim=24,
-        ffn_dim=40,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        max_position_embeddings=32,
-        dropout=0.0,
-        **SMALL,
-    )
-    return transformers.OPTForCausalLM(config)
-
-
-def mixtral() -> Any:
-    config = transformers.MixtralConfig(
-        vocab_size=VOCAB,
-        hidden_size=24,
-        intermediate_size=20,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        num_local_experts=4,
-        num_experts_per_tok=2,
-        max_position_embeddings=32,
-        experts_implementation="eager",
-        **SMALL,
-    )
-    return transformers.MixtralForCausalLM(config)
-
-
-MODELS: dict[str, Callable[..., Any]] = {
-    "llama": llama,
-    "gpt2": gpt2,
-    "bert": bert,
-    "t5": t5,
-    "stablelm": stablelm,
-    "gptj": gptj,
-    "opt": opt,
-    "mixtral": mixtral,
-}
-
-
-def batch_of(model_name: str, step: int) -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(100 + step)
-    ids = torch.randint(3, VOCAB, (BATCH, LENGTH), generator=generator)
-    if model_name == "bert":
-        return {"input_ids": ids, "labels": torch.randint(0, 3, (BATCH,), generator=generator)}
-    return {"input_ids": ids, "labels": ids.clone()}
-
-
-@dataclass(frozen=True)
-class Layout:
-    """A process grid and the options of ``shard_model`` and ``shard_optimizer``."""
-
-    sizes: Mapping[str, int] = field(default_factory=dict)
-    options: Mapping[str, Any] = field(default_factory=dict)
-    zero: int | None = None
-    zero_options: Mapping[str, Any] = field(default_factory=dict)
-    checkpointing: bool = False
-    dtype: torch.dtype = torch.float64
-
-    def __str__(self) -> str:
-        parts = [f"{name}={size}" for name, size in self.sizes.items()]
-        parts += [name.removeprefix("enable_") for name, value in self.options.items() if value]
-        parts += [f"zero={self.zero}"] if self.zero is not None else []
-        parts += ["checkpointing"] if self.checkpointing else []
-        parts += [str(self.dtype).removeprefix("torch.")] if self.dtype != torch.float64 else []
-        return " ".join(parts) or "one process"
+STEPS = 4
 
 
 @dataclass
@@ -366,65 +212,6 @@ def compare(
         difference(found.gradients, reference.gradients) if found.gradients else None,
         difference(found.weights, reference.weights),
     )
-
-
-ATTENTION_AND_MLP = ["q_proj", "k_proj", "o_proj", "up_proj", "down_proj"]
-FEED_FORWARD = {"feedforward_modules": ["down_proj", "up_proj"]}
-ADALORA = {"init_r": 3, "target_r": 2, "total_step": 20, "tinit": 1, "tfinal": 2}
-TOKENS = {"num_virtual_tokens": 3, "task_type": "CAUSAL_LM"}
-METHODS: dict[str, tuple[str, dict[str, Any]]] = {
-    "LoRA": ("LoraConfig", {}),
-    "rsLoRA": ("LoraConfig", {"use_rslora": True}),
-    "DoRA": ("LoraConfig", {"use_dora": True}),
-    "LoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3}),
-    "DoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3, "use_dora": True}),
-    "LoRA, bias": ("LoraConfig", {"bias": "all"}),
-    "LoRA on the head": ("LoraConfig", {"target_modules": ["q_proj", "lm_head"]}),
-    "LoRA on the embedding": ("LoraConfig", {"target_modules": ["embed_tokens", "o_proj"]}),
-    "modules_to_save": (
-        "LoraConfig",
-        {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head", "embed_tokens", "norm"]},
-    ),
-    "IA3": ("IA3Config", {"target_modules": ATTENTION_AND_MLP, **FEED_FORWARD}),
-    "VeRA": ("VeraConfig", {"target_modules": ["q_proj", "v_proj", "o_proj"], "r": 4}),
-    "LoHa": ("LoHaConfig", {"target_modules": ATTENTION_AND_MLP, "r": 3}),
-    "LoKr": ("LoKrConfig", {"target_modules": ATTENTION_AND_MLP, "r": 3}),
-    "AdaLoRA": ("AdaLoraConfig", {"target_modules": ATTENTION_AND_MLP, "task_type": "CAUSAL_LM", **ADALORA}),
-    "prompt tuning": ("PromptTuningConfig", TOKENS),
-    "p-tuning": ("PromptEncoderConfig", {**TOKENS, "encoder_hidden_size": 12}),
-    "prefix tuning": ("PrefixTuningConfig", TOKENS),
-}
-"""Feature -> PEFT's configuration class and its arguments."""
-
-
-def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:
-    import peft
-
-    kind, settings = METHODS[feature]
-    if kind == "LoraConfig":
-        settings = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **settings}
-    of_model = {"gpt2": {"fan_in_fan_out": True}, "bert": {"task_type": "SEQ_CLS"}}.get(model_name, {})
-    if model_name == "mixtral":  # all-linear would include the experts
-        of_model = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
-    return getattr(peft, kind)(**{**settings, **of_model, **options})
-
-
-SEQUENCE_PARALLEL = {"enable_sequence_parallelism": True}
-LAYOUTS: dict[str, Layout] = {
-    "tensor": Layout({"tensor": 2}),
-    "tensor, 4 ranks": Layout({"tensor": 4}),
-    "sequence parallel": Layout({"tensor": 2}, SEQUENCE_PARALLEL),
-    "context": Layout({"sequence": 2}),
-    "pipeline": Layout({"pipe": 2}),
-    "data": Layout({"data": 2}),
-    "ZeRO 1": Layout({"data": 2}, zero=1),
-    "ZeRO 2": Layout({"data": 2}, zero=2),
-    "ZeRO 3": Layout({"data": 2}, zero=3, zero_options={"keep_frozen": False}),
-    "ZeRO 3, frozen base gathered": Layout({"data": 2}, zero=3),
-    "tensor and ZeRO 2": Layout({"tensor": 2, "data": 2}, zero=2),
-    "sequence parallel and pipeline": Layout({"tensor": 2, "pipe": 2}, SEQUENCE_PARALLEL),
-    "checkpointing": Layout({"tensor": 2}, SEQUENCE_PARALLEL, checkpointing=True),
-}
 
 
 def file_differences(model_name: str, config: Any, layout: Layout, folder: str) -> dict[str, float]:
@@ -682,3 +469,102 @@ def refusals() -> dict[str, str]:
     found["PEFT's own function"] = error_of(adapt_with_peft_itself, data=2)
     found["zero"] = error_of(adapt_after_zero, data=2)
     return found
+
+
+def precision_differences() -> dict[str, Difference]:
+    """Compare in fp32 and bf16. PiSSA does not accept fp64."""
+    pissa, layout = config_of("LoRA", init_lora_weights="pissa"), Layout({"tensor": 2}, dtype=torch.float32)
+    narrow = Layout({"tensor": 2}, LAYOUTS["sequence parallel"].options, dtype=torch.bfloat16)
+    return {
+        "PiSSA before": compare("llama", pissa, layout),
+        "PiSSA after": compare("llama", pissa, layout, "after"),
+        "bf16": compare("llama", config_of("LoRA"), narrow),
+    }
+
+
+def dropout_masks() -> list[list[bool]]:
+    """Return the elements that an adapter drops on each tensor rank, in a model that has dropout in its blocks."""
+
+    def run(context: ParallelContext) -> list[bool]:
+        torch.manual_seed(0)
+        model = gpt2(attn_pdrop=0.4)
+        torch.manual_seed(5)
+        model = get_peft_model(model, config_of("LoRA, dropout", "gpt2"))
+        model = shardformer.shard_model(model, context=context).train()
+        dropped: list[bool] = []
+        dropout = model.get_submodule("base_model.model.transformer.h.1.attn.c_attn.lora_dropout.default")
+
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = type(dropout).forward(dropout, x)
+            dropped.extend((y == 0).flatten().tolist())
+            return y
+
+        vars(dropout)["forward"] = forward
+        model(**batch_of("gpt2", 0))
+        return dropped
+
+    return run_as_threads(run, tensor=2, in_turn=True)
+
+
+def reshard_engine() -> list[float]:
+    """Return the differences of two losses to one process, when the engine changes its layout between them."""
+    model = adapted("llama", config_of("LoRA"))
+    plain = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    reference = []
+    for step in range(2):
+        loss = plain(**batch_of("llama", step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.append(float(loss.detach()))
+
+    def run(context: ParallelContext) -> list[float]:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-2)
+
+        parallel = shardformer.ParallelConfig(tensor=2)
+        engine = shardformer.initialize(copy.deepcopy(model), make, parallel=parallel, context=context)
+        losses = [float(engine.train_step(batch_of("llama", 0)))]
+        engine.reshard({"data": 2})
+        local = {name: x.chunk(2)[engine.context.data.rank] for name, x in batch_of("llama", 1).items()}
+        return [*losses, float(engine.train_step(local))]
+
+    losses = run_as_threads(run, tensor=2, in_turn=True)[0]
+    return [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+
+
+def lazy_difference() -> float:
+    """Compare the weights of an adapted model that was built lazily with those of one that was not."""
+
+    def build() -> Any:
+        return get_peft_model(llama(), config_of("LoRA"))
+
+    def run(context: ParallelContext) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with shardformer.LazyInit():
+            model = build()
+        return full_state_dict(shardformer.shard_model(model, context=context))
+
+    torch.manual_seed(0)
+    plain = build().state_dict()
+    return difference(run_as_threads(run, tensor=2, in_turn=True)[0], plain)
+
+
+def injected_adapters(sizes: dict[str, int] | None) -> tuple[float, float]:
+    """Return the loss and gradient norm with adapters that transformers adds to a model, without PEFT's wrapper."""
+
+    def run(context: ParallelContext | None) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = llama().double()
+        torch.manual_seed(5)
+        model.add_adapter(config_of("LoRA", target_modules=["q_proj", "o_proj"]))
+        fill(model)
+        if context is not None:
+            model = shardformer.shard_model(model, context=context)
+        loss = model.train()(**batch_of("llama", 0)).loss
+        loss.backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(trained, 1e9))
+
+    return run(None) if sizes is None else run_as_threads(run, **sizes, in_turn=True)[0]

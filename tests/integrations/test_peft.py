@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import pytest
 
 from tests.integrations import peft_runs as runs
+from tests.integrations.peft_models import LAYOUTS, METHODS, MODELS
 from tests.integrations.process import IntegrationProcess
 from tests.integrations.rows import Row, record
 
@@ -20,8 +21,8 @@ UNEQUAL_DROPOUT = {"data", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, frozen base ga
 """Layouts in which each data rank or micro-batch draws its own dropout, as for dropout of the model."""
 MATRIX = [
     (feature, layout)
-    for feature in runs.METHODS
-    for layout in runs.LAYOUTS
+    for feature in METHODS
+    for layout in LAYOUTS
     if not ("dropout" in feature and layout in UNEQUAL_DROPOUT)
 ]
 SAMPLE = [
@@ -34,11 +35,13 @@ SAMPLE = [
     ("LoRA", "sequence parallel", "gptj", "before"),
     ("LoRA", "tensor", "t5", "before"),
 ]
-OTHER_MODELS = [name for name in runs.MODELS if name != "llama"]
+LATE_PIPELINE = ("pipeline", "after")
+"""The comparison fills adapters after sharding, which a pipeline stage cannot do."""
+OTHER_MODELS = [name for name in MODELS if name != "llama"]
 
 
-def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]]) -> None:
-    found = process(1).run(runs.compare_all, list(cases))[0]
+def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]]) -> list[runs.Difference | str]:
+    found: list[runs.Difference | str] = process(1).run(runs.compare_all, list(cases))[0]
     for (feature, layout, model, order), result in zip(cases, found, strict=True):
         name = f"{feature}, {model}, {layout}, {order}"
         if (feature, layout) in REFUSED:
@@ -46,8 +49,10 @@ def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]
             continue
         assert not isinstance(result, str), f"{name}: {result}"
         assert result.worst < BOUND, f"{name}: {result}"
+    return found
 
 
+@pytest.mark.above_budget("covers the methods and layouts in eight runs")
 def test_training_equals_one_process(integrations: IntegrationProcess) -> None:
     check(integrations, SAMPLE)
 
@@ -55,9 +60,8 @@ def test_training_equals_one_process(integrations: IntegrationProcess) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize(("feature", "layout"), MATRIX)
 def test_every_method_trains_on_every_layout(integrations: IntegrationProcess, feature: str, layout: str) -> None:
-    check(integrations, [(feature, layout, "llama", "before")])
+    (result,) = check(integrations, [(feature, layout, "llama", "before")])
     release = integrations(1).run(runs.release)[0]
-    result = integrations(1).run(runs.compare_named, feature, layout)[0]
     if isinstance(result, str):
         record(Row("peft", release, feature, layout, note=result.partition(". ")[0]))
     else:
@@ -72,12 +76,8 @@ def test_lora_trains_on_other_models(integrations: IntegrationProcess, model: st
     check(integrations, [("LoRA", layout, model, order) for layout in layouts if (layout, order) != LATE_PIPELINE])
 
 
-LATE_PIPELINE = ("pipeline", "after")
-"""The comparison fills adapters after sharding, which a pipeline stage cannot do."""
-
-
 @pytest.mark.full
-@pytest.mark.parametrize("feature", [name for name in runs.METHODS if "tuning" not in name])
+@pytest.mark.parametrize("feature", [name for name in METHODS if "tuning" not in name])
 def test_adapters_can_be_added_after_sharding(integrations: IntegrationProcess, feature: str) -> None:
     check(integrations, [(feature, "tensor", "llama", "after"), (feature, "sequence parallel", "llama", "after")])
 
@@ -91,7 +91,7 @@ def test_files_are_those_of_one_process(integrations: IntegrationProcess) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tensor", "sequence parallel", "data"])
-@pytest.mark.parametrize("feature", [name for name in runs.METHODS if "tuning" not in name])
+@pytest.mark.parametrize("feature", [name for name in METHODS if "tuning" not in name])
 def test_files_of_every_method(integrations: IntegrationProcess, feature: str, layout: str) -> None:
     found = integrations(1).run(runs.files_named, feature, layout)[0]
     assert max(found.values()) < BOUND, found
@@ -102,7 +102,7 @@ def test_files_of_every_method(integrations: IntegrationProcess, feature: str, l
 
 def test_adapters_are_added_switched_merged_and_deleted(integrations: IntegrationProcess) -> None:
     plain = integrations(1).run(runs.switch_adapters, None)[0]
-    sharded = integrations(1).run(runs.switch_adapters, runs.LAYOUTS["sequence parallel"])[0]
+    sharded = integrations(1).run(runs.switch_adapters, LAYOUTS["sequence parallel"])[0]
     assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < BOUND
 
 
@@ -141,6 +141,35 @@ def test_an_engine_trains_and_resumes_on_every_layout(
 
 def run_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[str, float]:
     return runs.train_engine(zero, folder, **sizes)
+
+
+def test_ranks_drop_the_same_elements(integrations: IntegrationProcess) -> None:
+    first, second = integrations(1).run(runs.dropout_masks)[0]
+    assert first == second and 0 < sum(first) < len(first)
+
+
+@pytest.mark.full
+def test_pissa_and_bf16_train_as_in_one_process(integrations: IntegrationProcess) -> None:
+    found = integrations(1).run(runs.precision_differences)[0]
+    assert found["PiSSA before"].worst < BOUND and found["PiSSA after"].worst < BOUND, found
+    assert found["bf16"].loss < 2e-3 and found["bf16"].weights < 0.05, found["bf16"]  # rounding to 8 bits
+
+
+@pytest.mark.full
+def test_an_engine_with_adapters_changes_its_layout(integrations: IntegrationProcess) -> None:
+    assert max(integrations(1).run(runs.reshard_engine)[0]) < BOUND
+
+
+@pytest.mark.full
+def test_an_adapted_model_can_be_built_lazily(integrations: IntegrationProcess) -> None:
+    assert integrations(1).run(runs.lazy_difference)[0] == 0.0
+
+
+@pytest.mark.full
+def test_adapters_without_the_wrapper_of_peft_train_as_in_one_process(integrations: IntegrationProcess) -> None:
+    plain = integrations(1).run(runs.injected_adapters, None)[0]
+    sharded = integrations(1).run(runs.injected_adapters, {"tensor": 2})[0]
+    assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < BOUND
 
 
 REASONS = {

@@ -39,6 +39,7 @@ from shardformer.layout.sharding_metadata import (
     sharded_parameters,
 )
 from shardformer.mesh.parallel_context import Axis
+from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_changes
 from shardformer.module_paths import parent_of
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Row
@@ -257,7 +258,16 @@ def put_on_adapters(
         if isinstance(x, Tensor)
     }
     names = state.adapters = state.adapters or AdaptedNames()
-    collective_call(state.context, lambda: _put_on(sharded, state, wrappers, referenced or set()))
+    waits = is_lazy(own)
+
+    def put_on() -> None:
+        with record_changes(own):
+            _put_on(sharded, state, wrappers, referenced or set())
+        if waits:
+            for module in (sharded, *own):
+                materialize_parameters(module, state.context.device)
+
+    collective_call(state.context, put_on)
     names.paths |= inner_paths
     names.own |= shapes.keys()
     _record_names(state, names, shapes)
