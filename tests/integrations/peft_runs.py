@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import shardformer
 from shardformer.comm import CollectiveRecorder
+from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError
 from shardformer.integrations.peft import from_pretrained, get_peft_model
 from shardformer.local_ranks.threads import run_as_threads
@@ -96,20 +97,15 @@ def train_sharded(model: Any, model_name: str, layout: Layout, context: Parallel
             loss.backward()
         norms.append(float(shardformer.clip_grad_norm_(model, 1.0)))
         if step == 0 and layout.zero is None:
-            gradients = full_gradients(model)
+            gradients = full_gradients(model, context)
         optimizer.step()
         optimizer.zero_grad()
         losses.append(mean_over_data(loss, context))
-    trained = {n for n, p in model.named_parameters() if p.requires_grad}
-    weights = full_state_dict(model)
-    if context.pipe.size > 1:
-        trained = {n for n in weights if any(part in n for part in ("lora_", "ia3_", "vera_lambda", "modules_to_save"))}
+    trained, weights = trained_names(model, context), full_state_dict(model)
     return Result(losses, norms, gradients, {n: weights[n] for n in trained})
 
 
 def mean_over_data(loss: Tensor, context: ParallelContext) -> float:
-    from shardformer.comm.collectives import all_reduce
-
     if context.pipe.size > 1:
         return float(loss.detach())
     axes = [a for a in ("data", "sequence") if context.sizes.get(a, 1) > 1]
@@ -119,18 +115,23 @@ def mean_over_data(loss: Tensor, context: ParallelContext) -> float:
     return float(total)
 
 
-def full_gradients(model: nn.Module) -> dict[str, Tensor]:
+def trained_names(model: nn.Module, context: ParallelContext) -> set[str]:
+    """Return the names of the parameters that train on any pipeline stage."""
+    own = {name for name, param in model.named_parameters() if param.requires_grad}
+    return set().union(*all_gather_objects(own, context.pipe))
+
+
+def full_gradients(model: nn.Module, context: ParallelContext) -> dict[str, Tensor]:
     """Gather the full gradients of a sharded model, by writing them into its parameters for a moment."""
     values = [(p, p.data.clone()) for p in model.parameters() if p.requires_grad]
     with torch.no_grad():
         for p, _ in values:
             assert p.grad is not None
             p.data.copy_(p.grad)
-        trained = {n for n, p in model.named_parameters() if p.requires_grad}
-        full = full_state_dict(model)
+        trained, full = trained_names(model, context), full_state_dict(model)
         for p, value in values:
             p.data.copy_(value)
-    return {n: x for n, x in full.items() if n in trained or ("lora_" in n or "modules_to_save" in n or "ia3" in n)}
+    return {name: full[name] for name in trained}
 
 
 def difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:

@@ -310,7 +310,7 @@ def _put_on(
         base = sharded.get_submodule(path)
         holder, name = holder_of(wrapper)
         if state.stages is not None and state.stages.placeholders.has_placeholders(base):
-            state.adapters.elsewhere[path] = wrapper.to("meta")
+            state.adapters.elsewhere[path] = _without_values(wrapper)
             continue
         holder._modules[name] = base
         before = dict(wrapper.named_parameters())
@@ -331,6 +331,16 @@ def _put_on(
             checks.check_not_in_optimizer(own, replaced, type(sharded).__name__)
         move_hooks_between(base, wrapper)
         place(sharded, path, wrapper)
+
+
+def _without_values(wrapper: nn.Module) -> nn.Module:
+    """Replace the parameters of a wrapper by meta tensors, in place. Layers may share its buffers (VeRA)."""
+    for module in wrapper.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                empty = torch.empty_like(param, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    return wrapper
 
 
 def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
