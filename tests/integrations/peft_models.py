@@ -177,7 +177,9 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "DoRA": ("LoraConfig", {"use_dora": True}),
     "LoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3}),
     "DoRA, dropout": ("LoraConfig", {"lora_dropout": 0.3, "use_dora": True}),
-    "LoRA, bias": ("LoraConfig", {"bias": "all"}),
+    "LoRA, trained biases": ("LoraConfig", {"bias": "all"}),
+    "DoRA, biases": ("LoraConfig", {"use_dora": True}),
+    "IA3, biases": ("IA3Config", {"target_modules": ["k_proj", "out_proj", "fc2"], "feedforward_modules": ["fc2"]}),
     "LoRA on the head": ("LoraConfig", {"target_modules": ["q_proj", "lm_head"]}),
     "LoRA on the embedding": ("LoraConfig", {"target_modules": ["embed_tokens", "o_proj"]}),
     "modules_to_save": (
@@ -194,6 +196,11 @@ METHODS: dict[str, tuple[str, dict[str, Any]]] = {
     "prefix tuning": ("PrefixTuningConfig", TOKENS),
 }
 """Feature -> PEFT's configuration class and its arguments."""
+
+
+def model_of(feature: str) -> str:
+    """Return the model of a feature; LLaMA has no biases."""
+    return "opt" if "biases" in feature else "llama"
 
 
 def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:

@@ -102,6 +102,9 @@ def _change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
             _adopt(layer, plain[path], state)
             sharding.place(inner, outer, layer)
+            for name, child in made._modules.items():
+                if child is plain[path]:  # word_embeddings
+                    made._modules[name] = layer
         sharding.put_on_adapters(made, inner, wrappers)
     if made is not inner:
         install_methods(made)

@@ -204,9 +204,9 @@ def shard_with_adapters(
         wrappers = take_off(inner)
 
         def put_on(sharded: nn.Module) -> None:
-            put_on_adapters(model, sharded, wrappers, referenced)
             for name, path in aliases.items():
                 model._modules[name] = sharded.get_submodule(path)
+            put_on_adapters(model, sharded, wrappers, referenced)
             if model is not sharded:
                 install_methods(model)
             finish(model)
