@@ -357,7 +357,7 @@ def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[s
     return full, with_adapters
 
 
-def train_engine(zero: int | None, folder: str, **sizes: int) -> dict[str, float]:
+def train_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[str, float]:
     """Train with ``initialize``, save a checkpoint in the middle, resume it, and compare with one process."""
     config = config_of("LoRA")
     model = adapted("llama", config)
