@@ -186,6 +186,19 @@ class LocalRandomState:
             generator.set_state(state)
         self._outer = []
 
+    @contextmanager
+    def outside(self) -> Iterator[None]:
+        """Draw from the outer random state in this context, also between ``enter`` and ``leave``."""
+        inner = [(generator, generator.get_state()) for generator, _ in self._outer]
+        for generator, state in self._outer:
+            generator.set_state(state)
+        try:
+            yield
+        finally:
+            self._outer = [(generator, generator.get_state()) for generator, _ in self._outer]
+            for generator, state in inner:
+                generator.set_state(state)
+
 
 class ContinuedRandomState:
     """Random state that continues from one ``with`` block to the next, independent of the process's random state."""

@@ -18,6 +18,7 @@ from shardformer.discovery.example_inputs import UnknownInputsError
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
+from shardformer.integrations.peft import has_adapters, shard_with_adapters
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -40,6 +41,20 @@ Example = Callable[[], Mapping[str, Any] | None]
 
 
 def shard_in_place(
+    model: nn.Module,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None = None,
+    finish: Callable[[nn.Module], object] = lambda _: None,
+    example: Example = lambda: None,
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
+    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
+    if has_adapters(model):
+        shard = partial(_shard_plain_model, config=config, policy=policy, example=example)
+        return shard_with_adapters(model, shard, finish)
+    return _shard_plain_model(model, config, policy, finish, example)
+
+
+def _shard_plain_model(
     model: nn.Module,
     config: ShardConfig,
     policy: Policy | type[Policy] | None = None,

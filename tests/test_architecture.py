@@ -47,9 +47,11 @@ FLOORS = [
     "policies",
     "weights",
     "sharding",
+    "integrations.peft",  # shard_model calls it for a model with adapters
     "discovery",  # derives a policy by sharding small models
     "shard_model_api",
     "training",
+    "integrations",
     "verify",
     "train_command",
     "cli",
@@ -71,6 +73,7 @@ LATE_ONLY = {
     "torchmetrics",
     "datasets",
     "PIL",
+    "peft",
 }
 
 

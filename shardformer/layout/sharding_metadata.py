@@ -181,6 +181,9 @@ class ShardingMetadata:
     parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
+    adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``); None without adapters
+    regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)
+    on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ShardingMetadata:
         """Copy the metadata for a copied model, which is trained by no optimizer yet."""
@@ -323,6 +326,20 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
         f"This {type(model).__name__} is not sharded",
         remedy="Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it",
     )
+
+
+def sharded_module(model: nn.Module) -> tuple[nn.Module, str]:
+    """Return the module that was sharded, and the prefix of its names in ``model``.
+
+    This is ``model`` itself, or the model inside of a wrapper that has its metadata (a ``PeftModel``).
+    """
+    state = metadata_of(model)
+    inside = (
+        (module, f"{path}.")
+        for path, module in model.named_modules()
+        if path and module.__dict__.get(METADATA_ATTRIBUTE) is state
+    )
+    return next(inside, (model, ""))
 
 
 def find_metadata(model: nn.Module) -> ShardingMetadata:

@@ -16,7 +16,7 @@ from shardformer.errors import ConfigError, InputError, check_bool, check_callab
 from shardformer.gradient_accumulation import micro_batches as splitting
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight, LossWeights, not_sum_of_means_error
 from shardformer.gradient_accumulation.micro_batches import iterate_named_tensors
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.pipeline import contrastive_losses as trials
@@ -123,14 +123,16 @@ class Pipeline:
         check_choice("average_loss_over", average_loss_over, LOSS_AVERAGES)
         check_bool("allow_short_batches", allow_short_batches)
         state = metadata_of(model)
-        self._model, self._state, self._context = model, state, state.context
+        self._sharded, _ = sharded_module(model)
+        self._model = self._sharded if state.context.pipe.size > 1 else model
+        self._state, self._context = state, state.context
         if micro_batches is None and micro_batch_size is None:
             micro_batches = 1 if state.stages is None else state.stages.manager.num_stages
         splitting.check_micro_batch_arguments(micro_batches, micro_batch_size)
         self._micro_batches, self._micro_batch_size = micro_batches, micro_batch_size
         self._loss_fn, self._loss_weight = loss_fn, loss_weight
         self._averages_tokens, self._allows_short_batches = average_loss_over == "tokens", allow_short_batches
-        self._stages: Stages = state.stages or _make_single_stage(model, state)
+        self._stages: Stages = state.stages or _make_single_stage(self._sharded, state)
         self._label_forms: dict[int, Any] = {}
         self._checked_modes: set[bool] = set()  # training flags for which the trial has run
         self._is_checkpointed = False  # gradient_checkpointing_enable() of transformers was called
@@ -142,7 +144,7 @@ class Pipeline:
         assert stages.stage_forward is not None
         self._manager, self._stage_forward = manager, stages.stage_forward
         self.exchange = StageExchange(manager.point_to_point, self._context.tensor, self._context.device)
-        self._runtime = Runtime(model, stages, self.exchange)
+        self._runtime = Runtime(self._model, stages, self.exchange)
         if micro_batches is not None:
             self._make_schedule(micro_batches)  # raises for an invalid number
 
@@ -262,7 +264,7 @@ class Pipeline:
             head = LastStageOutputs(parts, sizes, self._stage_forward, weights, self._loss_fn)
             head.checks_comparison = runs_trial and self._manager.num_stages > 1
             try:
-                with self._stages.installed(self._model):
+                with self._stages.installed(self._sharded):
                     self._runtime.run(StepInputs(schedule, inputs, keys, seeds, head, loss_scale))
             finally:
                 head.close()
@@ -412,7 +414,7 @@ class Pipeline:
         keys, _ = self._compare_stages(inputs, False, 0)
         self._runtime.trace = None
         try:
-            with self._stages.installed(self._model):
+            with self._stages.installed(self._sharded):
                 schedule = drop_backward(self._make_schedule(len(parts)))
                 self._runtime.run(StepInputs(schedule, inputs, keys, [None] * len(parts), head))
         finally:
@@ -510,7 +512,7 @@ class Pipeline:
         """
         if stages == self._stage_dtypes_hash:
             return
-        everywhere = collectives.all_gather_objects(list_dtypes(self._model), self._manager.axis)
+        everywhere = collectives.all_gather_objects(list_dtypes(self._sharded), self._manager.axis)
         known: dict[str, tuple[int, torch.dtype]] = {}
         for stage, dtypes in enumerate(everywhere):
             for name, dtype in dtypes.items():
@@ -521,7 +523,7 @@ class Pipeline:
                         f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}",
                         remedy="Convert the model with model.to(dtype), or convert the weight on both stages",
                     )
-        self._stages.placeholders.convert_dtypes(self._model, {n: d for each in everywhere for n, d in each.items()})
+        self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
 
     def _mask_incomparable(self, gathered: Sequence[Sequence[int]]) -> list[list[int]]:
@@ -539,9 +541,9 @@ class Pipeline:
 
     def _adopt_gradient_checkpointing(self) -> None:
         if self._manager.num_stages > 1:
-            self._stage_forward.move_overrides_to_wrappers(self._model)
+            self._stage_forward.move_overrides_to_wrappers(self._sharded)
         for path in dict.fromkeys(self._stages.chain.layer_calls):
-            layer: Any = self._model.get_submodule(path)
+            layer: Any = self._sharded.get_submodule(path)
             while (name := wrapped_module_attribute(layer)) is not None:
                 layer = layer._modules[name]
             if getattr(layer, "gradient_checkpointing", False) is True:

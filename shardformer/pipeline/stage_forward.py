@@ -68,6 +68,11 @@ class ParameterPlaceholders:
             if any(id(inner) in incomplete for inner in module.modules()):
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
+    def rename(self, rename: Callable[[str], str]) -> None:
+        """Change the names of all parameters, after modules moved inside of the model."""
+        self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
+        self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
+
     @contextmanager
     def included_in_parameters(self) -> Iterator[None]:
         """Context in which ``module.parameters()`` includes the placeholders."""

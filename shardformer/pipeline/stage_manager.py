@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
+from math import prod
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -198,6 +199,27 @@ class Stages:
         units = self.chain.layer_calls
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
+
+    def rename(self, rename: Callable[[str], str]) -> None:
+        """Change the names of all parameters and buffers, after modules moved inside of the model."""
+        self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
+        self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
+        self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
+        self.parameters = {rename(name): (rename(first), count) for name, (first, count) in self.parameters.items()}
+        self.shared = {rename(name): ranks for name, ranks in self.shared.items()}
+        self.placeholders.rename(rename)
+
+    def add_tensor(self, name: str, owner: str, shape: tuple[int, ...]) -> None:
+        """Add a tensor of this full shape to the stages that have the parameter or buffer ``owner``."""
+        self.owner_layers[name], self.owner_stages[name] = self.owner_layers[owner], self.owner_stages[owner]
+        self.state[name], self.parameters[name] = (name, shape), (name, prod(shape))
+
+    def drop_tensors(self, is_gone: Callable[[str], bool]) -> None:
+        """Remove parameters and buffers that the model no longer has, by name."""
+        tables: list[dict[str, Any]] = [self.owner_layers, self.owner_stages, self.state, self.parameters, self.shared]
+        for table in tables:
+            for name in [name for name in table if is_gone(name)]:
+                del table[name]
 
     def describe_lines(self) -> list[str]:
         """Return lines of text that describe the partition, which must be equal on all ranks."""

@@ -215,7 +215,7 @@ def install_gradient_reduction(
     stages, which fill their buckets in the same order. Communicates to create groups, on all processes.
     """
     shared: dict[str, tuple[int, ...]] = {} if state.stages is None else state.stages.shared
-    places = ParameterRegions(plan, state.activations)
+    state.regions = places = ParameterRegions(plan, state.activations)
     specs = {id(param): spec for _, param, spec in sharded_parameters(model)}
     for name, param in model.named_parameters():
         spec = specs.get(id(param), ShardSpec(param.shape))

@@ -274,15 +274,23 @@ def check_no_optimizer(
         sharded |= {id(p): name for name, p in model.named_parameters() if not stages.is_here(name)}
     if not sharded.keys() & referenced:
         return
-    params = [p for p in model.parameters() if id(p) in sharded]
+    check_not_in_optimizer([p for p in model.parameters() if id(p) in sharded], sharded, type(model).__name__)
+
+
+def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str], model_name: str) -> None:
+    """Raise ConfigError if an optimizer contains one of the parameters that sharding replaces. Searches all objects.
+
+    Args:
+        names: id of each parameter -> its name.
+    """
     # gc.get_objects() would expose tuples that other threads are still building, which makes those threads fail
     lists = [x for x in gc.get_referrers(*params) if type(x) is list and x is not params]
     for group in gc.get_referrers(*lists):
         if type(group) is dict and "lr" in group and isinstance(group.get("params"), list):
-            name = next((sharded[id(p)] for p in group["params"] if id(p) in sharded), None)
+            name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
             if name is not None:
                 raise ConfigError(
-                    f"An optimizer already contains {name!r} of this {type(model).__name__}",
+                    f"An optimizer already contains {name!r} of this {model_name}",
                     rule="Sharding replaces parameters, so this optimizer would train the old ones",
                     remedy="Shard the model first, then create the optimizer from model.parameters()",
                 )

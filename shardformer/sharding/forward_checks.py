@@ -112,7 +112,7 @@ class CacheHeadSelector:
         )
 
 
-OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate")
+OF_LIBRARIES = ("shardformer", "torch", "transformers", "timm", "accelerate", "peft")
 """Hooks of these libraries do not read the values, or have their own checks."""
 INPUT_HOOK_TABLES = ("_forward_pre_hooks", "_backward_hooks")
 """Tables of hooks that receive the input of a module, or its gradient."""
@@ -139,6 +139,11 @@ class ModuleFingerprint:
         new = object.__new__(ModuleFingerprint)  # takes the fingerprint of the copied model at its first call
         new._local_modules, new._params, new._modules, new._marks = self._local_modules, None, [], [()]
         return new
+
+    def renew(self, model: nn.Module) -> None:
+        """Record the model again, after a change that the package made."""
+        self._modules, self._params = list(model.modules()), _get_parameter_ids(model)
+        self._marks = self._record_modules()
 
     def check(self, model: nn.Module) -> None:
         """Raise ConfigError if the model was changed after sharding in a way that makes its results wrong."""
@@ -177,7 +182,8 @@ class ModuleFingerprint:
         raise ConfigError(
             f"{what} after the model was sharded",
             rule="Sharding compares, shards and synchronizes the parameters that exist at that time",
-            remedy="Add heads and adapters and tie weights first, then shard the model",
+            remedy="Add heads and adapters and tie weights first, then shard the model. "
+            "shardformer.integrations.peft.get_peft_model adds adapters of PEFT to a sharded model",
         )
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
@@ -381,7 +387,7 @@ class ForwardChecks:
         register_forward_hooks(model, HookOrder.PLAIN_OUTPUT, after=self._after)
         if any(axis.size > 1 for axis in state.context.axes.values()):
             install_wrapper_guards(model, state.context)
-        state.check_call = self._check_arguments
+        state.check_call, state.on_adapted = self._check_arguments, self._structure.renew
 
     def _before(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self._eager(self, model, args, kwargs)

@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from copy import deepcopy
 from dataclasses import dataclass, field
 from inspect import getattr_static
@@ -130,9 +131,11 @@ class TensorParallelBlock:
     width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
+    has_adapters: bool = False  # whether other modules than the columns read the block's input (``join_inputs``)
     _region: TpRegion | None = None
     _source: Tensor | None = None
     _entered: Tensor | None = None
+    _joined: Tensor | None = None
     _pending: DeferredTensor | None = None
     _outputs: dict[int, Tensor] = field(default_factory=dict)
     _node: Any = None
@@ -155,7 +158,7 @@ class TensorParallelBlock:
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Convert a local activation x into the block's input (B, S, H), with the communication of ``region``."""
-        self._outputs = {}
+        self._outputs, self._joined = {}, None
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
         self._region = region = self.stream.select_region(x)
@@ -194,6 +197,8 @@ class TensorParallelBlock:
             self._check_entry_was_called(column)
         if self._source is None or (x is not self._entered and x is not self._source):
             return column.multiply(x)
+        if self.has_adapters:
+            return column.multiply(self.join_inputs(x))
         if id(column) not in self._outputs:
             if x is self._entered and all(c is not column for c in self.columns):
                 return column.multiply(x)  # a linear that also reads other states, which enter separately
@@ -204,6 +209,20 @@ class TensorParallelBlock:
                 store_gathered(pending, full_x)
             self._outputs = {id(c): y for c, y in zip(self.columns, outputs, strict=True)}
         return self._outputs.pop(id(column))
+
+    def join_inputs(self, x: Tensor) -> Tensor:
+        """Return the input (B, S, H) of the block that all its columns and their adapters read.
+
+        Autograd adds their input gradients before the entry sums them over the ranks, in one collective. Returns any
+        other tensor unchanged.
+        """
+        if self._source is None or (x is not self._entered and x is not self._source):
+            return x
+        if self._joined is None:
+            entered = self._entered if self._pending is None else self._pending.full_tensor()
+            assert entered is not None
+            self._joined = entered.as_subclass(Tensor) if isinstance(entered, LocalWidthTensor) else entered
+        return self._joined
 
     def _project_all_columns(self, gathered_x: Tensor | None) -> tuple[Tensor | None, list[Tensor]]:
         assert self._source is not None
@@ -226,6 +245,7 @@ class TensorParallelBlock:
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorParallelBlock:
         """Copy the block without its activations, which a checkpointed recomputation may leave in the block."""
         memo[id(self)] = copy = type(self)(deepcopy(self.stream, memo), self.random, self.width, is_flat=self.is_flat)
+        copy.has_adapters = self.has_adapters
         copy.columns = deepcopy(self.columns, memo)
         return copy
 
@@ -235,9 +255,9 @@ class TensorParallelBlock:
         Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
         full gradient of the residual, and the entry would sum it over the ranks.
         """
-        out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.grad_fn is not None), None)
+        out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
         entered, self._node = self._node, None
-        if entered is None or entered.grad_fn is None or out is None:
+        if entered is None or entered.grad_fn is None or out is None or out.grad_fn is None:
             return
         self._is_watched = False
         reached, seen = [out.grad_fn], set()
@@ -254,9 +274,13 @@ class TensorParallelBlock:
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
 
+    def shared_random_state(self) -> AbstractContextManager[None]:
+        """Context with the random state from before the block, which is the same on ranks with the same activations."""
+        return self._random.outside()
+
     def close(self, training: bool) -> None:
         """Clear the activations of the block after its row-parallel linear, or after a forward that raised."""
-        self._source = self._entered = self._pending = self._region = None
+        self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
             self._random.leave()

@@ -39,8 +39,10 @@ from shardformer.tensor_parallel.parallel_module import (
 from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     RowParallelMatmul,
+    SumPartial,
     TpRegion,
     deferred_all_reduce,
+    enter_region,
     linear_matmul,
     project_single_column,
 )
@@ -148,6 +150,7 @@ class Linear1D_Col(_ParallelLinear):
         self.gather_output, self.skip_bias_add, self.expand = gather_output, skip_bias_add, expand
         self.block: TensorParallelBlock | None = None
         self.finish: Callable[[Tensor, Tensor | None], Tensor] | None = None
+        self.is_inside_adapter = False
 
     @property
     def fused_bias(self) -> Tensor | None:
@@ -159,12 +162,24 @@ class Linear1D_Col(_ParallelLinear):
         return linear_matmul(x, self.weight, self.fused_bias, self.transposed)
 
     def forward(self, x: Tensor) -> Any:
+        if self.is_inside_adapter:
+            return self.multiply(x)
         if self.block is not None:
             y = self.block.project(self, x)
         elif self.axis.size == 1:
             y = self.multiply(x)
         else:
             y = project_single_column(self, x)
+        return self.leave_adapter(y)
+
+    def enter_adapter(self, x: Tensor) -> Tensor:
+        """Return the input that an adapter of this linear reads. Its gradient is summed over the ranks once."""
+        if self.block is not None:
+            return self.block.join_inputs(x)
+        return x if self.axis.size == 1 else enter_region(x, self.axis)
+
+    def leave_adapter(self, y: Tensor) -> Any:
+        """Return the output of this linear for y, the local features before any fused operation."""
         if self.finish is not None:
             y = self.finish(y, self.bias)
         if self.expand is not None:
@@ -212,6 +227,9 @@ class Linear1D_Row(_ParallelLinear):
             all-gather of the input, or one all-reduce if ``split`` is not the even split).
         skip_bias_add: return (output, bias) without adding the bias.
 
+    An adapter (PEFT) wraps a linear as ``leave_adapter(f(enter_adapter(x)))``, where f calls the linear. With
+    ``is_inside_adapter``, that call returns the local product, so that f adds to it before the only reduction.
+
     If a layer adds the outputs of two row-parallel linears, ``shared_exit`` of the first contains the second. The first
     then returns only its bias and communicates nothing; the second reduces the sum of both products.
     """
@@ -233,25 +251,39 @@ class Linear1D_Row(_ParallelLinear):
         self.block: TensorParallelBlock | None = None
         self.shared_exit: tuple[Linear1D_Row, ...] = ()  # a tuple, so that the linear is not registered as a submodule
         self.product_of_other: tuple[Tensor, Tensor] | None = None
+        self.partial_of_other: Tensor | None = None
+        self.is_inside_adapter = False
 
     def forward(self, x: Tensor) -> Any:
-        x = resolve_deferred(x)
-        if not self.parallel_input:
-            x = self._local_input(x)
+        if self.is_inside_adapter:
+            return linear_matmul(x, self.weight, None, self.transposed)
+        x = self.enter_adapter(x)
         weight: Tensor = self.weight
         if (dtype := select_product_dtype(x, weight)) is not None:
             x, weight = x.to(dtype), weight.to(dtype)
+        return self._leave_block(lambda region: self._multiply_and_reduce(x, weight, region))
+
+    def enter_adapter(self, x: Tensor) -> Tensor:
+        """Return the local features that this linear and its adapters read."""
+        x = resolve_deferred(x)
+        return x if self.parallel_input else self._local_input(x)
+
+    def leave_adapter(self, partial: Tensor) -> Any:
+        """Return the output of this linear for ``partial``, the summand of this rank."""
+        return self._leave_block(lambda region: self._reduce_partial(partial, region))
+
+    def _leave_block(self, reduce: Callable[[TpRegion], Tensor]) -> Any:
         region = ReplicatedRegion(self.axis) if self.block is None else self.block.region
         try:
-            y = self._multiply_and_reduce(x, weight, region)
+            y = reduce(region)
         finally:  # a recomputation under checkpointing stops here and must not leave activations in the block
             if self.block is not None:
                 self.block.close(self.training)
         if self.block is not None and self.block.is_flat:
             y = y.flatten(0, 1)
         bias = self._bias_for_output(y)
-        if bias is not None and torch.is_autocast_enabled(x.device.type):
-            bias = bias.to(torch.get_autocast_dtype(x.device.type))
+        if bias is not None and torch.is_autocast_enabled(y.device.type):
+            bias = bias.to(torch.get_autocast_dtype(y.device.type))
         if self.skip_bias_add:
             return y, bias
         return y if bias is None else y + bias
@@ -259,8 +291,23 @@ class Linear1D_Row(_ParallelLinear):
     def _bias_for_output(self, y: Tensor) -> Tensor | None:
         return self.bias
 
+    def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
+        """Return the sum of ``partial`` over the ranks, or zeros if the linear in ``shared_exit`` adds it."""
+        if self.shared_exit:
+            self.shared_exit[0].partial_of_other = partial
+            return partial.new_zeros((*region.leading_shape(partial), self.out_features))
+        if self.product_of_other is not None:
+            (x, weight), self.product_of_other = self.product_of_other, None
+            partial = partial + linear_matmul(x, weight, None, self.transposed)
+        if self.partial_of_other is not None:
+            partial, self.partial_of_other = partial + self.partial_of_other, None
+        y: Tensor = SumPartial.apply(partial, region)
+        return y
+
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         """Return x @ weight summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
+        if self.partial_of_other is not None:
+            return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:
             self.shared_exit[0].product_of_other = x, weight
             return x.new_zeros((*region.leading_shape(x), self._output_width(region)))
@@ -289,9 +336,9 @@ class VocabParallelLMHead1D(Linear1D_Col):
     operations gather them (``VocabParallelLogits``). Communicates: backward one all-reduce of B*S*H.
     """
 
-    def forward(self, x: Tensor) -> Any:
+    def leave_adapter(self, y: Tensor) -> Any:
         bounds = [0, *(self.split.parts[r][-1][1] for r in range(self.axis.size))]
-        return shard_logits(super().forward(x), self.axis, bounds)
+        return shard_logits(super().leave_adapter(y), self.axis, bounds)
 
 
 # B batch, S sequence, H hidden, V vocabulary; lower case: local shard (v = V / tensor, h = H / tensor)

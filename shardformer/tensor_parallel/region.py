@@ -330,6 +330,22 @@ class RowParallelMatmul(Function):
         return x_grad[0] if needs_x else None, w_grad, None, None
 
 
+class SumPartial(Function):
+    """Sums a partial output of a block over the ranks. Communicates as the exit of the region."""
+
+    leaves_block = True
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, region: TpRegion) -> Tensor:
+        ctx.region = region
+        return region.start_reduce(x.clone(memory_format=torch.contiguous_format)).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return ctx.region.gather_then_matmul(grad, lambda _: [])[0], None
+
+
 class _WithBackward(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: Map, backward: Map) -> Tensor:

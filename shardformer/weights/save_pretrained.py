@@ -34,7 +34,7 @@ from shardformer.comm.collective_call import collective_call, run_on_all_ranks, 
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, find_metadata, metadata_of
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_code
@@ -115,6 +115,11 @@ def export_pretrained(
 
 def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
+    if find_metadata(tensors.model).adapters is not None:
+        raise ConfigError(
+            f"This {type(tensors.model).__name__} has adapters of PEFT, which from_pretrained does not read",
+            remedy="Save them with save_pretrained of the PEFT model, or export the result of merge_and_unload()",
+        )
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
             f"{unknown[0]} has the dtype complex128, which safetensors does not support",

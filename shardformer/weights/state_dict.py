@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,7 +12,7 @@ from shardformer.comm.collective_call import wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
-from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
 from shardformer.pipeline.stage_manager import Stages
 
 
@@ -24,7 +24,8 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     state = metadata_of(self)
     _check_load_arguments(state, assign)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
+    _, prefix = sharded_module(self)
+    elsewhere = set() if state.stages is None else {prefix + name for name in state.stages.state} - set(here)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.by_param()
@@ -103,10 +104,17 @@ def _check_names(
 def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     """Gather the plain model's state dict, with all full parameters and buffers, on the CPU of every rank.
 
+    ``model`` is the sharded model, or a wrapper of PEFT around it, whose adapters are included.
+
     All ranks of the tensor and pipe axes call it; under ZeRO stage 3 all ranks. At most one full tensor, or one layer,
     is on the device at a time. Communicates one all-gather per sharded parameter and axis that shards it, and with a
     pipeline one broadcast per tensor.
     """
+    return gather_state_dict(model, lambda name: True)
+
+
+def gather_state_dict(model: nn.Module, is_selected: Callable[[str], bool]) -> dict[str, Tensor]:
+    """Gather the tensors of ``full_state_dict`` whose names are selected. All ranks select the same names."""
     state = metadata_of(model)
     axes = [state.context.tensor, state.context.pipe, *([state.context.data] if state.parameter_owner else [])]
     wait_for_all_ranks("full_state_dict", *axes)
@@ -114,7 +122,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     gathered: dict[int, Tensor] = {}
     out = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, Tensor):
+        if not isinstance(value, Tensor) or not is_selected(name):
             continue
         if id(value) not in gathered:
             entry = entries.get(id(value))
@@ -127,11 +135,15 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
         state.parameter_owner.release()
     if state.stages is None or state.context.pipe.size == 1:
         return out
-    return _broadcast_from_stages(out, state.stages, state)
+    _, prefix = sharded_module(model)
+    inside = {name.removeprefix(prefix): x for name, x in out.items() if name.startswith(prefix)}
+    joined = _broadcast_from_stages(inside, state.stages, state, lambda name: is_selected(prefix + name))
+    outside = {name: x for name, x in out.items() if not name.startswith(prefix)}
+    return {prefix + name: x for name, x in joined.items()} | outside
 
 
 def _broadcast_from_stages(
-    local_state: dict[str, Tensor], stages: Stages, state: ShardingMetadata
+    local_state: dict[str, Tensor], stages: Stages, state: ShardingMetadata, is_selected: Callable[[str], bool]
 ) -> dict[str, Tensor]:
     """Broadcast the state dict of each pipeline stage, and return the state dict of the full model.
 
@@ -140,9 +152,10 @@ def _broadcast_from_stages(
     pipe, device = state.context.pipe, state.context.device
     full: dict[str, Tensor] = {}
     dtypes = all_gather_objects({name: t.dtype for name, t in local_state.items()}, pipe)
-    for name, (first, shape) in stages.state.items():
+    selected = {name: found for name, found in stages.state.items() if is_selected(name)}
+    for name, (first, shape) in selected.items():
         if first not in full:
             source = stages.stages_of(name)[0]
             here = local_state[name] if source == pipe.rank else torch.empty(shape, dtype=dtypes[source][name])
             full[first] = broadcast(here.to(device).contiguous(), pipe, source).cpu()
-    return {name: full[first] for name, (first, _) in stages.state.items()}
+    return {name: full[first] for name, (first, _) in selected.items()}

@@ -105,7 +105,7 @@ MUTANTS = [
     mutant(
         "autocast-row-bias-in-fp32",
         "shardformer/tensor_parallel/layers.py",
-        "bias = bias.to(torch.get_autocast_dtype(x.device.type))",
+        "bias = bias.to(torch.get_autocast_dtype(y.device.type))",
         "bias = bias.to(torch.float32)",
         "Under autocast a row-parallel linear with a bias returns fp32 where the plain one returns bf16.",
         first=("tests/layers/tensor/test_linear.py::test_autocast_computes_and_communicates_in_16_bits",),

@@ -1,0 +1,391 @@
+"""Adapters of PEFT on parallel linears: which of their parameters are sharded, and how their forward communicates.
+
+An adapter follows the linear that it belongs to, its ``base_layer``. Its forward runs on local tensors, between the
+entry and the exit of that linear:
+
+    x --> base.enter_adapter --> PEFT's forward of the adapter, which calls base (local product) --> base.leave_adapter
+
+    base               in features                             out features
+    column-parallel    replicated (A): gradients are summed    sharded like the output of base (B)
+    row-parallel       sharded like the input of base (A)      replicated (B): gradients are summed
+
+Every adapter whose output is linear in the output features is therefore exact, and no collective is added: a column's
+adapter shares the entry of the block, and a row's adapter adds to the summand before it is reduced.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import cache
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from shardformer.comm.autograd_collectives import copy_to_tp_region, scatter_to_region
+from shardformer.comm.collectives import all_reduce
+from shardformer.context_parallel.sequence_layout import ContextParallelState, IndexShards
+from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import Split
+from shardformer.mesh.parallel_context import Axis
+from shardformer.tensor_parallel.grid.layers import GridModule
+from shardformer.tensor_parallel.layers import (
+    Embedding1D,
+    Linear1D_Col,
+    Linear1D_Row,
+    VocabParallelEmbedding1D,
+)
+from shardformer.tensor_parallel.parallel_module import ParallelModule, shard_parameter
+from shardformer.torch_compat import current_graph_task_id
+
+ParallelLinear = Linear1D_Col | Linear1D_Row
+EMBEDDINGS = (VocabParallelEmbedding1D, Embedding1D)
+
+FEATURE_DIMS: Mapping[str, tuple[str, int]] = {
+    "lora_A": ("in", 1),
+    "lora_B": ("out", 0),
+    "lora_magnitude_vector": ("out", 0),
+    "vera_lambda_b": ("out", 0),
+}
+"""Attribute of an adapter -> the features of the base that a dim of its parameters counts, and that dim."""
+REPLICATED = ("lora_E", "ranknum", "vera_lambda_d")
+"""Attributes whose parameters count no features."""
+FULL_DELTA = ("hada_", "lokr_")
+"""Prefixes of parameters from which an adapter computes a weight; each rank then selects its slice of the weight."""
+
+
+class AdapterDropout(nn.Module):
+    """Dropout on an input of which each rank has some features or positions, with the mask of one process.
+
+    Every rank draws the mask of all features and positions from the shared random state and selects its own.
+    Communicates nothing.
+
+    Args:
+        split: the features of each rank; None if each rank has all features.
+        axis: the axis of the split.
+        sequence: the state of context parallelism; None if each rank has all positions.
+    """
+
+    def __init__(self, p: float, split: Split | None, axis: Axis, sequence: ContextParallelState | None) -> None:
+        super().__init__()
+        self.p, self.split, self.axis, self.sequence = p, split, axis, sequence
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training or self.p == 0:
+            return x
+        positions = self._local_positions(x)
+        shape = [*x.shape[:-1], x.shape[-1] if self.split is None else self.split.full]
+        if positions is not None:
+            shape[1] = positions.full
+        mask = F.dropout(torch.ones(shape, dtype=x.dtype, device=x.device), self.p)
+        if positions is not None:
+            mask = positions.slice_local(mask, 1)
+        if self.split is not None:
+            mask = mask.index_select(-1, self.split.indices(self.axis.rank).to(x.device))
+        return x * mask
+
+    def _local_positions(self, x: Tensor) -> IndexShards | None:
+        state = self.sequence
+        if state is None or x.dim() < 3:
+            return None
+        if state.current is None:  # between the layers, unless activation checkpointing recomputes a layer
+            found = state.find_by_local_length(x.shape[1]) if current_graph_task_id() >= 0 else None
+            return None if found is None else state.rows(found.length)
+        seen = [state.current, *state.seen_in_forward.values()]
+        lengths = [each.length for each in seen if state.local_length(each.length) == x.shape[1]]
+        return state.rows(lengths[0]) if lengths else None
+
+    def extra_repr(self) -> str:
+        return f"p={self.p}"
+
+
+def has_complete_gradients(tuner: nn.Module) -> bool:
+    """Whether every rank computes the full gradients of an adapter, which are not summed over the tensor axis."""
+    return isinstance(tuner, _FromFull)
+
+
+class _InBase:
+    """Mixin of an adapter that runs between the entry and the exit of its parallel linear."""
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        base: ParallelLinear = self.get_base_layer()
+        x = base.enter_adapter(x)
+        with _calling_base(base, self.training):
+            y = super().forward(x, *args, **kwargs)  # type: ignore[misc]  # of the adapter's class
+        return base.leave_adapter(y)
+
+
+@contextmanager
+def _calling_base(base: ParallelLinear, training: bool) -> Iterator[None]:
+    """Hide a bias that the local product of ``base`` does not contain, and share the random state of the ranks."""
+    with ExitStack() as stack:
+        if training and base.block is not None:
+            stack.enter_context(base.block.shared_random_state())
+        if base.bias is None or not _adds_bias_later(base):
+            yield
+            return
+        bias = base._parameters["bias"]
+        base._parameters["bias"] = None
+        try:
+            yield
+        finally:
+            base._parameters["bias"] = bias
+
+
+def _adds_bias_later(base: ParallelLinear) -> bool:
+    return isinstance(base, Linear1D_Row) or base.fused_bias is None
+
+
+class _FullDelta:
+    """Mixin of an adapter (LoHa, LoKr, embeddings) that computes the full weight update from replicated parameters.
+
+    Each rank uses its slice of the update.
+    """
+
+    def get_delta_weight(self: Any, *args: Any, **kwargs: Any) -> Tensor:
+        base: Any = type(self).get_base_layer(self)
+        spec, coords = base.shard_specs["weight"], base.coords
+        full_base = SimpleNamespace(weight=torch.empty(spec.shape, device="meta", dtype=base.weight.dtype))
+        self.__dict__["get_base_layer"] = lambda: full_base  # its class reshapes to the shape of the base's weight
+        try:
+            full: Tensor = super().get_delta_weight(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            del self.__dict__["get_base_layer"]
+        for dim in spec.splits:
+            indices = [torch.arange(a, b) for a, b in spec.slices_of(dim, coords)]
+            full = full.index_select(dim, torch.cat(indices).to(full.device))
+        return full
+
+
+class _FromFull:
+    """Mixin of an adapter whose method reads all values and gradients of its parameters on every rank (AdaLoRA).
+
+    The parameters stay replicated. Forward: this rank selects its features. Backward: one all-gather or all-reduce of
+    each parameter, so that every rank has the complete gradients.
+    """
+
+    def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        base: ParallelLinear = self.get_base_layer()
+        kind = "in" if isinstance(base, Linear1D_Row) else "out"
+        tables = ("lora_A", "lora_B", "lora_E", "ranknum")
+        for name in tables:
+            counted, dim = _feature_dim(self, name)
+            local = {
+                key: _select_features(p, dim, base) if counted == kind else copy_to_tp_region(p, base.axis)
+                for key, p in self._modules[name].items()
+            }
+            self.__dict__[name] = local  # a plain dict, which Python finds before the registered one
+        try:
+            return super().forward(x, *args, **kwargs)  # type: ignore[misc]
+        finally:
+            for name in tables:
+                del self.__dict__[name]
+
+
+def _select_features(param: Tensor, dim: int, base: ParallelLinear) -> Tensor:
+    if base.split.is_partition:
+        return scatter_to_region(param, base.axis, dim, base.split)
+    return copy_to_tp_region(param, base.axis).index_select(dim, base.split.indices(base.axis.rank).to(param.device))
+
+
+class _NormOverRanks:
+    """Mixin of a DoRA layer on a row-parallel base: the norm of a weight row is a sum over ranks.
+
+    Communicates: one all-reduce of the number of output features.
+    """
+
+    axis: Axis
+
+    def get_weight_norm(
+        self: Any, weight: Tensor, lora_weight: Tensor, scaling: float, adapter_name: str | None = None
+    ) -> Tensor:
+        weight = weight.t() if self.fan_in_fan_out else weight
+        with torch.no_grad():
+            local = torch.linalg.norm(weight + scaling * lora_weight, dim=1)
+            squares = all_reduce(local.square(), self.axis, purpose="adapter")
+        return squares.sqrt().to(weight.dtype)
+
+
+@cache
+def _mixed(mixins: tuple[type, ...], kind: Any) -> Any:
+    return type(kind.__name__, (*mixins, kind), {"__module__": __name__, "__qualname__": kind.__qualname__})
+
+
+def _mix_in(module: nn.Module, *mixins: type) -> None:
+    new = tuple(mixin for mixin in mixins if not isinstance(module, mixin))
+    if new:
+        kind: Any = type(module)
+        module.__class__ = _mixed(new, kind)
+
+
+def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) -> None:
+    """Shard the parameters of an adapter in place, and make its forward call its parallel base.
+
+    Adapters that were sharded before stay unchanged. Communicates nothing.
+
+    Args:
+        sequence: the state of context parallelism.
+
+    Raises:
+        ConfigError: if this kind of adapter cannot run on this parallel layer.
+    """
+    base = tuner.get_base_layer()
+    if not isinstance(base, ParallelModule):
+        _replace_dropout(tuner, None, Axis("none"), sequence)
+        return
+    parameters = _check_adapter(tuner, base, path)
+    names = [name for name, _, _ in parameters]
+    if isinstance(base, EMBEDDINGS):
+        _mix_in(tuner, _FullDelta)
+        vars(base).update(
+            max_norm=None, norm_type=2.0, scale_grad_by_freq=False, sparse=False
+        )  # the adapter reads them
+        return
+    reads_all = "lora_E" in names
+    if reads_all:
+        _mix_in(tuner, _FromFull, _InBase, _FullDelta)
+    elif any(name.startswith(FULL_DELTA) for name in names):
+        _mix_in(tuner, _InBase, _FullDelta)
+    elif not (isinstance(base, Linear1D_Row) and "ia3_l" in names):  # which multiplies the reduced output, or the input
+        _mix_in(tuner, _InBase)
+    kind, features = ("in", "in_features") if isinstance(base, Linear1D_Row) else ("out", "out_features")
+    for name, owner, key in parameters:
+        counted, dim = _feature_dim(tuner, name)
+        if counted == kind and not reads_all and key not in vars(owner).get("shard_specs", {}):
+            shard_parameter(owner, key, {dim: base.split}, base.axis)
+            if hasattr(owner, features):
+                vars(owner)[features] = owner._parameters["weight"].shape[dim]  # type: ignore[union-attr]
+    if isinstance(tuner, _InBase):
+        base.is_inside_adapter = True
+        if isinstance(base, Linear1D_Col) and base.block is not None:
+            base.block.has_adapters = True
+    if isinstance(base, Linear1D_Row):
+        _replace_dropout(tuner, base.split, base.axis, sequence)
+        for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
+            _mix_in(dora, _NormOverRanks)
+            dora.axis = base.axis
+    else:
+        _replace_dropout(tuner, None, base.axis, sequence)
+    for table in ("vera_A", "vera_B"):
+        if table in tuner._modules:
+            _select_shared_matrix(tuner, table, base, kind)
+
+
+def _replace_dropout(tuner: Any, split: Split | None, axis: Axis, sequence: ContextParallelState | None) -> None:
+    if split is None and sequence is None:
+        return  # each rank has the full input
+    for child in tuner.children():
+        for name, module in child.items() if isinstance(child, nn.ModuleDict) else ():
+            if type(module) is nn.Dropout and module.p > 0:
+                child[name] = AdapterDropout(module.p, split, axis, sequence).train(module.training)
+
+
+def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: str) -> None:
+    """Give the adapter its own slice of a matrix that all layers share (VeRA), in the features that base shards."""
+    dim = 1 if table == "vera_A" else 0
+    if (kind == "in") != (table == "vera_A"):
+        return
+    # in the attributes, which Python finds before the registered table
+    tuner.__dict__[table] = _LocalSlices(tuner._modules[table], dim, base.split.indices(base.axis.rank))
+
+
+class _LocalSlices(Mapping[str, Tensor]):
+    """The matrices of a table, with the indices of this rank along ``dim``."""
+
+    def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
+        self._table, self._dim, self._indices = table, dim, indices
+
+    def __getitem__(self, name: str) -> Tensor:
+        full: Tensor = self._table[name]
+        return full.index_select(self._dim, self._indices.to(full.device))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._table.keys())
+
+    def __len__(self) -> int:
+        return len(self._table)
+
+
+def _feature_dim(tuner: Any, name: str) -> tuple[str, int]:
+    if name == "ia3_l":
+        return ("in", 1) if tuner.is_feedforward else ("out", 0)
+    return FEATURE_DIMS.get(name, ("", 0))
+
+
+def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[str, nn.Module, str]]:
+    """Return (attribute, owner, name) of each parameter of an adapter, or raise ConfigError if it cannot be sharded."""
+    kind = f"{type(tuner).__module__.removeprefix('peft.tuners.').partition('.')[0]} adapter"
+    found = [
+        (name, owner, key)
+        for name, child in tuner.named_children()
+        if child is not tuner.base_layer
+        for owner in child.modules()
+        for key, param in owner._parameters.items()
+        if param is not None
+    ]
+    known = (*FEATURE_DIMS, *REPLICATED, "ia3_l", "lora_embedding_A", "lora_embedding_B")
+    unknown = next((name for name, _, _ in found if name not in known and not name.startswith(FULL_DELTA)), None)
+    why = None
+    if isinstance(base, GridModule):
+        why = "tensor_parallel_mode other than '1d' shards both dims of a weight"
+    elif not isinstance(base, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)):
+        why = f"the layer is a {type(base).__name__}"
+    elif hasattr(tuner, "parameter_name"):
+        why = "target_parameters changes a parameter of the layer instead of adding to its output"
+    elif unknown is not None or not found:
+        why = f"its parameter {unknown} has an unknown layout" if found else "it has no parameters of its own"
+    elif variants := [type(v).__name__ for v in getattr(tuner, "lora_variant", {}).values() if "Dora" not in str(v)]:
+        why = f"{variants[0]} is not supported"
+    elif isinstance(base, EMBEDDINGS) and getattr(tuner, "lora_magnitude_vector", None):
+        why = "DoRA needs the norms of all embedding vectors on one rank"
+    elif isinstance(base, EMBEDDINGS) and base.factor != 1:
+        why = "the embedding scales its vectors"
+    elif isinstance(base, Linear1D_Row) and any(getattr(tuner, "lora_bias", {}).values()):
+        why = "lora_bias=True on a row-parallel linear would be added once per rank"
+    elif isinstance(base, Linear1D_Col) and base.bias is not None and base.fused_bias is None:
+        scales = any(name in ("lora_magnitude_vector", "ia3_l") for name, _, _ in found)
+        why = "it scales the output with its bias, which a fused operation adds later" if scales else None
+    elif tuner.merged_adapters:
+        why = "it is merged. Call unmerge_adapter() first"
+    if why is None:
+        return found
+    raise ConfigError(
+        f"The {kind} on {path} cannot be sharded: {why}",
+        rule="An adapter follows the tensor-parallel linear that it belongs to",
+        remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO instead "
+        "of the tensor axis",
+    )
+
+
+def release_base(tuner: Any) -> None:
+    """Let the parallel base of an adapter run without the adapter."""
+    base = tuner.get_base_layer()
+    if isinstance(base, Linear1D_Col | Linear1D_Row):
+        base.is_inside_adapter = False
+
+
+def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
+    """Shard a trainable copy of a module (``modules_to_save``) like the original, or return it if that is replicated.
+
+    Raises ConfigError if the original is inside of a tensor-parallel block.
+    """
+    if any(isinstance(m, ParallelModule) for m in original.modules()) and (
+        not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
+    ):
+        raise ConfigError(
+            f"modules_to_save contains {path}, which tensor parallelism shards inside of a block",
+            remedy="Use an adapter for it, or name only embeddings, heads and norms in modules_to_save",
+        )
+    if not isinstance(original, ParallelModule) or isinstance(plain, ParallelModule):
+        return plain
+    trains: Sequence[bool] = [p.requires_grad for p in plain.parameters()]
+    new = type(original).from_native_module(plain, original.axis, split=original.split)
+    for name in ("gather_output", "skip_bias_add", "sums_later"):
+        if name in vars(original):
+            vars(new)[name] = vars(original)[name]
+    for param, flag in zip(new.parameters(), trains, strict=True):
+        param.requires_grad_(flag)
+    return new

@@ -1,0 +1,382 @@
+"""PEFT's functions on a sharded model: adding, loading, saving, merging and removing adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
+from shardformer.comm.collectives import gather_full
+from shardformer.consistency.initial_weights import broadcast_random_state
+from shardformer.errors import ConfigError, InputError
+from shardformer.integrations.peft import sharding
+from shardformer.integrations.peft.layers import EMBEDDINGS
+from shardformer.integrations.peft.sharding import calls_model, inner_model, is_tuner_model
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of
+from shardformer.sharding import checks
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
+from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.weights.state_dict import gather_state_dict, load_state_dict
+
+NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
+"""Methods whose new adapters do not depend on the values of the weights; LoRA depends on its options."""
+
+
+def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
+    """Add adapters to a model that ``shard_model`` returned, as ``peft.get_peft_model`` does.
+
+    A model that is not sharded is passed to ``peft.get_peft_model``, and can be sharded afterwards. All ranks call it.
+
+    Communicates one all-gather of each targeted weight if the adapters are computed from the weights (PiSSA, DoRA).
+
+    Args:
+        model: a sharded or plain model.
+        peft_config: any configuration of PEFT.
+        adapter_name: the name of the adapter.
+        options: further arguments of ``peft.get_peft_model``.
+
+    Raises:
+        ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
+            adapters. The model is then unchanged.
+    """
+    import peft
+
+    if METADATA_ATTRIBUTE not in model.__dict__:
+        return peft.get_peft_model(model, peft_config, adapter_name, **options)
+    return _change_adapters(
+        model, peft_config, lambda: peft.get_peft_model(model, peft_config, adapter_name, **options)
+    )
+
+
+def from_pretrained(
+    model: nn.Module, directory: Any, adapter_name: str = "default", is_trainable: bool = False, **options: Any
+) -> Any:
+    """Load adapters that PEFT saved, on a model that ``shard_model`` returned, as ``PeftModel.from_pretrained`` does.
+
+    A model that is not sharded is passed to ``PeftModel.from_pretrained``. All ranks call it and read the files.
+    """
+    import peft
+
+    if METADATA_ATTRIBUTE not in model.__dict__:
+        return peft.PeftModel.from_pretrained(model, directory, adapter_name, is_trainable, **options)
+    config = peft.PeftConfig.from_pretrained(directory)
+    config.inference_mode = not is_trainable
+    made = get_peft_model(model, config, adapter_name)
+    made.load_adapter(directory, adapter_name, is_trainable=is_trainable, **options)
+    return made
+
+
+def _change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
+    """Call a function of PEFT that adds adapters while the model looks like the plain model, then shard the adapters.
+
+    Args:
+        model: the sharded model, or PEFT's wrapper around it.
+        config: the configuration of the new adapters.
+    """
+    state, inner = metadata_of(model), inner_model(model)
+    _check_can_change(state)
+    needs_values = _needs_values(config)
+    saved = getattr(config, "modules_to_save", None) or ()
+    if (needs_values or saved) and state.context.pipe.size > 1:
+        raise ConfigError(
+            f"This {type(config).__name__} computes adapters from the weights or copies modules, which are on "
+            f"{state.context.pipe.size} pipeline stages",
+            remedy="Call peft.get_peft_model first, then shard_model",
+        )
+    for axis in state.context.base_axes[::-1]:
+        broadcast_random_state(axis, state.context.device)
+    with checks.restore_on_error(model):
+        layers = _parallel_layers(inner)
+        with_values = {p for p in layers if needs_values or p.rpartition(".")[2] in saved or p in saved}
+        plain = {path: _plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
+        for path, layer in plain.items():
+            sharding.place(inner, path, layer)
+        made = collective_call(state.context, change)
+        wrappers = sharding.take_off(inner)
+        for path, layer in layers.items():
+            outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
+            _adopt(layer, plain[path], state)
+            sharding.place(inner, outer, layer)
+            for name, child in made._modules.items():
+                if child is plain[path]:  # word_embeddings
+                    made._modules[name] = layer
+        sharding.put_on_adapters(made, inner, wrappers)
+    if made is not inner:
+        install_methods(made)
+    return made
+
+
+def _check_can_change(state: ShardingMetadata) -> None:
+    if state.gradient_owner is not None or state.parameter_owner is not None:
+        raise ConfigError(
+            "Adapters cannot be added or removed after shard_optimizer, which has assigned the parameters to ranks",
+            remedy="Add the adapters first, then create the optimizer and call shard_optimizer",
+        )
+
+
+def _needs_values(config: Any) -> bool:
+    if config.is_prompt_learning:
+        return True
+    kind = str(getattr(config.peft_type, "value", config.peft_type))
+    if kind == "LORA":
+        plain = getattr(config, "init_lora_weights", True) in (True, False, "gaussian")
+        return not plain or bool(config.use_dora)
+    return kind not in NEEDS_NO_VALUES
+
+
+def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
+    """Return the parallel linears and embeddings by path, also those inside of adapters."""
+    return {
+        path: module
+        for path, module in model.named_modules()
+        if isinstance(module, (Linear1D_Col, Linear1D_Row, *EMBEDDINGS)) and ".modules_to_save." not in path
+    }
+
+
+def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
+    """Return the plain layer that a parallel layer replaced, with its values or with one value in the full shape."""
+    if isinstance(layer, EMBEDDINGS):
+        plain: Any = nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
+    elif layer.transposed:
+        from transformers.pytorch_utils import Conv1D
+
+        with torch.device("meta"):
+            plain = Conv1D(layer.out_features, layer.in_features)
+    else:
+        plain = nn.Linear(layer.in_features, layer.out_features, bias=layer.bias is not None, device="meta")
+    for name, param in layer._parameters.items():
+        if param is None:
+            plain._parameters[name] = None
+            continue
+        spec = layer.shard_specs[name]
+        full = (
+            gather_full(param.detach(), spec, state.axis)
+            if with_values
+            else param.new_zeros(()).expand(spec.shape)  # takes no memory
+        )
+        plain._parameters[name] = nn.Parameter(full, requires_grad=param.requires_grad)
+    return plain.train(layer.training)  # type: ignore[no-any-return]
+
+
+def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
+    """Apply to a parallel layer what PEFT changed on the plain layer: values, what trains, and hooks."""
+    for name, param in layer._parameters.items():
+        full = plain._parameters[name]
+        if param is None or full is None:
+            continue
+        param.requires_grad_(full.requires_grad)
+        if full.numel() == 1 or any(full.stride()):  # it has values
+            with torch.no_grad():
+                param.copy_(layer.shard_specs[name].slice(full.detach(), state.coords))
+    sharding.move_hooks_between(plain, layer)
+
+
+def install_methods(model: Any) -> None:
+    """Replace methods of a ``PeftModel`` around a sharded model, so that they use full adapters on all ranks."""
+    tuner = type(model.base_model)
+    for table, owner in ((_METHODS, type(model)), (_TUNER_METHODS, tuner)):
+        for name, method in table.items():
+            if hasattr(owner, name):
+                model.__dict__[name] = method.__get__(model)
+    model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
+    if is_tuner_model(model.base_model) and not calls_model(model.base_model):
+        model.base_model.__dict__["forward"] = _ForwardThroughHooks(model.base_model)
+
+
+class _ForwardThroughHooks:
+    """Forward of a tuner that calls ``model.forward`` (AdaLoRA): makes it call the model with its hooks."""
+
+    def __init__(self, tuner: nn.Module) -> None:
+        self._tuner = tuner
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        tuner: Any = self._tuner
+        attributes = tuner.model.__dict__
+        own = {name: attributes[name] for name in ("forward",) if name in attributes}
+
+        def restore() -> None:
+            attributes.pop("forward", None)
+            attributes.update(own)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            restore()
+            return tuner.model(*args, **kwargs)
+
+        attributes["forward"] = call
+        try:
+            return type(tuner).forward(tuner, *args, **kwargs)
+        finally:
+            restore()
+
+
+def _add_adapter(self: Any, adapter_name: str, peft_config: Any, **options: Any) -> None:
+    def change() -> Any:
+        type(self).add_adapter(self, adapter_name, peft_config, **options)
+        return self
+
+    _change_adapters(self, peft_config, change)
+
+
+def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **options: Any) -> Any:
+    state = metadata_of(self)
+    if state.parameter_owner is not None or state.gradient_owner is not None:
+        raise ConfigError(
+            "load_adapter is not supported after shard_optimizer, which keeps its own copies of the parameters",
+            remedy="Load the adapter first, then call shard_optimizer",
+        )
+    options.setdefault("torch_device", str(state.context.device))
+    return type(self).load_adapter(self, model_id, adapter_name, is_trainable, **options)
+
+
+def _delete_adapter(self: Any, adapter_name: str) -> None:
+    _check_can_change(metadata_of(self))
+    type(self).delete_adapter(self, adapter_name)
+    sharding.forget_adapter(self, inner_model(self), adapter_name)
+
+
+def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
+    """Save the adapters in PEFT's files on the first rank. All ranks call it.
+
+    Communicates one all-gather per sharded adapter parameter, and with a pipeline one broadcast per parameter.
+    """
+    context = metadata_of(self).context
+    wait_for_all_ranks("save_pretrained", *context.base_axes)
+    options.pop("is_main_process", None)
+    weights = options.pop("state_dict", None) or _gather_adapters(self, options.get("save_embedding_layers", "auto"))
+
+    def write() -> None:
+        is_first = all(axis.rank == 0 for axis in context.axes.values())
+        if is_first:
+            with _all_adapters(self), _plain_embeddings(self):
+                type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
+
+    collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
+
+
+@contextmanager
+def _all_adapters(self: Any) -> Iterator[None]:
+    """Show the adapters of other pipeline stages, because PEFT saves the layers that it finds."""
+    inner = inner_model(self)
+    elsewhere = metadata_of(self).adapters.elsewhere
+    hidden = {path: inner.get_submodule(path) for path in elsewhere}
+    try:
+        for path, wrapper in elsewhere.items():
+            sharding.place(inner, path, wrapper)
+        yield
+    finally:
+        for path, module in hidden.items():
+            sharding.place(inner, path, module)
+
+
+@contextmanager
+def _plain_embeddings(self: Any) -> Iterator[None]:
+    """Show plain layers inside of the adapters on embeddings and heads, whose base PEFT saves by its class."""
+    state, shown = metadata_of(self), []
+    for tuner in _embeddings_of(inner_model(self)):
+        if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):
+            shown.append((*sharding.holder_of(tuner), layer))
+    try:
+        for holder, name, layer in shown:
+            holder._modules[name] = _plain_layer(layer, state, with_values=False)
+        yield
+    finally:
+        for holder, name, layer in shown:
+            holder._modules[name] = layer
+
+
+def _embeddings_of(model: Any) -> list[nn.Module]:
+    accessors = [getattr(model, f"get_{kind}_embeddings", lambda: None) for kind in ("input", "output")]
+    return [found for access in accessors if (found := access()) is not None]
+
+
+def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, torch.Tensor]:
+    inner, adapters = inner_model(self), metadata_of(self).adapters
+    configs = self.peft_config.values()
+    needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
+    prefix = next((f"{path}." for path, module in self.named_modules() if module is inner and path), "")
+    embeddings = set(map(id, _embeddings_of(inner)))
+    paths = tuple(f"{path}." for path, module in inner.named_modules() if id(module) in embeddings)
+
+    def is_selected(name: str) -> bool:
+        if needs_base or not name.startswith(prefix):
+            return True
+        inside = name.removeprefix(prefix)
+        return inside.startswith(paths) or (adapters is not None and inside in adapters.own)
+
+    return gather_state_dict(self, is_selected)
+
+
+@contextmanager
+def _changing_base(self: Any, what: str) -> Iterator[None]:
+    state = metadata_of(self)
+    if state.parameter_owner is not None:
+        raise ConfigError(
+            f"{what} is not supported while ZeRO stage 3 shards the parameters",
+            remedy="Save the adapters with save_pretrained, and merge them in a process without ZeRO stage 3",
+        )
+    wait_for_all_ranks(what, *state.context.base_axes)
+    yield
+
+
+def _merge_and_unload(self: Any, *args: Any, **options: Any) -> nn.Module:
+    return _unload_with(self, "merge_and_unload", *args, **options)
+
+
+def _unload(self: Any, *args: Any, **options: Any) -> nn.Module:
+    return _unload_with(self, "unload", *args, **options)
+
+
+def _unload_with(self: Any, what: str, *args: Any, **options: Any) -> nn.Module:
+    state, inner = metadata_of(self), inner_model(self)
+    with _changing_base(self, what):
+        _check_can_change(state)
+        config: Any = getattr(inner, "config", None)
+        ties = getattr(config, "tie_word_embeddings", None)
+        with sharding.released(inner):
+            collective_call(state.context, lambda: getattr(self.base_model, what)(*args, **options))
+        if ties is not None and state.context.pipe.size > 1:
+            config.tie_word_embeddings = ties  # PEFT compares weights that may be on different stages
+    self.__dict__.pop(METADATA_ATTRIBUTE, None)
+    return inner
+
+
+def _merge_adapter(self: Any, *args: Any, **options: Any) -> None:
+    with _changing_base(self, "merge_adapter"):
+        collective_call(metadata_of(self).context, lambda: self.base_model.merge_adapter(*args, **options))
+
+
+def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
+    with _changing_base(self, "unmerge_adapter"):
+        collective_call(metadata_of(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
+
+
+def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
+    """Return the number of trainable and of all parameters of the full model."""
+    state = metadata_of(self)
+    if state.context.pipe.size > 1:
+        raise ConfigError(
+            "The number of trainable parameters is not available on a pipeline stage",
+            remedy="Call it on the plain model before sharding",
+        )
+    counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
+    return sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
+
+
+_METHODS: Mapping[str, Callable[..., Any]] = {
+    "add_adapter": _add_adapter,
+    "load_adapter": _load_adapter,
+    "delete_adapter": _delete_adapter,
+    "save_pretrained": _save_pretrained,
+    "get_nb_trainable_parameters": _get_nb_trainable_parameters,
+}
+_TUNER_METHODS: Mapping[str, Callable[..., Any]] = {
+    "merge_and_unload": _merge_and_unload,
+    "unload": _unload,
+    "merge_adapter": _merge_adapter,
+    "unmerge_adapter": _unmerge_adapter,
+}

@@ -1,0 +1,496 @@
+"""Take the adapters off a model, shard the plain model, and put the adapters on the sharded model.
+
+The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. The adapters
+then follow the layers that they belong to (``layers.py``). Their parameters get a layout and a gradient reduction.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.comm.collective_call import collective_call
+from shardformer.consistency.initial_weights import sync_initial_weights
+from shardformer.errors import ConfigError
+from shardformer.gradients.buckets import GradientSlot
+from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
+from shardformer.integrations.peft.layers import (
+    EMBEDDINGS,
+    AdapterDropout,
+    has_complete_gradients,
+    release_base,
+    shard_adapter,
+    sharded_copy,
+)
+from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
+from shardformer.layout.shard_spec import ShardSpec
+from shardformer.layout.sharding_metadata import (
+    METADATA_ATTRIBUTE,
+    ParamEntry,
+    ShardingMetadata,
+    metadata_of,
+    reduction_of,
+    sharded_parameters,
+)
+from shardformer.mesh.parallel_context import Axis
+from shardformer.meta_init.materialization import is_lazy, materialize_parameters, record_changes
+from shardformer.module_paths import parent_of
+from shardformer.sharding import checks
+from shardformer.tensor_parallel.layers import Linear1D_Row
+from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.torch_compat import DropoutBase
+
+INNER = {"original_module", "base_layer"}
+"""Attributes in which PEFT keeps the module that it wraps."""
+HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+def is_loaded() -> bool:
+    """Whether the process has imported PEFT. Without it no model has adapters."""
+    return "peft" in sys.modules
+
+
+def has_adapters(model: nn.Module) -> bool:
+    """Whether PEFT has wrapped the model or modules of it."""
+    return is_loaded() and (_is_peft_model(model) or any(map(is_wrapper, model.modules())))
+
+
+def _is_peft_model(model: nn.Module) -> bool:
+    from peft import PeftMixedModel, PeftModel
+
+    return isinstance(model, PeftModel | PeftMixedModel)
+
+
+def is_wrapper(module: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+    from peft.utils.other import AuxiliaryTrainingWrapper
+
+    return isinstance(module, BaseTunerLayer | AuxiliaryTrainingWrapper)
+
+
+def is_tuner(module: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return isinstance(module, BaseTunerLayer)
+
+
+def is_tuner_model(module: nn.Module) -> bool:
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return isinstance(module, BaseTuner)
+
+
+def calls_model(tuner: nn.Module) -> bool:
+    """Whether the forward of a tuner only calls the model."""
+    from peft.tuners.tuners_utils import BaseTuner
+
+    return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model that PEFT wraps, or the model itself."""
+    return model.get_base_model() if is_loaded() and _is_peft_model(model) else model  # type: ignore[operator]
+
+
+def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
+    """Map the path of each module that PEFT wraps to its outermost wrapper."""
+    found: dict[str, nn.Module] = {}
+    for path, module in model.named_modules():
+        if is_wrapper(module) and not any(path.startswith(f"{outer}.") for outer in found):
+            found[path] = module
+    return found
+
+
+def holder_of(wrapper: nn.Module) -> tuple[nn.Module, str]:
+    """Return the innermost wrapper and the attribute in which it keeps the wrapped module."""
+    name = next(name for name in INNER if name in wrapper._modules)
+    inner = wrapper._modules[name]
+    return holder_of(inner) if inner is not None and is_wrapper(inner) else (wrapper, name)
+
+
+def wrapped_module(wrapper: nn.Module) -> nn.Module:
+    holder, name = holder_of(wrapper)
+    return holder.get_submodule(name)
+
+
+def inner_path(path: str, wrapper: nn.Module) -> str:
+    """Return the path of the wrapped module, for the path of its outermost wrapper."""
+    parts, module = [path], wrapper
+    while is_wrapper(module):
+        name = next(name for name in INNER if name in module._modules)
+        parts.append(name)
+        module = module.get_submodule(name)
+    return ".".join(parts)
+
+
+def place(model: nn.Module, path: str, module: nn.Module) -> None:
+    owner, name = parent_of(model, path)
+    owner._modules[name] = module
+
+
+def take_off(model: nn.Module) -> dict[str, nn.Module]:
+    """Replace each wrapper of PEFT by the module that it wraps, and return the wrappers by path."""
+    wrappers = find_wrappers(model)
+    for path, wrapper in wrappers.items():
+        place(model, path, wrapped_module(wrapper))
+    return wrappers
+
+
+@dataclass(eq=False)
+class AdaptedNames:
+    """Names of parameters and buffers before and after the adapters are on the model.
+
+    Args:
+        paths: path of a wrapped module before -> after.
+        own: names of the adapters' parameters and buffers, which do not change.
+        elsewhere: path of a wrapped module on another pipeline stage -> its wrapper, without values.
+    """
+
+    paths: dict[str, str] = field(default_factory=dict)
+    own: set[str] = field(default_factory=set)
+    elsewhere: dict[str, nn.Module] = field(default_factory=dict)
+
+    def rename(self, name: str) -> str:
+        owner, _, _ = name.rpartition(".")
+        if name in self.own or any(name.startswith(f"{inner}.") for inner in self.paths.values()):
+            return name
+        while owner:
+            if owner in self.paths:
+                return self.paths[owner] + name[len(owner) :]
+            owner, _, _ = owner.rpartition(".")
+        return name
+
+    def original(self, name: str) -> str:
+        """Return the name that a parameter or buffer of a base has without adapters."""
+        inside = ((path, inner) for path, inner in self.paths.items() if name.startswith(f"{inner}."))
+        path, inner = next(inside, ("", ""))
+        return path + name[len(inner) :]
+
+    def wrapper_of(self, name: str) -> str | None:
+        """Return the path of the wrapper that contains a parameter with this new name."""
+        owner = name.rpartition(".")[0]
+        while owner and owner not in self.paths:
+            owner = owner.rpartition(".")[0]
+        return owner or None
+
+
+def shard_with_adapters(
+    model: nn.Module,
+    shard: Callable[..., Any],
+    finish: Callable[[nn.Module], object],
+    install_methods: Callable[[nn.Module], object],
+) -> tuple[nn.Module, Any]:
+    """Shard a model with adapters in place.
+
+    Args:
+        model: a ``PeftModel``, or a model into which PEFT injected adapters.
+        shard: shards the model without adapters, as ``shard_in_place(model, finish=...)``.
+        finish: called with ``model`` when its adapters are on the sharded model.
+        install_methods: replaces the methods of PEFT's wrapper.
+
+    Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
+    """
+    inner = inner_model(model)
+    _check_quantized(inner)
+    referenced = checks.find_referenced_parameters(model)
+    with checks.restore_on_error(model):
+        aliases = _find_aliases(model, inner)
+        wrappers = take_off(inner)
+
+        def put_on(sharded: nn.Module) -> None:
+            for name, path in aliases.items():
+                model._modules[name] = sharded.get_submodule(path)
+            put_on_adapters(model, sharded, wrappers, referenced)
+            if model is not sharded:
+                install_methods(model)
+            finish(model)
+
+        return model, shard(inner, finish=put_on)[1]
+
+
+def _check_quantized(model: nn.Module) -> None:
+    kinds = {type(module) for module in model.modules()}
+    quantized = next((k.__name__ for k in kinds if k.__module__.partition(".")[0] == "bitsandbytes"), None)
+    if quantized is not None and not torch.cuda.is_available():
+        raise ConfigError(
+            f"The model has {quantized} layers of bitsandbytes, but this process has no GPU",
+            remedy="Train quantized models (QLoRA) on GPUs, or load the model without a quantization config",
+        )
+
+
+def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
+    """Map the children of a PEFT model that also belong to its inner model to their path there (word_embeddings)."""
+    paths = {id(module): path for path, module in inner.named_modules() if path}
+    return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
+
+
+def put_on_adapters(
+    model: nn.Module, sharded: nn.Module, wrappers: Mapping[str, nn.Module], referenced: set[int] | None = None
+) -> None:
+    """Put adapters on a sharded model, shard them, and record their layout and gradient reduction.
+
+    Args:
+        model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
+        referenced: ids of the parameters to which something else, such as an optimizer, refers.
+
+    Communicates checksums of the adapters, and their values if they differ between ranks.
+    """
+    state = metadata_of(sharded)
+    _check_forward(model, state)
+    inner_paths = {path: inner_path(path, wrapper) for path, wrapper in wrappers.items()}
+    for wrapper in wrappers.values():
+        holder, name = holder_of(wrapper)
+        holder._modules[name] = nn.Identity()
+    own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
+    known = state.by_param()
+    new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
+    state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
+    shapes = {
+        f"{path}.{name}": tuple(x.shape)
+        for path, wrapper in wrappers.items()
+        for name, x in wrapper.state_dict(keep_vars=True).items()
+        if isinstance(x, Tensor)
+    }
+    names = state.adapters = state.adapters or AdaptedNames()
+    waits = is_lazy(own)
+
+    def put_on() -> None:
+        with record_changes(own):
+            _put_on(sharded, state, wrappers, referenced or set())
+        if waits:
+            for module in (sharded, *own):
+                materialize_parameters(module, state.context.device)
+
+    collective_call(state.context, put_on)
+    names.paths |= inner_paths
+    names.own |= shapes.keys()
+    _record_names(state, names, shapes)
+    if state.stages is not None and any(map(_draws_random_numbers, own.modules())):
+        state.stages.uses_random = True
+    update_metadata(model, sharded, names)
+
+
+def _draws_random_numbers(module: nn.Module) -> bool:
+    rates = [rate for name in ("rank_dropout", "module_dropout") for rate in getattr(module, name, {}).values()]
+    return any(rates) or (isinstance(module, (DropoutBase, AdapterDropout)) and module.p > 0)
+
+
+def _check_forward(model: Any, state: ShardingMetadata) -> None:
+    """Raise ConfigError for a pipeline, which does not call PEFT's forwards, if one of them changes the result."""
+    if state.context.pipe.size == 1 or not _is_peft_model(model):
+        return
+    is_prompt = getattr(model, "_is_prompt_learning", False)
+    if is_prompt or not calls_model(model.base_model):
+        kind = "prompt learning" if is_prompt else type(model.base_model).__name__
+        raise ConfigError(
+            f"{kind} of PEFT does not work with pipe={state.context.pipe.size}",
+            rule="It changes the inputs or the loss of the full model, which is on several pipeline stages",
+            remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA",
+        )
+
+
+def _modules_outside(model: nn.Module, sharded: nn.Module) -> Iterator[nn.Module]:
+    """Yield the children of PEFT's wrapper that have parameters of their own, such as a prompt encoder."""
+    inside = {id(module) for module in sharded.modules()}
+    for module in model.modules():
+        if id(module) not in inside and not any(m is sharded for m in module.modules()):
+            yield module
+
+
+def _put_on(
+    sharded: nn.Module, state: ShardingMetadata, wrappers: Mapping[str, nn.Module], referenced: set[int]
+) -> None:
+    for path, wrapper in wrappers.items():
+        base = sharded.get_submodule(path)
+        holder, name = holder_of(wrapper)
+        if state.stages is not None and state.stages.placeholders.has_placeholders(base):
+            state.adapters.elsewhere[path] = _without_values(wrapper)
+            continue
+        holder._modules[name] = base
+        before = dict(wrapper.named_parameters())
+        if is_tuner(wrapper):
+            _check_base(state, path, base)
+            shard_adapter(wrapper, path, state.context_run)
+            _check_dropout(state, path, wrapper)
+        else:
+            copies: Any = wrapper._modules.get("modules_to_save")
+            if copies is None:
+                _check_replicated(base, path, type(wrapper).__name__)
+            for adapter, plain in () if copies is None else copies.items():
+                copies[adapter] = sharded_copy(plain, base, path)
+        after = set(map(id, wrapper.parameters()))
+        replaced = {id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced}
+        if replaced:
+            own = [p for p in before.values() if id(p) in replaced]
+            checks.check_not_in_optimizer(own, replaced, type(sharded).__name__)
+        move_hooks_between(base, wrapper)
+        place(sharded, path, wrapper)
+
+
+def _without_values(wrapper: nn.Module) -> nn.Module:
+    """Replace the parameters of a wrapper by meta tensors, in place. Layers may share its buffers (VeRA)."""
+    for module in wrapper.modules():
+        for name, param in module._parameters.items():
+            if param is not None:
+                empty = torch.empty_like(param, device="meta")
+                module._parameters[name] = nn.Parameter(empty, requires_grad=param.requires_grad)
+    return wrapper
+
+
+def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
+    if state.stages is not None:
+        stages = {s for n, _ in base.named_parameters() for s in state.stages.stages_of(f"{path}.{n}")}
+        if len(stages) > 1:
+            raise ConfigError(
+                f"The adapter on {path} would be on {len(stages)} pipeline stages, which share this layer",
+                remedy="Remove it from target_modules, or remove the pipe axis",
+            )
+    specs = vars(base).get("shard_specs", {})
+    if not isinstance(base, ParallelModule) and specs:
+        _check_replicated(base, path, "PEFT adapter")
+
+
+def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> None:
+    """Raise ConfigError for a dropout that would draw the same mask for different positions."""
+    if isinstance(wrapped_module(wrapper), ParallelModule) or not any(map(_draws_random_numbers, wrapper.modules())):
+        return
+    layout, region = state.regions.find_region(f"{path}.weight")
+    if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
+        raise ConfigError(
+            f"The adapter on {path} has dropout, but each tensor rank has other positions of this replicated layer",
+            remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
+            "enable_sequence_parallelism=False",
+        )
+
+
+def _check_replicated(base: nn.Module, path: str, kind: str) -> None:
+    if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
+        raise ConfigError(
+            f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}",
+            remedy="Target linear layers, or use data parallelism or ZeRO instead of the tensor axis",
+        )
+
+
+def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
+    """Move hooks of the package and of the user, which change or read the input and output of the full layer."""
+    for table in HOOK_TABLES:
+        hooks = getattr(source, table)
+        if hooks:
+            getattr(target, table).update(hooks)
+            setattr(source, table, type(hooks)())
+
+
+def _record_names(state: ShardingMetadata, names: AdaptedNames, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Record the new names of the base's parameters and the adapters' names, in the stages of a pipeline too."""
+    for entry in state.entries:
+        entry.name = names.rename(entry.name)
+    stages = state.stages
+    if stages is None:
+        return
+    owners = {path: next((n for n in stages.owner_stages if n.startswith(f"{path}.")), None) for path in names.paths}
+    stages.rename(names.rename)
+    for name, shape in shapes.items():
+        path = names.wrapper_of(name)
+        owner = owners.get(path or "")
+        if owner is not None:
+            stages.add_tensor(name, names.rename(owner), shape)
+
+
+def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
+    """Record the layout and gradient reduction of new parameters, and drop parameters that are gone.
+
+    Rebuilds the gradient reducer of the parameters that one stage has.
+    """
+    state = metadata_of(sharded)
+    specs = {id(param): spec for _, param, spec in sharded_parameters(sharded)}
+    params = dict(model.named_parameters()) if model is not sharded else {}
+    prefix = next((f"{path}." for path, module in model.named_modules() if module is sharded and path), "")
+    named = {n.removeprefix(prefix): p for n, p in params.items()} | dict(sharded.named_parameters())
+    present, known = {id(p) for p in named.values()}, state.by_param()
+    state.entries[:] = [entry for entry in state.entries if id(entry.param) in present]
+    slots = []
+    for name, param in named.items():
+        if id(param) in known:
+            continue
+        spec = specs.get(id(param), ShardSpec(param.shape))
+        layout, region = _find_region(sharded, state, names, name)
+        entry = ParamEntry(name, param, spec, reduction_of(spec, layout, region, state.context.sizes))
+        state.entries.append(entry)
+        over = entry.reduction.sum_over
+        axis = state.context.flatten(*over) if over else Axis("none")
+        if axis.size > 1 or entry.reduction.divisor != 1:
+            slots.append(GradientSlot(entry, axis, state.coords))
+    _rebuild_reducer(state, slots, present)
+    state.attach(sharded)
+    if model is not sharded:
+        model.__dict__[METADATA_ATTRIBUTE] = state
+    state.on_adapted(sharded)
+
+
+def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present: set[int]) -> None:
+    reducers: list[Any] = list(state.reducers)
+    shared = [r for r in reducers if r.gradients and r.gradients[0].entry.reduction.stages]
+    own = [r for r in reducers if all(r is not other for other in shared)]
+    for reducer in own:
+        reducer.close()
+    gradients = [g for reducer in own for g in reducer.gradients if id(g.param) in present] + slots
+    size = state.request.extra.get("bucket_bytes", BUCKET_BYTES)
+    state.reducers[:] = [GradientReducer(gradients, size, watch=state.monitor), *shared] if gradients else shared
+
+
+def _find_region(
+    sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
+) -> tuple[ActivationLayout, ModelRegion]:
+    """Return the region of a parameter of an adapter: that of the parameters of its base."""
+    path = names.wrapper_of(name)
+    if path is None:
+        return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
+    wrapper = sharded.get_submodule(path)
+    base = wrapped_module(wrapper)
+    if is_tuner(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
+        if isinstance(base, Linear1D_Row) and not base.is_inside_adapter:
+            # (IA)^3 multiplies the input of the row, inside of the block, or its output, like a bias
+            if ".ia3_l." in name and not wrapper.is_feedforward:
+                found: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.bias")
+                return found
+        layout, _ = state.regions.find_region(f"{path}.weight")
+        return layout, ModelRegion.OUTSIDE if has_complete_gradients(wrapper) else ModelRegion.BLOCK
+    region: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.weight")
+    return region
+
+
+def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
+    """Remove an adapter that PEFT deleted from the metadata."""
+    state = metadata_of(sharded)
+    gone = {name for name in state.adapters.own if adapter_name in name.split(".")}
+    state.adapters.own -= gone
+    if state.stages is not None:
+        state.stages.drop_tensors(gone.__contains__)
+    update_metadata(model, sharded, state.adapters)
+
+
+@contextmanager
+def released(sharded: nn.Module) -> Iterator[None]:
+    """Context in which PEFT removes its adapters from a sharded model, as ``merge_and_unload`` does."""
+    wrappers = find_wrappers(sharded)
+    yield
+    state = metadata_of(sharded)
+    for path, wrapper in wrappers.items():
+        if sharded.get_submodule(path) is not wrapper:
+            if is_tuner(wrapper):
+                release_base(wrapper)
+            move_hooks_between(wrapper, sharded.get_submodule(path))
+    names: AdaptedNames = state.adapters
+    for entry in state.entries:
+        entry.name = names.original(entry.name)
+    if state.stages is not None:
+        state.stages.drop_tensors(names.own.__contains__)
+        state.stages.rename(names.original)
+    state.adapters = None
+    update_metadata(sharded, sharded, AdaptedNames())

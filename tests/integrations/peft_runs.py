@@ -1,0 +1,571 @@
+"""Trains a PEFT model on a process grid and in one process, and compares losses, gradients, weights and files."""
+
+from __future__ import annotations
+
+import copy
+import json
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import shardformer
+from shardformer.comm import CollectiveRecorder
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.errors import ConfigError
+from shardformer.integrations.peft import from_pretrained, get_peft_model
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.weights.state_dict import full_state_dict
+from tests.integrations.peft_models import LAYOUTS, MODELS, Layout, batch_of, config_of, gpt2, llama
+
+STEPS = 4
+
+
+@dataclass
+class Result:
+    """Results of a run. Weights and gradients are full tensors of everything that trains."""
+
+    losses: list[float]
+    norms: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def adapted(model_name: str, config: Any, dtype: torch.dtype = torch.float64, **options: Any) -> Any:
+    """Return a PEFT model whose adapters have nonzero values: a zero B would hide the gradient of A."""
+    import peft
+
+    torch.manual_seed(0)
+    model = MODELS[model_name](**options).to(dtype)
+    torch.manual_seed(5)
+    model = peft.get_peft_model(model, config)
+    fill(model)
+    return model
+
+
+def fill(model: nn.Module, seed: int = 11) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for name, param in sorted(model.named_parameters()):
+        if param.requires_grad and "ranknum" not in name:  # which PEFT does not save
+            noise = torch.randn(param.shape, generator=generator, dtype=torch.float64) * 0.1
+            param.data.add_(noise.to(param))
+
+
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.2, momentum=0.9)
+
+
+def train_plain(model: Any, model_name: str, layout: Layout, steps: int = STEPS) -> Result:
+    model.train()
+    optimizer, losses, norms, gradients = make_optimizer(model), [], [], {}
+    for step in range(steps):
+        torch.manual_seed(1000 + step)
+        loss = model(**batch_of(model_name, step)).loss
+        loss.backward()
+        norms.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)))
+        if step == 0:
+            gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    trained = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+    return Result(losses, norms, gradients, trained)
+
+
+def train_sharded(model: Any, model_name: str, layout: Layout, context: ParallelContext, steps: int = STEPS) -> Result:
+    """Train a model that is sharded already."""
+    model.train()
+    optimizer: Any = make_optimizer(model)
+    if layout.zero is not None:
+        optimizer = shardformer.shard_optimizer(model, optimizer, stage=layout.zero, **layout.zero_options)
+    pipeline = shardformer.Pipeline(model, micro_batches=2) if context.pipe.size > 1 else None
+    losses, norms, gradients = [], [], {}
+    for step in range(steps):
+        torch.manual_seed(1000 + step)
+        full = batch_of(model_name, step)
+        batch = {name: x.chunk(context.data.size)[context.data.rank] for name, x in full.items()}
+        if pipeline is not None:
+            loss = pipeline.step(batch)
+        else:
+            loss = model(**batch).loss
+            loss.backward()
+        norms.append(float(shardformer.clip_grad_norm_(model, 1.0)))
+        if step == 0 and layout.zero is None:
+            gradients = full_gradients(model, context)
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean_over_data(loss, context))
+    trained, weights = trained_names(model, context), full_state_dict(model)
+    return Result(losses, norms, gradients, {n: weights[n] for n in trained})
+
+
+def mean_over_data(loss: Tensor, context: ParallelContext) -> float:
+    if context.pipe.size > 1:
+        return float(loss.detach())
+    axes = [a for a in ("data", "sequence") if context.sizes.get(a, 1) > 1]
+    total = loss.detach().clone().double()
+    for name in axes:
+        total = all_reduce(total, context.axis(name)) / context.axis(name).size
+    return float(total)
+
+
+def trained_names(model: nn.Module, context: ParallelContext) -> set[str]:
+    """Return the names of the parameters that train on any pipeline stage."""
+    own = {name for name, param in model.named_parameters() if param.requires_grad}
+    return set().union(*all_gather_objects(own, context.pipe))
+
+
+def full_gradients(model: nn.Module, context: ParallelContext) -> dict[str, Tensor]:
+    """Gather the full gradients of a sharded model, by writing them into its parameters for a moment."""
+    values = [(p, p.data.clone()) for p in model.parameters() if p.requires_grad]
+    with torch.no_grad():
+        for p, _ in values:
+            assert p.grad is not None
+            p.data.copy_(p.grad)
+        trained, full = trained_names(model, context), full_state_dict(model)
+        for p, value in values:
+            p.data.copy_(value)
+    return {name: full[name] for name in trained}
+
+
+def difference(ours: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> float:
+    """Return the largest difference relative to the largest value of each tensor; inf if names or shapes differ."""
+    if set(ours) != set(reference):
+        return float("inf")
+    # a gradient that is zero in exact arithmetic, as that of a key bias, is compared with the largest one
+    floor = 1e-6 * max((float(x.abs().max()) for x in reference.values() if x.numel()), default=0.0)
+    worst = 0.0
+    for name, x in reference.items():
+        if ours[name].shape != x.shape:
+            return float("inf")
+        if x.numel():
+            error = float((ours[name].double() - x.double()).abs().max())
+            worst = max(worst, error / max(float(x.abs().max()), floor, 1e-30))
+    return worst
+
+
+def shard_before(model_name: str, config: Any, layout: Layout, context: ParallelContext, **options: Any) -> Any:
+    """``get_peft_model``, then ``shard_model``."""
+    model = adapted(model_name, copy.deepcopy(config), layout.dtype, **options)
+    if layout.checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    return shardformer.shard_model(model, context=context, **layout.options)
+
+
+def shard_after(model_name: str, config: Any, layout: Layout, context: ParallelContext, **options: Any) -> Any:
+    """``shard_model``, then ``get_peft_model``."""
+    torch.manual_seed(0)
+    model = MODELS[model_name](**options).to(layout.dtype)
+    if layout.checkpointing:
+        model.gradient_checkpointing_enable()
+        model.enable_input_require_grads()
+    model = shardformer.shard_model(model, context=context, **layout.options)
+    torch.manual_seed(5)
+    model = get_peft_model(model, copy.deepcopy(config))
+    filled = adapted(model_name, copy.deepcopy(config), layout.dtype, **options)
+    if context.pipe.size == 1:
+        model.load_state_dict({n: p.detach() for n, p in filled.named_parameters() if p.requires_grad}, strict=False)
+    return model
+
+
+ORDERS = {"before": shard_before, "after": shard_after}
+
+
+@dataclass
+class Difference:
+    """Largest differences between a layout and one process."""
+
+    loss: float
+    norm: float
+    gradients: float | None
+    weights: float
+
+    @property
+    def worst(self) -> float:
+        return max(self.loss, self.norm, self.gradients or 0.0, self.weights)
+
+
+def compare(
+    model_name: str, config: Any, layout: Layout, order: str = "before", steps: int = STEPS, **options: Any
+) -> Difference:
+    """Compare a layout with one process, over several steps."""
+    plain = adapted(model_name, copy.deepcopy(config), layout.dtype, **options)
+    if layout.checkpointing:
+        plain.gradient_checkpointing_enable()
+        plain.enable_input_require_grads()
+    reference = train_plain(plain, model_name, layout, steps)
+
+    def run(context: ParallelContext) -> Result:
+        model = ORDERS[order](model_name, config, layout, context, **options)
+        return train_sharded(model, model_name, layout, context, steps)
+
+    found = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    return Difference(
+        max(abs(a - b) for a, b in zip(found.losses, reference.losses, strict=True)),
+        max(abs(a - b) / max(b, 1e-9) for a, b in zip(found.norms, reference.norms, strict=True)),
+        difference(found.gradients, reference.gradients) if found.gradients else None,
+        difference(found.weights, reference.weights),
+    )
+
+
+def file_differences(model_name: str, config: Any, layout: Layout, folder: str) -> dict[str, float]:
+    """Compare the adapter files of a layout with those of one process, load them both ways, and merge.
+
+    Returns the largest difference per step; inf if names, shapes or configurations differ.
+    """
+    import peft
+
+    plain = adapted(model_name, copy.deepcopy(config), layout.dtype)
+    plain.save_pretrained(f"{folder}/plain")
+
+    def run(context: ParallelContext) -> dict[str, Tensor]:
+        model = shard_before(model_name, config, layout, context)
+        model.save_pretrained(f"{folder}/sharded")
+        torch.manual_seed(0)
+        other = shardformer.shard_model(MODELS[model_name]().to(layout.dtype), context=context, **layout.options)
+        other = from_pretrained(other, f"{folder}/plain", is_trainable=True)
+        loaded = full_state_dict(other)
+        before = eval_loss(other, model_name, context)
+        if layout.zero is None:
+            merged = model.merge_and_unload()
+            merged.save_pretrained(f"{folder}/merged")
+            loaded["loss_of_merged"] = eval_loss(merged, model_name, context)
+        loaded["loss"] = before
+        return loaded
+
+    loaded = run_as_threads(run, **layout.sizes, in_turn=True)[0]
+    files = [load_file(f"{folder}/{name}/adapter_model.safetensors") for name in ("sharded", "plain")]
+    configs = [json.loads(Path(f"{folder}/{name}/adapter_config.json").read_text()) for name in ("sharded", "plain")]
+    torch.manual_seed(0)
+    again = peft.PeftModel.from_pretrained(MODELS[model_name]().to(layout.dtype), f"{folder}/sharded")
+    state = plain.state_dict()
+    loss = plain_loss(plain, model_name)
+    found = {
+        "adapter file": difference(*files),
+        "config": 0.0 if strip_order(configs[0]) == strip_order(configs[1]) else float("inf"),
+        "loaded on the layout": difference({n: x for n, x in loaded.items() if not n.startswith("loss")}, state),
+        "loss on the layout": float((loaded["loss"] - loss).abs()),
+        "loaded in one process": difference(again.state_dict(), state),
+    }
+    if "loss_of_merged" in loaded:
+        merged = plain.merge_and_unload()
+        saved = type(merged).from_pretrained(f"{folder}/merged", dtype=layout.dtype).state_dict()
+        found["merged"] = difference(saved, merged.state_dict())
+        found["loss of merged"] = float((loaded["loss_of_merged"] - plain_loss(merged, model_name)).abs())
+    return found
+
+
+def strip_order(config: dict[str, Any]) -> dict[str, Any]:
+    return {name: sorted(value) if isinstance(value, list) else value for name, value in config.items()}
+
+
+def plain_loss(model: Any, model_name: str) -> Tensor:
+    with torch.no_grad():
+        return model.eval()(**batch_of(model_name, 0)).loss.detach()
+
+
+def eval_loss(model: Any, model_name: str, context: ParallelContext) -> Tensor:
+    model.eval()
+    if context.pipe.size > 1:
+        return shardformer.Pipeline(model, micro_batches=2).evaluate(batch_of(model_name, 0))
+    return plain_loss(model, model_name)
+
+
+def compare_named(feature: str, layout: str, model_name: str = "llama", order: str = "before") -> Difference | str:
+    """Compare a feature on a layout with one process. Returns the text of the error if the layout is refused."""
+    try:
+        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order)
+    except ConfigError as error:
+        return str(error)
+
+
+def files_named(feature: str, layout: str, model_name: str = "llama") -> dict[str, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        return file_differences(model_name, config_of(feature, model_name), LAYOUTS[layout], folder)
+
+
+def compare_all(cases: list[tuple[str, str, str, str]]) -> list[Difference | str]:
+    return [compare_named(*case) for case in cases]
+
+
+def release() -> str:
+    import peft
+
+    return str(peft.__version__)
+
+
+def switch_adapters(layout: Layout | None) -> list[float]:
+    """Train, switch, disable, merge and delete adapters, and return the losses and numbers on the way."""
+
+    def run(context: ParallelContext | None) -> list[float]:
+        model = adapted("llama", config_of("LoRA", target_modules=["q_proj", "down_proj"]))
+        if context is not None and layout is not None:
+            model = shardformer.shard_model(model, context=context, **layout.options)
+        torch.manual_seed(9)
+        model.add_adapter("second", config_of("LoRA", target_modules=["q_proj", "o_proj"], r=2))
+        found = [plain_loss(model, "llama")]
+        model.set_adapter("second")
+        optimizer = make_optimizer(model)
+        for step in range(2):
+            model(**batch_of("llama", step)).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        found.append(plain_loss(model, "llama"))
+        model.base_model.set_adapter(["default", "second"])
+        found.append(plain_loss(model, "llama"))
+        with model.disable_adapter():
+            found.append(plain_loss(model, "llama"))
+        model.merge_adapter()
+        found.append(plain_loss(model, "llama"))
+        model.unmerge_adapter()
+        found.append(plain_loss(model, "llama"))
+        model.delete_adapter("default")
+        model.set_adapter("second")
+        found.append(plain_loss(model, "llama"))
+        prompt = batch_of("llama", 0)["input_ids"][:1, :4]
+        tokens = model.generate(input_ids=prompt, max_new_tokens=4, do_sample=False)
+        return [*map(float, found), *map(float, tokens[0]), *map(float, model.get_nb_trainable_parameters())]
+
+    return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
+
+
+def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[str, int]]:
+    """Return the collectives of one step of full fine-tuning and with adapters, by kind and purpose."""
+    options, sizes = LAYOUTS[layout].options, LAYOUTS[layout].sizes
+    torch.manual_seed(0)
+    models = [llama().double(), adapted("llama", config_of(feature))]
+
+    def run(context: ParallelContext) -> list[dict[str, int]]:
+        counts = []
+        for model in models:
+            sharded = shardformer.shard_model(copy.deepcopy(model), context=context, **options).train()
+            sharded(**batch_of("llama", 0)).loss.backward()
+            with CollectiveRecorder(context) as recorder:
+                sharded(**batch_of("llama", 0)).loss.backward()
+            table = recorder.table()
+            counts.append({f"{op} {purpose}": number for (op, _, purpose), (number, _) in table.items()})
+        return counts
+
+    full, with_adapters = run_as_threads(run, **sizes)[0]
+    return full, with_adapters
+
+
+def train_engine(zero: int | None, folder: str, sizes: dict[str, int]) -> dict[str, float]:
+    """Train with ``initialize``, save a checkpoint in the middle, resume it, and compare with one process."""
+    config = config_of("LoRA")
+    model = adapted("llama", config)
+    plain = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    reference = []
+    for step in range(STEPS):
+        loss = plain(**batch_of("llama", step)).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.append(float(loss.detach()))
+
+    def run(context: ParallelContext) -> tuple[list[float], dict[str, Tensor]]:
+        parallel = shardformer.ParallelConfig(max_grad_norm=1.0, zero_stage=zero, micro_batches=2, **sizes)
+
+        def start() -> Any:
+            made = copy.deepcopy(model)
+            return shardformer.initialize(
+                made, lambda ps: torch.optim.AdamW(ps, lr=1e-2), parallel=parallel, context=context
+            )
+
+        def local(step: int) -> dict[str, Tensor]:
+            return {n: x.chunk(context.data.size)[context.data.rank] for n, x in batch_of("llama", step).items()}
+
+        engine, half = start(), STEPS // 2
+        losses = [float(engine.train_step(local(step))) for step in range(half)]
+        engine.save(folder)
+        engine = start()
+        engine.load(folder)
+        losses += [float(engine.train_step(local(step))) for step in range(half, STEPS)]
+        return losses, full_state_dict(engine.model)
+
+    losses, weights = run_as_threads(run, **sizes)[0]
+    return {
+        "loss": max(abs(a - b) for a, b in zip(losses, reference, strict=True)),
+        "weights": difference(weights, plain.state_dict()),
+    }
+
+
+def error_of(function: Callable[..., Any], *args: Any, **sizes: int) -> str:
+    """Return the text of the error that sharding raises."""
+    try:
+        run_as_threads(lambda context: function(context, *args), **sizes)
+    except ConfigError as error:
+        return str(error)
+    return "no error"
+
+
+def shard_config(context: ParallelContext, kind: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
+    import peft
+
+    torch.manual_seed(0)
+    model = peft.get_peft_model(llama(), getattr(peft, kind)(**settings))
+    before = [(name, id(p), type(p)) for name, p in model.named_parameters()]
+    try:
+        shardformer.shard_model(model, context=context, **options)
+    finally:
+        assert before == [(name, id(p), type(p)) for name, p in model.named_parameters()]
+
+
+def shard_with_optimizer(context: ParallelContext) -> None:
+    model = adapted("llama", config_of("LoRA"))
+    optimizer = make_optimizer(model)
+    shardformer.shard_model(model, context=context)
+    optimizer.step()
+
+
+def adapt_after_zero(context: ParallelContext) -> None:
+    model = shardformer.shard_model(llama(), context=context)
+    shardformer.shard_optimizer(model, torch.optim.SGD(model.parameters(), lr=0.1))
+    get_peft_model(model, config_of("LoRA"))
+
+
+def shard_quantized(context: ParallelContext) -> None:
+    class Linear4bit(nn.Linear):
+        """Stands for the class of bitsandbytes."""
+
+    Linear4bit.__module__ = "bitsandbytes.nn.modules"
+    model = adapted("llama", config_of("LoRA", target_modules=["o_proj"]))
+    for layer in model.get_base_model().model.layers:
+        layer.self_attn.q_proj.__class__ = Linear4bit
+    shardformer.shard_model(model, context=context)
+
+
+def adapt_with_peft_itself(context: ParallelContext) -> None:
+    import peft
+
+    model = shardformer.shard_model(llama(), context=context)
+    peft.get_peft_model(model, config_of("LoRA"))(**batch_of("llama", 0))
+
+
+def refusals() -> dict[str, str]:
+    lora: dict[str, Any] = {"target_modules": ["q_proj"]}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
+        "2d": ("LoraConfig", lora, {"tensor_parallel_mode": "2d"}, 4),
+        "boft": ("BOFTConfig", {**lora, "boft_block_size": 4}, {}, 2),
+        "lora_bias": ("LoraConfig", {"target_modules": ["o_proj"], "lora_bias": True}, {}, 2),
+        "parameter": ("LoraConfig", {"target_modules": [], "target_parameters": ["q_proj.weight"]}, {}, 2),
+        "tokens": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, 2),
+        "saved in a block": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}, {}, 2),
+    }
+    found = {
+        name: error_of(shard_config, kind, settings, options, tensor=size)
+        for name, (kind, settings, options, size) in cases.items()
+    }
+    found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
+    found["quantized"] = error_of(shard_quantized, data=2)
+    found["PEFT's own function"] = error_of(adapt_with_peft_itself, data=2)
+    found["zero"] = error_of(adapt_after_zero, data=2)
+    return found
+
+
+def precision_differences() -> dict[str, Difference]:
+    """Compare in fp32 and bf16. PiSSA does not accept fp64."""
+    pissa, layout = config_of("LoRA", init_lora_weights="pissa"), Layout({"tensor": 2}, dtype=torch.float32)
+    narrow = Layout({"tensor": 2}, LAYOUTS["sequence parallel"].options, dtype=torch.bfloat16)
+    return {
+        "PiSSA before": compare("llama", pissa, layout),
+        "PiSSA after": compare("llama", pissa, layout, "after"),
+        "bf16": compare("llama", config_of("LoRA"), narrow),
+    }
+
+
+def dropout_masks() -> list[list[bool]]:
+    """Return the elements that an adapter drops on each tensor rank, in a model that has dropout in its blocks."""
+
+    def run(context: ParallelContext) -> list[bool]:
+        torch.manual_seed(0)
+        model = gpt2(attn_pdrop=0.4)
+        torch.manual_seed(5)
+        model = get_peft_model(model, config_of("LoRA, dropout", "gpt2"))
+        model = shardformer.shard_model(model, context=context).train()
+        dropped: list[bool] = []
+        dropout = model.get_submodule("base_model.model.transformer.h.1.attn.c_attn.lora_dropout.default")
+
+        def forward(x: Tensor) -> Tensor:
+            y: Tensor = type(dropout).forward(dropout, x)
+            dropped.extend((y == 0).flatten().tolist())
+            return y
+
+        vars(dropout)["forward"] = forward
+        model(**batch_of("gpt2", 0))
+        return dropped
+
+    return run_as_threads(run, tensor=2, in_turn=True)
+
+
+def reshard_engine() -> list[float]:
+    """Return the differences of two losses to one process, when the engine changes its layout between them."""
+    model = adapted("llama", config_of("LoRA"))
+    plain = copy.deepcopy(model).train()
+    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    reference = []
+    for step in range(2):
+        loss = plain(**batch_of("llama", step)).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        reference.append(float(loss.detach()))
+
+    def run(context: ParallelContext) -> list[float]:
+        def make(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=1e-2)
+
+        parallel = shardformer.ParallelConfig(tensor=2)
+        engine = shardformer.initialize(copy.deepcopy(model), make, parallel=parallel, context=context)
+        losses = [float(engine.train_step(batch_of("llama", 0)))]
+        engine.reshard({"data": 2})
+        local = {name: x.chunk(2)[engine.context.data.rank] for name, x in batch_of("llama", 1).items()}
+        return [*losses, float(engine.train_step(local))]
+
+    losses = run_as_threads(run, tensor=2, in_turn=True)[0]
+    return [abs(a - b) for a, b in zip(losses, reference, strict=True)]
+
+
+def lazy_difference() -> float:
+    """Compare the weights of an adapted model that was built lazily with those of one that was not."""
+
+    def build() -> Any:
+        return get_peft_model(llama(), config_of("LoRA"))
+
+    def run(context: ParallelContext) -> dict[str, Tensor]:
+        torch.manual_seed(0)
+        with shardformer.LazyInit():
+            model = build()
+        return full_state_dict(shardformer.shard_model(model, context=context))
+
+    torch.manual_seed(0)
+    plain = build().state_dict()
+    return difference(run_as_threads(run, tensor=2, in_turn=True)[0], plain)
+
+
+def injected_adapters(sizes: dict[str, int] | None) -> tuple[float, float]:
+    """Return the loss and gradient norm with adapters that transformers adds to a model, without PEFT's wrapper."""
+
+    def run(context: ParallelContext | None) -> tuple[float, float]:
+        torch.manual_seed(0)
+        model = llama().double()
+        torch.manual_seed(5)
+        model.add_adapter(config_of("LoRA", target_modules=["q_proj", "o_proj"]))
+        fill(model)
+        if context is not None:
+            model = shardformer.shard_model(model, context=context)
+        loss = model.train()(**batch_of("llama", 0)).loss
+        loss.backward()
+        trained = [p for p in model.parameters() if p.requires_grad]
+        return float(loss.detach()), float(torch.nn.utils.clip_grad_norm_(trained, 1e9))
+
+    return run(None) if sizes is None else run_as_threads(run, **sizes, in_turn=True)[0]
