@@ -206,8 +206,8 @@ def test_a_signal_is_reported_immediately(number: signal.Signals, capfd: pytest.
     trainer = Trainer(made(), [Asks()])
     trainer.fit(steps=9)
     expected = {
-        signal.SIGTERM: "SIGTERM: finishing step 2",
-        signal.SIGINT: "Ctrl-C: finishing step 2 (press again to stop at once)",
+        signal.SIGTERM: "Received SIGTERM: finishing step 2.",
+        signal.SIGINT: "Finishing step 2. Press Ctrl-C again to stop at once.",
     }
     assert capfd.readouterr().err.strip() == expected[number]
     assert trainer.signal is number

@@ -26,7 +26,7 @@ class Checkpoint(Hook):
     Args:
         folder: Folder of the checkpoints, which are called ``folder/step-00000123``.
         every_steps: Steps between checkpoints; None disables saving by steps.
-        every_minutes: Minutes between checkpoints; None or inf disables saving by time.
+        every_minutes: Minutes between checkpoints, by the clock of the first rank; None or inf disables saving by time.
         every_epoch: Save after each epoch.
         at_end: Save after the last step, and when a hook stops the run.
         on_signal: Save after the step during which SIGTERM or SIGINT (Ctrl-C) arrives.
@@ -86,7 +86,9 @@ class Checkpoint(Hook):
     def after_step(self, trainer: TrainerProtocol) -> None:
         by_steps = self.every_steps is not None and trainer.step % self.every_steps == 0
         minutes = (time.monotonic() - self._saved_at) / 60
-        if by_steps or (self.every_minutes is not None and minutes >= self.every_minutes):
+        # the clock of the first rank decides for all ranks
+        by_time = self.every_minutes is not None and trainer.is_first and minutes >= self.every_minutes
+        if by_steps or by_time:
             trainer.save()
 
     def after_epoch(self, trainer: TrainerProtocol) -> None:
