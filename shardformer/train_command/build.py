@@ -127,6 +127,19 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
             raise ConfigError(f"{table} has no {name}, which {cls.__name__} requires", remedy=f"Set {table}.{name}")
 
 
+def count_steps(config: TrainConfig, data: TrainingData) -> int:
+    """Return the total number of training steps of a run."""
+    if config.training.steps is not None:
+        return config.training.steps
+    return (config.training.epochs or 1) * count_epoch_steps(config, data)
+
+
+def count_epoch_steps(config: TrainConfig, data: TrainingData) -> int:
+    """Return the number of training steps per epoch."""
+    samples, size = len(data.train), config.data.batch_size
+    return samples // size if config.data.drop_last else -(-samples // size)
+
+
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates the learning-rate scheduler of an optimizer, for ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
@@ -135,8 +148,13 @@ def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
     length = num_steps if table.steps is None else table.steps
-    warmup = math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
-    return partial(lr_factor, table.name, warmup, length, table.min_lr_rate)
+    return partial(lr_factor, table.name, count_warmup_steps(table, num_steps), length, table.min_lr_rate)
+
+
+def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
+    """Return the number of warm-up steps of a schedule, for a run of ``num_steps`` steps."""
+    length = num_steps if table.steps is None else table.steps
+    return math.ceil(table.warmup * length) if table.warmup < 1 else round(table.warmup)
 
 
 def lr_factor(decay_name: str, warmup: int, num_steps: int, min_lr_rate: float, step: int) -> float:

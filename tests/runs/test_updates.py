@@ -11,10 +11,9 @@ import transformers
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.train_command.build import build_optimizer, build_scheduler
+from shardformer.train_command.build import build_optimizer, build_scheduler, count_steps
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable
 from shardformer.train_command.datasets import load_data
-from shardformer.train_command.run import count_steps
 from tests.runs.files import config, labelled, write_rows
 
 
