@@ -4,8 +4,8 @@
     python examples/demo.py --pipe 2              # two pipeline stages
     python examples/demo.py --data 2 --zero-stage 2   # data parallel with ZeRO stage 2
 
-The training text is the documentation that ships with Python. A run takes about a minute on two cores. The exit status
-is 1 if a difference is larger than rounding errors.
+The training text is the documentation that ships with Python. A run takes about a minute on two idle cores, and longer
+if other processes use them. The exit status is 1 if a difference is larger than rounding errors.
 """
 
 from __future__ import annotations
@@ -151,6 +151,11 @@ def main() -> int:
     rates = [run["tokens_per_second"] for run in (plain, parallel_run)]
     table.add_row("tokens per second", *(f"{rate:,.0f}" for rate in rates), f"x {rates[1] / rates[0]:.2f}")
     console.print(table)
+    if rates[1] < rates[0]:
+        console.print(
+            "The processes share the cores of this machine and also communicate, so a small model trains more slowly. "
+            "Sharding is for models that need several devices."
+        )
     is_equal = report.passed and max(differences) <= LARGEST_DIFFERENCE
     console.print(
         f"{'PASS' if is_equal else 'FAIL'}: the largest relative difference of a loss is {max(differences):.1e} "

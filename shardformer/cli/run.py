@@ -324,6 +324,8 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
     except SignalException as error:
         left = "".join(f"\nshardformer {command}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
         left += "".join(f"\nshardformer {command}: {place}" for place in describe_stack_locations()[:FEW])
+        if sys.stdout.isatty():
+            print("\x1b[?25h", flush=True)  # the progress bar of a killed rank leaves the cursor hidden
         print(f"shardformer {command}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:

@@ -131,7 +131,10 @@ def _launch_and_exit(
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
-    status = launch([*options, "-m", MODULE, *run], "train")
+    try:
+        status = launch([*options, "-m", MODULE, *run], "train")
+    except KeyboardInterrupt:  # before torch's launcher handles signals
+        status = 128 + signal.SIGINT
     _print_resume(found, status)
     sys.exit(status)
 

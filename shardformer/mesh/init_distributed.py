@@ -43,7 +43,10 @@ REMOTE_ADDRESS = "192.0.2.1"
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
-STARTED = "The launcher has started all ranks: check whether one has exited or is busy before launch_from_torch"
+STARTED = (
+    "The launcher has started all ranks: check whether one has exited, or is still importing or loading before "
+    "launch_from_torch"
+)
 SRUN = "Start all of them with one srun command, and check that they run and reach this host"
 SLURM_STEP = "SLURM_STEP_ID"
 """Variable that srun sets in the tasks that it starts."""

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
+from shardformer.filesystem.atomic_write import path_of
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig, remote_code_hint
 from shardformer.train_command.datasets import TrainingData
@@ -190,6 +191,15 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
     order = sorted(wanted, key=lambda name: WRITING_HOOKS.index(name) if name in WRITING_HOOKS else -1)
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
+
+
+def hook_folder(config: TrainConfig, name: str) -> Path | None:
+    """Return the folder of a hook that is enabled by default, such as ``checkpoint``, or None if it is disabled."""
+    arguments = config.hooks.get(name, True)
+    if arguments is False:
+        return None
+    folder = arguments.get("folder") if isinstance(arguments, dict) else None
+    return path_of(os.path.expanduser(folder or config.path / FOLDERS[name]))
 
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:

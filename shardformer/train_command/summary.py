@@ -15,12 +15,10 @@ from torch import nn
 from shardformer.checkpoint.directory import list_checkpoints
 from shardformer.config import ParallelConfig
 from shardformer.meta_init.materialization import NOTES
-from shardformer.train_command.build import build_hooks, count_epoch_steps, count_steps, count_warmup_steps
+from shardformer.train_command.build import count_epoch_steps, count_steps, count_warmup_steps, hook_folder
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.datasets import TrainingData
 from shardformer.training.hook import Hook, TrainerProtocol
-from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.hooks.json_lines import JsonLines
 from shardformer.training.hooks.progress import create_console, format_duration
 
 if TYPE_CHECKING:
@@ -145,13 +143,12 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
         rows.append(("Checkpoint", str(checkpoint)))
     if config.training.export:
         rows.append(("Model", str(config.path / EXPORT_FOLDER)))
-    records = next((hook.folder for hook in trainer.hooks if isinstance(hook, JsonLines)), None)
+    records = hook_folder(config, "json_lines")
     if records is not None:
         rows += [("Records", f"{_relative(records)}/records.jsonl"), ("Next", f"shardformer plot {_relative(records)}")]
     if trainer.loss is None:
         key = "training.steps" if config.training.steps is not None else "training.epochs"
-        done = f"Nothing to train: {trainer.step} of {trainer.num_steps} steps are complete."
-        console.print(f"{done} Increase {key} to continue.", soft_wrap=True)
+        console.print(f"To continue after step {trainer.step}, increase {key}.", soft_wrap=True)
     else:
         text = f"Trained up to step {trainer.step} in {format_duration(trainer.seconds)}."
         console.print(text, soft_wrap=True, markup=False)
@@ -160,7 +157,7 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
 
 def find_newest_checkpoint(config: TrainConfig) -> Path | None:
     """Return the folder of the newest checkpoint of a run, relative to the working directory if it is inside."""
-    root = _checkpoint_folder(config)
+    root = hook_folder(config, "checkpoint")
     found = list_checkpoints(root) if root is not None and root.is_dir() else []
     return _relative(found[0][0]) if found else None
 
@@ -170,13 +167,9 @@ def describe_resume(config: TrainConfig) -> str:
     newest = find_newest_checkpoint(config)
     if newest is not None:
         return f"The newest checkpoint is {newest}.\nRun the same command to resume."
-    if _checkpoint_folder(config) is None:
-        return "There is no checkpoint, because hooks.checkpoint = false. The same command starts again from step 1."
+    if hook_folder(config, "checkpoint") is None:
+        return "No checkpoint was saved, because hooks.checkpoint = false."
     return "There is no checkpoint yet. The same command starts again from step 1."
-
-
-def _checkpoint_folder(config: TrainConfig) -> Path | None:
-    return next((hook.folder for hook in build_hooks(config) if isinstance(hook, Checkpoint)), None)
 
 
 def _relative(path: Path) -> Path:
@@ -191,8 +184,8 @@ def _describe_weights(config: TrainConfig, model: nn.Module) -> str:
 
 
 def _describe_files(config: TrainConfig) -> str:
-    hooks = build_hooks(config)
-    names = [os.path.relpath(hook.folder, config.path) for hook in hooks if isinstance(hook, Checkpoint)]
-    names += ["records.jsonl"] * any(isinstance(hook, JsonLines) for hook in hooks)
-    names += [EXPORT_FOLDER] * config.training.export
-    return f"{config.folder}" + (f" ({', '.join(names)})" if names else "")
+    folders = {"": hook_folder(config, "checkpoint"), "records.jsonl": hook_folder(config, "json_lines")}
+    paths = [folder / name for name, folder in folders.items() if folder is not None]
+    paths += [config.path / EXPORT_FOLDER] * config.training.export
+    names = ", ".join(os.path.relpath(path, config.path) for path in paths)
+    return f"{config.folder}" + f" ({names})" * bool(names)

@@ -114,7 +114,7 @@ def test_a_new_run_in_an_old_folder_is_reported(tmp_path: Path, capsys: pytest.C
     run_training(run(tmp_path, 2))
     assert "New run:" in capsys.readouterr().out
     run_training(run(tmp_path, 2))
-    assert "Nothing to train: 2 of 2 steps are complete. Increase training.steps" in capsys.readouterr().out
+    assert "To continue after step 2, increase training.steps." in capsys.readouterr().out
 
 
 def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -53,6 +53,8 @@ class Progress(Hook):
             return
         self._console = create_console()
         if trainer.num_steps is not None and trainer.step >= trainer.num_steps:
+            self._print_line(f"Nothing to train: {trainer.step} of {trainer.num_steps} steps are complete.")
+            self._printed_step = trainer.step
             return
         if trainer.step:
             self._print_line(f"Resuming from step {trainer.step}.")

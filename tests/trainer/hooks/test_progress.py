@@ -40,6 +40,16 @@ def test_a_terminal_shows_a_progress_bar(capsys: pytest.CaptureFixture[str], mon
     assert "validation  loss 0." in output
 
 
+def test_a_complete_run_and_a_resumed_run_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
+    trainer = Trainer(engine_of(), [Progress()])
+    trainer.fit(steps=4)
+    capsys.readouterr()
+    trainer.fit(steps=4)
+    assert capsys.readouterr().out == "Nothing to train: 4 of 4 steps are complete.\n"
+    trainer.fit(steps=5)
+    assert capsys.readouterr().out.startswith("Resuming from step 4.\nstep 5/5  loss 0.")
+
+
 def test_a_notebook_shows_a_progress_bar_in_one_output(monkeypatch: pytest.MonkeyPatch) -> None:
     shown: list[str] = []
 
