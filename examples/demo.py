@@ -4,8 +4,8 @@
     python examples/demo.py --pipe 2              # two pipeline stages
     python examples/demo.py --data 2 --zero-stage 2   # data parallel with ZeRO stage 2
 
-The training text is the documentation that ships with Python. A run takes about a minute on two cores. The exit status
-is 1 if a difference is larger than rounding errors.
+The training text is the documentation that ships with Python. A run takes about a minute on two idle cores, and longer
+if other processes use them. The exit status is 1 if a difference is larger than rounding errors.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def test_the_first_run_page_runs(tmp_path: Path) -> None:
     commands[0] = commands[0].splitlines()[1]
     assert config.count("steps = 60") == code[1].count("steps=60") == 1 == commands[3].count("training.steps=9 ")
     said = "".join(run_line(command, tmp_path) for command in [*commands[:-1], f"python -c '{code[0]}'", commands[-1]])
-    assert "resuming from step 6" in said
+    assert "Resuming from step 6." in said
     assert "step 9/9" in said
     for file in ("first/curves.png", "first/model/model.safetensors", "scripted/model/model.safetensors"):
         assert (tmp_path / file).is_file()

@@ -172,9 +172,10 @@ def launch_processes(context: typer.Context, count: int) -> None:
 
     Raises ConfigError if a launcher started another number of processes.
     """
-    from shardformer.training.initialize import LAUNCHER_VARIABLES, num_processes
+    from shardformer.mesh.init_distributed import launcher_variable
+    from shardformer.training.initialize import num_processes
 
-    if any(name in os.environ for name in LAUNCHER_VARIABLES):
+    if launcher_variable() is not None:
         if num_processes() != count:
             raise ConfigError(
                 f"The layout needs {count} processes, but the launcher started {num_processes()}",
@@ -382,6 +383,8 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
     except SignalException as error:
         left = "".join(f"\nshardformer {command}: process {pid}: {what}" for pid, what in STUCK_PROCESSES.items())
         left += "".join(f"\nshardformer {command}: {place}" for place in describe_stack_locations()[:FEW])
+        if sys.stdout.isatty():
+            print("\x1b[?25h", flush=True)  # the progress bar of a killed rank leaves the cursor hidden
         print(f"shardformer {command}: ended by {error.sigval.name}{left}", file=sys.stderr, flush=True)
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
-from dataclasses import asdict
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from shardformer.config import ParallelConfig
     from shardformer.train_command.config_schema import TrainConfig
-    from shardformer.train_command.run import DryRunReport
+    from shardformer.train_command.dry_run import DryRunReport, RankMemory
 
 MODULE = "shardformer.train_command"
 OPTION_GROUPS = {
@@ -52,7 +52,11 @@ def train(
     ] = None,
     shutdown_timeout: Annotated[
         int | None,
-        typer.Option(min=0, metavar="SECONDS", help="Time to finish the step and save after SIGINT or SIGTERM (600)."),
+        typer.Option(
+            min=0,
+            metavar="SECONDS",
+            help="Maximum time to finish the step and save after SIGINT or SIGTERM. By default no limit.",
+        ),
     ] = None,
     dry_run: Annotated[
         bool, typer.Option("--dry-run", help="Print how the model is sharded and the memory per rank. Do not train.")
@@ -61,16 +65,16 @@ def train(
 ) -> None:
     """Train a model with the model, data, layout, optimizer, schedule and hooks of a configuration file.
 
-    Run the command again to resume from the last checkpoint. Under a launcher (shardformer run, srun) the command is
-    one of the processes; otherwise it starts them.
+    Ctrl-C finishes the step and saves. Run the command again to resume from the last checkpoint. Under a launcher
+    (shardformer run, srun) the command is one of the processes; otherwise it starts them.
     """
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # every process would print the same warnings
     from shardformer.train_command.config_schema import load_train_config
 
-    if as_json and not dry_run:
-        raise ConfigError("--json has no effect without --dry-run", remedy="Read the metrics in folder/records.jsonl")
     overrides = list(changes or [])
     found = load_train_config(config, overrides)
+    if as_json and not dry_run:
+        raise ConfigError("--json has no effect without --dry-run", remedy="Add --dry-run, or remove --json")
     where = _reason_not_to_launch(dry_run)
     if where is None and (count := _num_processes(found.layout, processes)) > 1:
         _launch_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
@@ -78,23 +82,43 @@ def train(
     unused = {"--processes": processes if where else None, "--max-restarts": max_restarts or None}
     _check_process_options_unused(where or "with one process", {**unused, "--shutdown-timeout": shutdown_timeout})
     if dry_run:
-        _dry_run(found, as_json)
-        return
-    from shardformer.train_command.run import run_training as train_here
-
-    train_here(found)
+        _print_dry_run(found, as_json)
+    else:
+        _train_here(found)
 
 
-def _dry_run(found: TrainConfig, as_json: bool) -> None:
+def _print_dry_run(found: TrainConfig, as_json: bool) -> None:
     from rich.console import Console
 
-    from shardformer.train_command.run import make_dry_run_report
+    from shardformer.train_command.dry_run import make_dry_run_report
 
     report = make_dry_run_report(found)
     if as_json:
-        print(json.dumps(asdict(report), indent=2))
+        print(json.dumps(report.to_dict(), indent=2))
     else:
         print_dry_run_report(Console(highlight=False), report)
+
+
+def _train_here(found: TrainConfig) -> None:
+    """Train in this process. After a signal, print where the checkpoint is, and exit."""
+    try:
+        from shardformer.train_command.run import run_training
+
+        run_training(found)
+    except (KeyboardInterrupt, SystemExit) as ended:
+        code = ended.code if isinstance(ended, SystemExit) else 128 + signal.SIGINT
+        if os.environ.get("RANK", "0") == "0":
+            _print_resume(found, code)
+        sys.exit(code)
+
+
+def _print_resume(found: TrainConfig, exit_code: Any) -> None:
+    """Print where the checkpoint is and how to resume, if a signal ended the run."""
+    from shardformer.train_command.summary import describe_resume
+
+    if exit_code in (128 + signal.SIGINT, 128 + signal.SIGTERM):
+        sys.stdout.flush()
+        print(describe_resume(found), file=sys.stderr, flush=True)
 
 
 def _launch_and_exit(
@@ -109,14 +133,19 @@ def _launch_and_exit(
     if shutdown_timeout is not None:
         os.environ[SHUTDOWN_TIMEOUT_VARIABLE] = str(shutdown_timeout)
     options = ["--nproc_per_node", str(count), "--max-restarts", str(max_restarts)]
-    sys.exit(launch([*options, "-m", MODULE, *run], "train"))
+    try:
+        status = launch([*options, "-m", MODULE, *run], "train")
+    except KeyboardInterrupt:  # before torch's launcher handles signals
+        status = 128 + signal.SIGINT
+    _print_resume(found, status)
+    sys.exit(status)
 
 
 def _reason_not_to_launch(dry_run: bool) -> str | None:
     """Return the reason why this command must not start processes, or None if it may start them."""
-    from shardformer.training.initialize import LAUNCHER_VARIABLES
+    from shardformer.mesh.init_distributed import launcher_variable
 
-    launched = next((name for name in LAUNCHER_VARIABLES if name in os.environ), None)
+    launched = launcher_variable()
     return "in a dry run" if dry_run else f"under a launcher ({launched} is set)" if launched else None
 
 
@@ -148,32 +177,34 @@ def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
 def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     from rich.table import Table
 
+    from shardformer.train_command.summary import describe_layout, print_rows
     from shardformer.zero.memory_estimate import format_bytes
 
-    layout = ", ".join(f"{name} {size}" for name, size in plan.layout.items() if size > 1) or "one process"
-    console.print(f"[bold]{plan.model}[/], {plan.num_parameters:,} parameters", soft_wrap=True)
-    samples = "A stream" if plan.num_samples is None else f"{plan.num_samples:,} samples"
-    console.print(f"{samples} of {plan.data}, {plan.num_steps:,} steps, over {layout}", soft_wrap=True)
+    count = prod(plan.sizes.values())
+    processes = f"{count} process{'es' * (count > 1)}"
+    print_rows(console, plan.summary.rows(describe_layout(plan.layout, plan.sizes, processes)))
     console.print()
     console.print(plan.description, soft_wrap=True, markup=False)
     console.print()
     table = Table(title="Memory per rank", title_justify="left", box=None, pad_edge=False, padding=(0, 1, 0, 0))
-    axes = [name for name in ("pipe", "tensor") if plan.layout[name] > 1]
+    axes = [name for name in ("pipe", "tensor") if plan.sizes[name] > 1]
     for name in (*axes, "parameters", "gradients", "masters", "states", "a step", "in all", "host"):
         table.add_column(name, justify="right", no_wrap=True)
-    for rank in plan.ranks:
+
+    def add(rank: RankMemory, *places: str) -> None:
         kept = rank.persistent_bytes
-        step = "?" if rank.step is None else format_bytes(rank.step)
-        most = kept.total + max((rank.step or 0) - kept.gradients, 0)  # the peak of a step includes gradients
-        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states)
-        table.add_row(
-            *(str(rank.coords[name]) for name in axes),
-            *map(format_bytes, cells), step,
-            ("?" if rank.step is None else format_bytes(most)), format_bytes(kept.host),
-        )  # fmt: skip
+        cells = (kept.parameters + kept.gathered, kept.gradients, kept.masters, kept.states, rank.step, rank.peak)
+        table.add_row(*places, *("?" if c is None else format_bytes(c) for c in cells), format_bytes(kept.host))
+
+    for rank in plan.ranks:
+        add(rank, *(str(rank.coords[name]) for name in axes))
     console.print(table)
     console.print(
         "A step: peak of gradients, activations and temporary tensors, traced on fake tensors.", soft_wrap=True
     )
+    if plan.alone is not None and plan.alone.peak is not None:
+        console.print(f"One process without parallelism: {format_bytes(plan.alone.peak)} in all.", soft_wrap=True)
+    if plan.free_bytes is not None:
+        console.print(f"Free memory of this machine ({plan.device}): {format_bytes(plan.free_bytes)}.", soft_wrap=True)
     if plan.why_untraced:
         console.print(f"?: the step cannot be traced: {plan.why_untraced}", soft_wrap=True, markup=False)

@@ -425,7 +425,8 @@ def check_same_batch(values: list[Any], axis: Axis) -> None:
         raise InputError(
             f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches",
             rule="Tensor and sequence ranks process the same batch. Only data ranks have different batches",
-            remedy="Select the batch by context.data.rank and context.data.size, not by the world rank",
+            remedy="Select the batch by context.data.rank and context.data.size, not by the world rank. If you draw it "
+            "at random, first set the same seed on these ranks: launch_from_torch(seed=0)",
         )
 
 

@@ -4,7 +4,7 @@ The launcher records which line of code each process was executing.
 
 A process that finishes its work on a signal, such as a trainer that saves a checkpoint, registers itself in advance,
 because Python cannot run signal handlers during a long C++ call. If the launcher itself receives a signal, it waits
-longer for registered processes. A second signal ends all processes.
+until the registered processes have finished. A second signal ends all processes.
 """
 
 from __future__ import annotations
@@ -18,9 +18,14 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from torch.distributed.elastic.multiprocessing.api import PContext
 
 FOLDER = "SHARDFORMER_FINISHING"
 """Environment variable set by the launcher: a folder in which such a process creates a file named after its PID."""
@@ -64,8 +69,9 @@ def _registration_file(pid: int) -> Path | None:
 
 SHUTDOWN_TIMEOUT_S = 8
 """Time for processes to end after a signal. Scripts with slower SIGTERM handlers set --shutdown-timeout 60."""
-FINISHES_S = 600  # time for processes that finish their step and save
 AT_ONCE_S = 3  # time after a second signal
+SAME_SIGNAL_S = 1.0  # signals within this time are one: a terminal and a wrapper may both send Ctrl-C
+POLL_S = 0.05
 CHECK_BEFORE_KILL_S = 0.5  # time before the kill at which the launcher checks which processes are still running
 SHUTDOWN_TIMEOUT_VARIABLE = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 NOISE = ("torch.distributed.elastic.agent.server.api", "torch.distributed.elastic.multiprocessing.api")
@@ -93,25 +99,27 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
 
     def close(self: PContext, death_sig: signal.Signals | None = None, timeout: int = 0) -> None:
         nonlocal signals
-        pids = list(self.pids().values())
+        processes, number = _running_processes(self), death_sig or signal.SIGTERM
+        pids = [process.pid for process in processes]
+        saves = any(map(shuts_down_gracefully, pids))
         signals += _is_ending_on_signal()
         seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
         if signals > 1:
-            seconds = AT_ONCE_S
-        elif signals == 1 and any(map(shuts_down_gracefully, pids)):
-            seconds = timeout_s if timeout_s is not None else FINISHES_S
+            seconds, number = AT_ONCE_S, signal.SIGKILL if saves else number
+        elif signals == 1 and saves:
+            _finish_processes(processes, number, timeout_s)
+            _record_stuck_processes(pids, number, seconds)
+            seconds, number = AT_ONCE_S, signal.SIGKILL
         looks = threading.Timer(
-            max(seconds - CHECK_BEFORE_KILL_S, seconds / 2),
-            _record_stuck_processes,
-            [pids, death_sig or signal.SIGTERM, seconds],
+            max(seconds - CHECK_BEFORE_KILL_S, seconds / 2), _record_stuck_processes, [pids, number, seconds]
         )
         looks.daemon = True
-        if signals <= 1:  # after a second signal, the user expects a kill
+        if number is not signal.SIGKILL and signals <= 1:  # after a second signal, the user expects a kill
             looks.start()
         try:
-            plain(self, death_sig, seconds)
+            plain(self, number, seconds)
         finally:
             looks.cancel()
             Path(folder, ENDED_FILE).unlink(missing_ok=True)  # the launcher may restart the processes
@@ -127,6 +135,39 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         else:
             os.environ[FOLDER] = before
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _running_processes(context: PContext) -> list[Any]:
+    """Return the running processes of torch's launcher as ``subprocess.Popen`` objects."""
+    handlers: dict[int, Any] = getattr(context, "subprocess_handlers", {})
+    return [handler.proc for handler in handlers.values() if handler.proc.poll() is None]
+
+
+def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_s: float | None) -> None:
+    """Send a signal to processes, and wait until those that save have done so, and all of them have ended.
+
+    The signal is not sent to their process groups as torch does, because it would end the data loading processes of a
+    process that finishes its step. Raises SignalException at a second signal.
+
+    Args:
+        timeout_s: Maximum time to wait. None waits as long as a process is registered, and then SHUTDOWN_TIMEOUT_S.
+    """
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+
+    for process in processes:
+        process.send_signal(number)
+    start = saving_until = time.monotonic()
+    while running := [process for process in processes if process.poll() is None]:
+        now = time.monotonic()
+        if any(shuts_down_gracefully(process.pid) for process in running):
+            saving_until = now
+        if now > (saving_until + SHUTDOWN_TIMEOUT_S if timeout_s is None else start + timeout_s):
+            return
+        try:
+            time.sleep(POLL_S)
+        except SignalException:
+            if time.monotonic() - start > SAME_SIGNAL_S:
+                raise
 
 
 def _is_ending_on_signal() -> bool:

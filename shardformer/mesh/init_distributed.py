@@ -43,7 +43,13 @@ REMOTE_ADDRESS = "192.0.2.1"
 SIOCGIFADDR = 0x8915
 """Linux's request for the address of an interface (``man 7 netdevice``)."""
 POLL_S = 0.01
-STARTED = "The launcher has started all ranks: check whether one has exited or is busy before launch_from_torch"
+STARTED = (
+    "The launcher has started all ranks: check whether one has exited, or is still importing or loading before "
+    "launch_from_torch"
+)
+SRUN = "Start all of them with one srun command, and check that they run and reach this host"
+SLURM_STEP = "SLURM_STEP_ID"
+"""Variable that srun sets in the tasks that it starts."""
 ENDED = "shardformer/ended"
 """Prefix of the keys, followed by the rank, under which a process stores the error that ended it."""
 REST_S = 2.0  # threads that still run after this time belong to the user
@@ -57,9 +63,10 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
     _set_environment_from_slurm()
     missing = [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]
     if missing:
+        srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
         raise LaunchError(
             f"The environment variables {', '.join(missing)} of a launcher are missing",
-            remedy="Start the script with `shardformer run --nproc_per_node 2 train.py` or torchrun, "
+            remedy=f"Start the script with {srun}`shardformer run --nproc_per_node 2 train.py` or torchrun, "
             "or call torch.distributed.init_process_group first",
         )
     if device.type == "cuda":
@@ -80,7 +87,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
 def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[None]:
     """Raise LostPeerError with the missing ranks if the body fails to connect to all processes."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    advice = STARTED if _launchers_share_store() else SAME_ADDRESS
+    advice = STARTED if _launchers_share_store() else SRUN if num_slurm_tasks() else SAME_ADDRESS
     rendezvous = Rendezvous(host, port, rank, size, "rank", _get_restart_count(), advice)
     try:
         with rendezvous.report_missing():
@@ -191,13 +198,31 @@ def _another_thread_runs() -> bool:
     return False
 
 
+def launcher_variable() -> str | None:
+    """Return the environment variable that shows that a launcher started this process as one of several, or None.
+
+    SLURM also sets ``SLURM_PROCID`` in the script of sbatch and in the shell of salloc, which are not tasks of srun.
+    """
+    if "RANK" in os.environ:
+        return "RANK"
+    return SLURM_STEP if num_slurm_tasks() > 1 else None
+
+
+def num_slurm_tasks() -> int:
+    """Return the number of tasks that srun started together with this process, or 0 if srun did not start it."""
+    env = os.environ
+    if SLURM_STEP not in env or "SLURM_PROCID" not in env:
+        return 0
+    return int(env.get("SLURM_STEP_NUM_TASKS") or env.get("SLURM_NTASKS") or 1)
+
+
 def _set_environment_from_slurm() -> None:
     env = os.environ
-    if "RANK" in env or "SLURM_PROCID" not in env:
+    if "RANK" in env or not num_slurm_tasks():
         return
     first_host = env.get("SLURM_LAUNCH_NODE_IPADDR") or first_slurm_host(env.get("SLURM_JOB_NODELIST", "127.0.0.1"))
     env.setdefault("RANK", env["SLURM_PROCID"])
-    env.setdefault("WORLD_SIZE", env.get("SLURM_NTASKS", "1"))
+    env.setdefault("WORLD_SIZE", str(num_slurm_tasks()))
     env.setdefault("LOCAL_RANK", env.get("SLURM_LOCALID", "0"))
     env.setdefault("MASTER_ADDR", first_host)
     # every task of a job computes the same port, and two jobs on a node rarely collide

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
+from shardformer.filesystem.atomic_write import path_of
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.config_schema import (
     OptimizerTable,
@@ -217,6 +218,20 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
             raise ConfigError(f"{table} has no {name}, which {cls.__name__} requires", remedy=f"Set {table}.{name}")
 
 
+def count_steps(config: TrainConfig, data: TrainingData) -> int:
+    """Return the total number of training steps of a run."""
+    if config.training.steps is not None:
+        return config.training.steps
+    return math.ceil((config.training.epochs or 1) * count_epoch_steps(config, data))
+
+
+def count_epoch_steps(config: TrainConfig, data: TrainingData) -> int:
+    """Return the number of training steps per epoch."""
+    samples, size = data.num_samples, config.data.batch_size
+    assert samples is not None  # a stream requires training.steps
+    return samples // size if config.data.drop_last else -(-samples // size)
+
+
 def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer], LambdaLR]:
     """Return a function that creates the learning-rate scheduler of an optimizer, for ``num_steps`` steps."""
     return partial(LambdaLR, lr_lambda=lr_schedule(table, num_steps))
@@ -225,8 +240,12 @@ def build_scheduler(table: ScheduleTable, num_steps: int) -> Callable[[Optimizer
 def lr_schedule(table: ScheduleTable, num_steps: int) -> Callable[[int], float]:
     """Return a function from a step, counted from 0, to the factor by which ``optimizer.lr`` is multiplied."""
     length = num_steps if table.steps is None else table.steps
-    warmup = _to_steps(table.warmup, length)
-    return partial(lr_factor, table, warmup, length)
+    return partial(lr_factor, table, count_warmup_steps(table, num_steps), length)
+
+
+def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
+    """Return the number of warm-up steps of a schedule, for a run of ``num_steps`` steps."""
+    return _to_steps(table.warmup, num_steps if table.steps is None else table.steps)
 
 
 def _to_steps(value: float, length: int) -> int:
@@ -280,6 +299,15 @@ def build_hooks(config: TrainConfig) -> list[Hook]:
     wanted = {name: arguments for name, arguments in options.items() if arguments is not False}
     order = sorted(wanted, key=lambda name: WRITING_HOOKS.index(name) if name in WRITING_HOOKS else -1)
     return [_make_hook(config, name, {} if wanted[name] is True else wanted[name]) for name in order]
+
+
+def hook_folder(config: TrainConfig, name: str) -> Path | None:
+    """Return the folder of a hook that is enabled by default, such as ``checkpoint``, or None if it is disabled."""
+    arguments = config.hooks.get(name, True)
+    if arguments is False:
+        return None
+    directory = arguments.get("directory") if isinstance(arguments, dict) else None
+    return path_of(os.path.expanduser(directory or config.path / FOLDERS[name]))
 
 
 def _make_hook(config: TrainConfig, name: str, arguments: dict[str, Any]) -> Hook:

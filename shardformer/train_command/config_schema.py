@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import tomllib
 import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -573,3 +575,34 @@ def _find_table(key_path: Sequence[str]) -> type[BaseModel] | None:
 def _describe_key(table: type[BaseModel] | None, name: str) -> str:
     field = table.model_fields.get(name) if table is not None else None
     return (field.description or "").replace("`", "'").rstrip(".") if field is not None else ""
+
+
+def format_toml(tables: Mapping[str, Any]) -> str:
+    """Format the tables of a configuration as TOML. Values that are None are left out."""
+
+    def format_tables(values: Mapping[str, Any], path: tuple[str, ...]) -> Iterator[str]:
+        inner = {key: value for key, value in values.items() if isinstance(value, Mapping)}
+        lines = [f"{_toml_key(k)} = {_toml_value(v)}" for k, v in values.items() if k not in inner and v is not None]
+        if path and (lines or not inner):
+            yield f"\n[{'.'.join(map(_toml_key, path))}]"
+        yield from lines
+        for key, value in inner.items():
+            yield from format_tables(value, (*path, key))
+
+    return "\n".join(format_tables(tables, ())) + "\n"
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else _toml_value(key)
+
+
+def _toml_value(value: Any) -> str:
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(_toml_value, value))}]"
+    if isinstance(value, Mapping):
+        return f"{{ {', '.join(f'{_toml_key(k)} = {_toml_value(v)}' for k, v in value.items() if v is not None)} }}"
+    return str(value)  # numbers and dates

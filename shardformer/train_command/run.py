@@ -1,15 +1,12 @@
-"""Trains a run configuration in each worker process, or describes the run without training (dry run)."""
+"""Trains a run configuration in each worker process."""
 
 from __future__ import annotations
 
-import math
 import os
 import signal
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,33 +17,24 @@ from torch.utils.data import DataLoader
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, ShardFormerError, first_line
-from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
-from shardformer.mesh.parallel_context import ParallelContext, with_grid_axes
-from shardformer.shard_model_api import shard_model
-from shardformer.sharding.describe import describe_sharding
+from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.build import (
     build_hooks,
     build_model,
     build_optimizer,
     build_scheduler,
+    count_steps,
     freeze_parameters,
-    model_class_for,
 )
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.preference import PreferenceCollator, compute_reference
 from shardformer.train_command.run_checks import Resume, check_packing, check_task
-from shardformer.training.data_loader import collate_samples
-from shardformer.training.hooks.checkpoint import Checkpoint
-from shardformer.training.initialize import initialize, make_context, make_pipeline, num_processes
+from shardformer.train_command.summary import EXPORT_FOLDER, Header, RunSummary, print_footer
+from shardformer.training.initialize import initialize, make_context, num_processes
 from shardformer.training.trainer import Trainer
 from shardformer.weights.save_pretrained import check_export, check_target
-from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
-from shardformer.zero.mixed_precision import MixedPrecision
-
-EXPORT_FOLDER = "model"
-"""Subfolder for the trained model in the folder of the run."""
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
@@ -71,14 +59,11 @@ def run_training(config: TrainConfig) -> dict[str, float]:
             validate_every=training.validate_every,
         )
     if trainer.was_interrupted:
-        _print_interruption(trainer)
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
-    if trainer.is_first and trainer.loss is None:
-        key = "training.steps" if training.steps is not None else "training.epochs"
-        done = f"{trainer.step} of {trainer.num_steps} steps are complete"
-        print(f"nothing to train: {done}; increase {key} to continue", flush=True)
     if training.export:
         trainer.engine.export(config.path / EXPORT_FOLDER, data.processor)
+    if trainer.is_first:
+        print_footer(config, trainer)
     return values
 
 
@@ -114,18 +99,6 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
     check_target(folder)
 
 
-def _print_interruption(trainer: Trainer) -> None:
-    saved = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint) and hook.saved_step > 0), None)
-    how = " without a checkpoint: see hooks.checkpoint in the configuration"
-    if saved is not None:
-        more = f" at step {saved.saved_step}" if saved.saved_step != trainer.step else ""
-        is_local = saved.directory.is_relative_to(Path.cwd())
-        folder = saved.directory.relative_to(Path.cwd()) if is_local else saved.directory
-        how = f"; saved in {folder}{more}: run the same command to resume"
-    if trainer.is_first:
-        print(f"stopped after step {trainer.step}{how}", flush=True)
-
-
 def build_trainer(
     config: TrainConfig, layout: ParallelConfig, context: ParallelContext
 ) -> tuple[Trainer, TrainingData]:
@@ -134,6 +107,7 @@ def build_trainer(
     make_optimizer = build_optimizer(config.optimizer)
     data, model = load_data_and_model(config)
     num_steps = count_steps(config, data)
+    header = Header(RunSummary.of(config, data, model), layout)
     torch.manual_seed(config.seed)
     source, batch_size, data_options = _data_source(config, data)
     engine = initialize(
@@ -150,7 +124,7 @@ def build_trainer(
     )
     for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
         compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
-    return Trainer(engine, [*hooks, Resume(config, num_steps)]), data
+    return Trainer(engine, [header, *hooks, Resume(config, num_steps)]), data
 
 
 def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
@@ -184,127 +158,3 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     if data.skipped and os.environ.get("RANK", "0") == "0":
         warnings.warn(data.skipped, stacklevel=2)
     return data, model
-
-
-def count_steps(config: TrainConfig, data: TrainingData) -> int:
-    """Return the total number of training steps of a run."""
-    if config.training.steps is not None:
-        return config.training.steps
-    samples, size = data.num_samples, config.data.batch_size
-    assert samples is not None  # a stream requires training.steps
-    return math.ceil(
-        (config.training.epochs or 1) * (samples // size if config.data.drop_last else -(-samples // size))
-    )
-
-
-# B batch, S sequence
-
-
-@dataclass(frozen=True)
-class RankMemory:
-    """Estimated memory of one rank in bytes.
-
-    Args:
-        persistent_bytes: Memory by kind during the run.
-        step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
-    """
-
-    coords: dict[str, int]
-    persistent_bytes: MemoryEstimate
-    step: int | None
-
-
-@dataclass(frozen=True)
-class DryRunReport:
-    """Description of a run that ``shardformer train --dry-run`` prints: model, data, layout and memory."""
-
-    model: str
-    num_parameters: int
-    data: str
-    num_samples: int | None
-    num_steps: int
-    layout: dict[str, int]
-    description: str
-    ranks: list[RankMemory]
-    why_untraced: str = ""
-
-
-def make_dry_run_report(config: TrainConfig) -> DryRunReport:
-    """Describe a run and its memory per rank, without allocating weights and without training.
-
-    Raises the errors that training would raise before its first step. Communicates nothing.
-    """
-    build_hooks(config)
-    make_optimizer = build_optimizer(config.optimizer)
-    data, _ = load_data_and_model(config)
-    saved = load_model_config(config)
-    layout = config.layout
-    sizes = {name: size or 1 for name, size in layout.sizes.items()}
-    step_dtype = MixedPrecision.of(layout.precision).dtype
-    ranks: list[RankMemory] = []
-    description = reason_untraced = ""
-    num_parameters = 0
-    batch_size = min(config.data.batch_size, data.num_samples or config.data.batch_size)
-    samples = data.first_samples(max(-(-batch_size // sizes["data"]), 1))
-    shapes: dict[int, dict[Any, Any]] = {}  # shapes that stages send, by tensor rank
-    for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"])):
-        coords = {"pipe": pipe, "tensor": tensor}
-        context = fake_context(
-            coords, tensor=sizes["tensor"], data=sizes["data"], pipe=sizes["pipe"], sequence=sizes["sequence"]
-        )
-        context = with_grid_axes(context, layout.tensor)
-        with torch.random.fork_rng(devices=[]), fake_tensors():
-            unsharded = build_model(config, data, saved, lazy=False)
-            freeze_parameters(unsharded, config.model.freeze)
-            num_parameters = num_parameters or sum(p.numel() for p in unsharded.parameters())
-            of_params = make_optimizer(unsharded)
-            model = shard_model(unsharded, config=layout.shard_config(context)).train()
-            description = description or str(describe_sharding(model))
-            persistent = estimate_memory(
-                model,
-                of_params([p for p in model.parameters() if p.requires_grad]),
-                stage=layout.effective_zero_stage or 0,
-                precision=layout.precision,
-                offload=layout.offload,
-                data=sizes["data"],
-            )
-        with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
-            unsharded = build_model(config, data, saved, lazy=False, dtype=step_dtype or torch.float32)
-            freeze_parameters(unsharded, config.model.freeze)
-            model = shard_model(unsharded, config=layout.shard_config(context)).train()
-            batch = fake((data.collate or collate_samples)(samples))
-            step, reason = _trace_peak_memory(model, layout, data, batch, shapes.setdefault(tensor, {}))
-        reason_untraced = reason_untraced or reason
-        ranks.append(RankMemory(coords, persistent, step))
-    return DryRunReport(
-        model=f"{model_class_for(config).__name__} of {config.model.name}",
-        num_parameters=num_parameters,
-        data=data.title,
-        num_samples=data.num_samples,
-        num_steps=count_steps(config, data),
-        layout=sizes,
-        description=description,
-        ranks=ranks,
-        why_untraced=reason_untraced,
-    )
-
-
-def _trace_peak_memory(
-    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
-) -> tuple[int | None, str]:
-    """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
-
-    ``shapes`` collects the shapes that each stage sends to the next stage.
-    """
-    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    try:
-        with MemoryTracker([*model.parameters()]) as tracker:
-            pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
-            if layout.pipe > 1:
-                pipeline.exchange.given = dict(shapes)
-            pipeline.step(batch)
-    except (ShardFormerError, RuntimeError, TypeError, ValueError) as error:
-        return None, f"{type(error).__name__}: {error}"
-    if layout.pipe > 1:
-        shapes |= pipeline.exchange.known
-    return tracker.peak - parameter_bytes, ""

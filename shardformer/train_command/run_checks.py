@@ -19,25 +19,24 @@ from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, r
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import copy_materialized, is_lazy
 from shardformer.train_command.build import lr_schedule
-from shardformer.train_command.config_schema import ScheduleTable, TrainConfig
+from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, format_toml
 from shardformer.train_command.conversations import IGNORED
 from shardformer.training.hook import Hook, TrainerProtocol
 
-FILE = "run.json"
+CONFIG_FILE = "resolved_config.toml"
 MODEL_KEY = "model_config"
 """Key of the config of the model in the state of ``Resume``, from which a checkpoint can be loaded without the run."""
 FIXED = ("model", "optimizer", "seed")
 """Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
 MAX_COMPARED_STEPS = 10_000
 """Maximum number of steps whose learning rates are compared."""
-MAX_SHOWN = 6
 
 
 class Resume(Hook):
     """Hook that stores the run configuration in checkpoints, and compares it with them when a run resumes.
 
-    The configuration is also written to ``folder/run.json``. This hook must come after the hook that loads the
-    checkpoint. Communicates nothing.
+    The configuration with all defaults is also written to ``folder/resolved_config.toml``. This hook must come after
+    the hook that loads the checkpoint. Communicates nothing.
 
     Raises:
         ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
@@ -61,27 +60,27 @@ class Resume(Hook):
         model_config: Any = trainer.engine.model.config
         self._model_config = model_config.to_json_string()
         if self._before is None:
-            if trainer.is_first and trainer.step == 0 and (self._config.path / FILE).exists():
-                print(f"new run: {self._config.path} has files of an earlier run, but no checkpoint", flush=True)
+            if trainer.is_first and trainer.step == 0 and (self._config.path / CONFIG_FILE).exists():
+                print(f"New run: {self._config.path} has files of an earlier run, but no checkpoint.", flush=True)
             return
         before, old_steps = self._before["config"], self._before["num_steps"]
         changes = dict(_changed_keys(before, self._values))
         for key, (was, now) in changes.items():
             if key.partition(".")[0] in FIXED:
+                keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
                 raise ConfigError(
-                    f"{key} = {_format_value(now)} differs from the run in {self._config.folder!r}, which has "
-                    f"{_format_value(was)}",
-                    remedy=f"Set {key} = {_format_value(was)} to resume the run, or another folder to start a new run",
+                    f"{key} is {_format_value(now)}, but {_format_value(was)} in the run in {self._config.folder!r}",
+                    remedy=f"{keep} to resume the run, or set another folder to start a new run",
                 )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
         last = max(self._num_steps, old_steps)
         steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
         step = next((step for step in steps if abs(old(step) - new(step)) > 1e-9), None)
-        rates = ""
+        rates = "unchanged"
         if step is not None:
             lr = self._config.optimizer.lr
             old_rate, new_rate = f"{lr * old(step):.3g}", f"{lr * new(step):.3g}"
-            rates = f"the learning rate of step {step + 1} changes to {new_rate} (was {old_rate})"
+            rates = f"changes from step {step + 1}, which uses {new_rate} (before: {old_rate})"
             if before["schedule"] == self._values["schedule"]:
                 raise ConfigError(
                     f"Resuming with {self._num_steps} instead of {old_steps} steps and schedule.name = "
@@ -92,20 +91,24 @@ class Resume(Hook):
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
-            shown = [
-                f"{key} = {_format_value(now)} (was {_format_value(before)})" for key, (before, now) in changes.items()
-            ]
-            more = f" and {len(shown) - MAX_SHOWN} more" if len(shown) > MAX_SHOWN else ""
-            print(f"resumed with changed settings: {', '.join(shown[:MAX_SHOWN])}{more}", flush=True)
-            if rates:
-                print(rates, flush=True)
+            print("Resumed with changed settings:", *format_changes(changes), sep="\n", flush=True)
+            if any(key.startswith(("schedule.", "training.steps", "training.epochs", "data.")) for key in changes):
+                print(f"Learning rate: {rates}.", flush=True)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             folder = self._config.path
             make_folder(folder)
-            remove_leftovers(folder, FILE)
-            replace_text(folder / FILE, json.dumps(self._values, indent=2))
+            remove_leftovers(folder, CONFIG_FILE)
+            replace_text(folder / CONFIG_FILE, format_toml(self._config.model_dump()))
+
+
+def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
+    """Format changed settings as a table with the option, its value before, and its value now."""
+    rows = [("option", "before", "now")]
+    rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -131,7 +134,7 @@ def _set_learning_rates(trainer: TrainerProtocol, lr_factor: Callable[[int], flo
 
 
 def _format_value(value: Any) -> str:
-    return "nothing" if value is None else f"{json.dumps(value):.60}"
+    return "not set" if value is None else f"{json.dumps(value):.60}"
 
 
 # B batch, S sequence, V vocabulary

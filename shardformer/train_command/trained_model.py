@@ -23,8 +23,9 @@ from shardformer.train_command.config_schema import TrainConfig, apply_command_l
 from shardformer.train_command.datasets import ImageTransform
 from shardformer.train_command.load_data import adds_end_token, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
-from shardformer.train_command.run import EXPORT_FOLDER, load_data_and_model
-from shardformer.train_command.run_checks import FILE, MODEL_KEY, Resume
+from shardformer.train_command.run import load_data_and_model
+from shardformer.train_command.run_checks import CONFIG_FILE, MODEL_KEY, Resume
+from shardformer.train_command.summary import EXPORT_FOLDER
 from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
@@ -110,7 +111,7 @@ def find_trained_model(source: str) -> TrainedModel:
         ConfigError: There is no such model.
     """
     path = Path(source).expanduser()
-    if (path / FILE).is_file():
+    if (path / CONFIG_FILE).is_file():
         return _find_model_of_run(path, source)
     if path.exists() and not (path / "config.json").is_file():
         return _find_model_of_checkpoint(path, source)

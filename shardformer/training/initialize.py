@@ -24,7 +24,7 @@ from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
-from shardformer.mesh.init_distributed import launch_from_torch
+from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import copy_to_meta, record_changes
@@ -47,8 +47,6 @@ from shardformer.zero.shard_optimizer import shard_optimizer
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], Optimizer]
 OptimizerArgument = list[Optimizer] | MakeOptimizer | None
-LAUNCHER_VARIABLES = ("RANK", "SLURM_PROCID")
-"""Environment variables that show that a launcher started this process. Every launcher sets one of them."""
 
 
 @contextmanager
@@ -123,12 +121,12 @@ def num_processes() -> int:
     """Return the number of processes that the launcher started."""
     if dist.is_initialized():
         return dist.get_world_size()
-    return int(os.environ.get("WORLD_SIZE") or os.environ.get("SLURM_NTASKS") or 1)
+    return int(os.environ.get("WORLD_SIZE") or num_slurm_tasks() or 1)
 
 
 def make_context(context: ParallelContext | None, config: ParallelConfig) -> ParallelContext:
     if context is None:
-        if dist.is_initialized() or any(name in os.environ for name in LAUNCHER_VARIABLES):
+        if dist.is_initialized() or launcher_variable() is not None:
             return _with_derived_axes(launch_from_torch(**config.sizes), config)  # type: ignore[arg-type]
         context = ParallelContext.of({}, device=local_device())
     differs = [name for name, size in config.sizes.items() if size not in (None, 1) and context.sizes[name] != size]
@@ -137,7 +135,9 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
     name = differs[0]
     problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
     if context.world is None and all(size == 1 for size in context.sizes.values()):
-        problem, remedy = "there is only one process", "Start it with shardformer run --nproc_per_node N script.py"
+        srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
+        remedy = f"Start it with {srun}shardformer run --nproc_per_node N script.py"
+        problem = "there is only one process"
     raise ConfigError(f"parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
 
 

@@ -108,7 +108,8 @@ class StepSynchronizer:
     def handling_signals(self, on_signal: Callable[[signal.Signals], None]) -> Iterator[None]:
         """Record SIGTERM and SIGINT instead of ending the process; a second signal calls the previous handler.
 
-        Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM.
+        Forked child processes get the previous handlers, because worker pools stop their processes with SIGTERM. If the
+        signal ends data loading processes as well, the step is still finished.
 
         Args:
             on_signal: Function that is called with the first signal.
@@ -117,13 +118,15 @@ class StepSynchronizer:
             yield
             return
         outer_handlers = dict(_REPLACED)  # of an outer ``fit``
-        received_at = 0.0
+        received_at, on_child = 0.0, signal.getsignal(signal.SIGCHLD)
 
         def handle(number: int, frame: FrameType | None) -> None:
-            nonlocal received_at
+            nonlocal received_at, on_child
             if self.signal is None:
                 self.signal, received_at = signal.Signals(number), time.monotonic()
                 self.request(signal=True)
+                # the handler of torch's DataLoader raises an error in the main thread if a data loading process ends
+                on_child = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 if not has_launcher():
                     _restore_signal_handlers()
                 on_signal(self.signal)
@@ -141,6 +144,8 @@ class StepSynchronizer:
             finally:
                 _restore_signal_handlers()
                 _REPLACED.update(outer_handlers)
+                if self.signal is not None:
+                    signal.signal(signal.SIGCHLD, on_child)
 
 
 def _restore_signal_handlers() -> None:

@@ -203,10 +203,7 @@ class Trainer:
                 if self._save_functions:
                     self.engine.check_save(**self._checkpoint_arguments())
                 self._run_steps(validate_every)
-                self._call_hooks_synchronized("after_train")
-                if self._synchronizer.take_requests().save:
-                    self._save_checkpoint()
-                self.engine.wait()
+                self._finish()
         except BaseException as error:
             self.problem = error
             for hook in self.hooks:
@@ -260,16 +257,27 @@ class Trainer:
             if self.stopped_by is not None:
                 return
 
+    def _finish(self) -> None:
+        self._call_hooks_synchronized("after_train")
+        requests = self._synchronizer.take_requests()
+        if requests.save:
+            self._save_checkpoint()
+        self.engine.wait()
+        self.agree()
+        if (requests | self._synchronizer.take_requests()).signal:  # after the last step
+            self.stopped_by, self.was_interrupted = "a signal", True
+
     def _report_signal(self, received: Signals) -> None:
         """Print at once that a signal was received and will stop the run, because the current step may take minutes."""
         if not self.is_first or is_aborted_by_launcher():
             return
-        name = "Ctrl-C" if received is SIGINT else received.name
         activities = [f"finishing {self._current_activity}"] * bool(self._current_activity)
         activities += ["saving"] * bool(self._save_functions)
-        more = " (press again to stop at once)" if received is SIGINT else ""
+        text = " and ".join(activities) or "stopping"
+        text = f"{text[:1].upper()}{text[1:]}." if received is SIGINT else f"Received {received.name}: {text}."
+        more = " Press Ctrl-C again to stop at once." if received is SIGINT else ""
         # print is not reentrant, and the signal may arrive while something is printed
-        os.write(2, f"\n{name}: {' and '.join(activities) or 'stopping'}{more}\n".encode())
+        os.write(2, f"\n{text}{more}\n".encode())
 
     def _next_batch(self, batches: Iterator[Any]) -> Any:
         """Return the next training batch, or None at the end of the epoch.
@@ -284,7 +292,8 @@ class Trainer:
         except Exception as error:
             if self._synchronizer.is_broken:
                 raise
-            self._synchronizer.record_failure(None, "the training data", error)
+            if self.signal is None:  # a signal may have ended the data loading processes too
+                self._synchronizer.record_failure(None, "the training data", error)
             return {}
 
     def _train_step(self, batch: Any) -> None:
@@ -303,6 +312,7 @@ class Trainer:
         if self.engine.grad_norm is not None:
             self.values["grad_norm"] = float(self.engine.grad_norm)
         self._call_hooks("after_step")
+        self._current_activity = ""
 
     def _handle_requests(self) -> None:
         """Validate, save or stop on all ranks, if a hook of any rank requested it since the last step."""
@@ -342,6 +352,7 @@ class Trainer:
             if needs_metric(scheduler):
                 scheduler.step(self.values["validation/loss"])
         self._call_hooks_synchronized("after_validation")
+        self._current_activity = ""
 
     def _save_checkpoint(self) -> None:
         if not self._save_functions:

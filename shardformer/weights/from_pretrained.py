@@ -75,7 +75,7 @@ def from_pretrained(
     files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
     state = {key: tensor for file in files for key, tensor in file.items()}
     generation = _load_generation_config(path_or_name, hub)
-    with _one_at_a_time, _without_loading_threads(), LazyLoading():
+    with _one_at_a_time, _without_loading_threads(), _quiet_transformers(), LazyLoading():
         model, info = _load_model(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
@@ -213,6 +213,24 @@ def _without_loading_threads() -> Iterator[None]:
             del os.environ[ASYNC]
         else:
             os.environ[ASYNC] = before
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Hide the progress bar of transformers, because no values are read, and on all ranks but the first its report."""
+    from transformers.utils import logging
+
+    has_bar, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
+    if has_bar:
+        logging.disable_progress_bar()
+    if os.environ.get("RANK", "0") != "0":
+        logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if has_bar:
+            logging.enable_progress_bar()
 
 
 def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]) -> None:

@@ -1,69 +1,139 @@
-"""How long the launcher waits for processes to end. Processes that save on a signal get more time."""
+"""How long the launcher waits for processes to end. It waits for processes that save on a signal."""
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from argparse import Namespace
+from contextlib import nullcontext
 from pathlib import Path
+from signal import SIGINT, SIGKILL, SIGTERM
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch.distributed.elastic.multiprocessing.api import PContext, SignalException
 
+from shardformer.launcher import shutdown
 from shardformer.launcher.shutdown import (
     AT_ONCE_S,
-    FINISHES_S,
     FOLDER,
     SHUTDOWN_TIMEOUT_S,
     SHUTDOWN_TIMEOUT_VARIABLE,
     STUCK_PROCESSES,
-    _record_stuck_processes,
+    _finish_processes,
     is_aborted_by_launcher,
     register_graceful_shutdown,
     set_shutdown_timeout,
 )
 from shardformer.launcher.worker import record_failure
 
-PROCESS: Any = SimpleNamespace(pids=lambda: {0: os.getpid()}, error_files={})
+
+class Rank:
+    """Process of the launcher, with the PID of this process, that ends some time after it received a signal."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.received: list[int] = []
+        self.ends_at: float | None = None
+
+    def poll(self) -> int | None:
+        return None if self.ends_at is None or time.monotonic() < self.ends_at else 0
+
+    def send_signal(self, number: int) -> None:
+        self.received.append(number)
+        self.ends_at = time.monotonic() + 0.2
+
+
+def launched(rank: Any) -> Any:
+    handlers = {0: SimpleNamespace(proc=rank)}
+    return SimpleNamespace(subprocess_handlers=handlers, error_files={})
 
 
 @pytest.fixture
-def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, bool]]:
-    """Return for each close: the timeout of torch's launcher, and whether processes see that one of them failed."""
-    found: list[tuple[int, bool]] = []
+def waits(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
+    """Return for each close of torch: the signal, the timeout, and whether processes see that one of them failed."""
+    found: list[tuple[int, int, bool]] = []
     monkeypatch.delenv(SHUTDOWN_TIMEOUT_VARIABLE, raising=False)
     monkeypatch.setattr(
-        PContext, "close", lambda self, death_sig, timeout: found.append((timeout, is_aborted_by_launcher()))
+        PContext, "close", lambda self, number, timeout: found.append((number, timeout, is_aborted_by_launcher()))
     )
     return found
 
 
-def close(by_signal: bool) -> None:
+def close(by_signal: bool, rank: Any = None) -> None:
+    context = launched(rank or Rank())
     if not by_signal:
-        PContext.close(PROCESS)
+        PContext.close(context)
         return
     try:
-        raise SignalException("", 2)  # type: ignore[arg-type]
+        raise SignalException("", SIGINT)
     except SignalException:
-        PContext.close(PROCESS)
+        PContext.close(context, SIGINT)
 
 
-@pytest.mark.parametrize("saves", [True, False])
-def test_a_saving_process_gets_time_after_a_signal_but_not_after_a_failure(saves: bool, waits: list[Any]) -> None:
-    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
-        if saves:
-            with register_graceful_shutdown():
-                close(by_signal=False)
-                close(by_signal=True)
-                close(by_signal=True)
-        else:
-            close(by_signal=False)
-            close(by_signal=True)
-    expected = [(SHUTDOWN_TIMEOUT_S, True), (FINISHES_S, False), (AT_ONCE_S, False)]
-    assert waits == (expected if saves else [(SHUTDOWN_TIMEOUT_S, True), (SHUTDOWN_TIMEOUT_S, False)])
+def test_after_a_failure_a_saving_process_gets_no_more_time(waits: list[Any]) -> None:
+    with set_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
+        close(by_signal=False)
+    assert waits == [(SIGTERM, SHUTDOWN_TIMEOUT_S, True)]
     assert FOLDER not in os.environ
+
+
+def test_a_process_that_does_not_save_gets_a_limited_time(waits: list[Any]) -> None:
+    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
+        close(by_signal=True)
+    assert waits == [(SIGINT, SHUTDOWN_TIMEOUT_S, False)]
+
+
+def test_a_saving_process_is_waited_for_without_a_limit(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "SHUTDOWN_TIMEOUT_S", 0.0)
+    rank = Rank()
+    with set_shutdown_timeout(Namespace(shutdown_timeout=None)), register_graceful_shutdown():
+        close(by_signal=True, rank=rank)
+        assert rank.poll() == 0, "the launcher waited until the process had ended"
+        close(by_signal=True)
+    assert rank.received == [SIGINT]
+    assert waits == [(SIGKILL, AT_ONCE_S, False), (SIGKILL, AT_ONCE_S, False)], "a second signal kills at once"
+
+
+def test_a_process_that_saved_but_does_not_end_is_killed(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutdown, "SHUTDOWN_TIMEOUT_S", 0.1)
+    rank = Rank()
+
+    def save(number: int) -> None:
+        rank.received.append(number)
+        saves.__exit__(None, None, None)
+
+    monkeypatch.setattr(rank, "send_signal", save)
+    with set_shutdown_timeout(Namespace(shutdown_timeout=None)):
+        saves = register_graceful_shutdown()
+        saves.__enter__()
+        close(by_signal=True, rank=rank)
+    assert waits == [(SIGKILL, AT_ONCE_S, False)]
+    assert "did not end on SIGINT" in STUCK_PROCESSES.pop(os.getpid())
+
+
+@pytest.mark.parametrize("after_s", [0.0, 2.0])
+def test_a_second_signal_interrupts_the_wait_unless_it_is_the_same(
+    after_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    times = iter([0.0, *[after_s] * 3, *[after_s] * 10])
+    sleeps = iter([SignalException("", SIGINT)])
+
+    def sleep(seconds: float) -> None:
+        for error in sleeps:
+            raise error
+        rank.ends_at = 0.0
+
+    rank = Rank()
+    monkeypatch.setattr(shutdown, "time", SimpleNamespace(monotonic=lambda: next(times), sleep=sleep))
+    monkeypatch.setattr(shutdown, "shuts_down_gracefully", lambda pid: True)
+    monkeypatch.setattr(rank, "send_signal", rank.received.append)
+    with pytest.raises(SignalException) if after_s else nullcontext():
+        _finish_processes([rank], SIGINT, None)
+    assert rank.received == [SIGINT]
 
 
 def test_ctrl_c_prints_no_traceback_per_rank(
@@ -83,16 +153,10 @@ def test_ctrl_c_prints_no_traceback_per_rank(
     assert "test_ending.py" in message["extraInfo"]["at"]
 
 
-def test_shutdown_timeout_overrides_the_default(waits: list[Any]) -> None:
-    with set_shutdown_timeout(Namespace(shutdown_timeout=77)), register_graceful_shutdown():
-        close(by_signal=True)
-    assert waits == [(77, False)]
-
-
-def test_a_process_killed_while_saving_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    import signal
-
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    with register_graceful_shutdown():
-        _record_stuck_processes([os.getpid()], signal.SIGINT, 77)
-    assert "did not finish its step and save within 77 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())
+def test_shutdown_timeout_limits_the_time_to_save(waits: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank()
+    monkeypatch.setattr(rank, "send_signal", rank.received.append)
+    with set_shutdown_timeout(Namespace(shutdown_timeout=1)), register_graceful_shutdown():
+        close(by_signal=True, rank=rank)
+    assert waits == [(SIGKILL, AT_ONCE_S, False)]
+    assert "did not finish its step and save within 1 s after SIGINT" in STUCK_PROCESSES.pop(os.getpid())

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
-import signal
 import subprocess
-import time
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,8 @@ import pytest
 from shardformer.cli import main
 from shardformer.cli.train import _num_processes
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, LaunchError
+from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
 from tests.scripts import SHARDFORMER
@@ -56,7 +56,12 @@ def test_a_run_of_two_processes_resumes_with_one(folder: Path) -> None:
     assert (folder / "run/model/model.safetensors").is_file()
     again = started("--set", "training.steps=6")
     assert again.returncode == 0, again.stderr
-    assert "resuming from step 4" in again.stdout
+    assert "Resuming from step 4." in again.stdout
+    assert again.stdout.index("Files       run (checkpoints, records.jsonl, model)") < again.stdout.index("step 5/6")
+    assert again.stdout.endswith(
+        "Checkpoint  run/checkpoints/step-00000006\nModel       run/model\n"
+        "Records     run/records.jsonl\nNext        shardformer plot run\n"
+    )
     assert [record.step for record in read_records(folder / "run")] == [1, 2, 3, 4, 5, 6]
 
 
@@ -66,12 +71,56 @@ def test_a_dry_run_does_not_train(folder: Path, capsys: pytest.CaptureFixture[st
         main(["train", "-c", "run.toml", "--dry-run", *changes])
     assert ended.value.code == 0
     said = capsys.readouterr().out
-    assert "4 steps, over pipe 2, tensor 2" in said
+    assert re.search(r"^Layout +pipe 2, tensor 2, ZeRO stage 1, 4 processes$", said, re.M)
+    assert re.search(r"^Steps +4 \(.* epochs\), each with 4 samples \(64 tokens\)$", said, re.M)
+    assert re.search(r"^One process without parallelism: .* in all\.$", said, re.M)
     assert "Linear1D_Col" in said
     rows = re.findall(r"^ +([01]) +([01]) .* KB", said, re.M)
     assert rows == [("0", "0"), ("0", "1"), ("1", "0"), ("1", "1")]
     assert "?" not in said
     assert not (folder / "run").exists()
+
+
+def test_a_dry_run_prints_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["train", "-c", "run.toml", "--dry-run", "--json", "--set", "schedule.warmup=0.5"])
+    assert ended.value.code == 0
+    report = json.loads(capsys.readouterr().out)
+    assert (report["model"], report["num_steps"], report["warmup_steps"]) == ("GPT2LMHeadModel", 4, 2)
+    assert (report["tokens_per_step"], report["weights"]) == (64, "random, with seed 0")
+    assert report["bytes_per_rank"][0]["peak"] > report["bytes_per_rank"][0]["parameters"] > 0
+    assert report["bytes_in_one_process"] is None, "the run has one process"
+    assert report["free_bytes"] > 0
+    with pytest.raises(SystemExit):
+        main(["train", "-c", "run.toml", "--json"])
+    assert "--json has no effect without --dry-run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("variables", "launched"),
+    [
+        ({}, None),
+        ({"RANK": "0"}, "RANK"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}, None),  # the script of sbatch
+        ({"SLURM_PROCID": "1", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "0"}, "SLURM_STEP_ID"),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_STEP_ID": "9", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ],
+    ids=str,
+)
+def test_only_tasks_of_srun_are_launched(
+    variables: dict[str, str], launched: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("RANK", "WORLD_SIZE", "SLURM_PROCID", "SLURM_NTASKS", "SLURM_STEP_ID", "SLURM_STEP_NUM_TASKS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert launcher_variable() == launched
+    assert num_slurm_tasks() == (0 if "SLURM_STEP_ID" not in variables else 4 if launched else 1)
+    with pytest.raises(LaunchError, match=r"of a launcher are missing.*with `srun python train.py`"):
+        for name in variables:
+            monkeypatch.delenv(name)
+        monkeypatch.setenv("SLURM_JOB_ID", "7")
+        launch_from_torch()
 
 
 @pytest.mark.parametrize("option", [("--processes", "1"), ("--max-restarts", "1"), ("--shutdown-timeout", "9")])
@@ -96,29 +145,3 @@ def test_the_number_of_processes_must_match_the_layout() -> None:
     for layout, processes in ((ParallelConfig(tensor=2), 3), (ParallelConfig(tensor=2, data=1), 4)):
         with pytest.raises(ConfigError, match=r"--processes"):
             _num_processes(layout, processes)
-
-
-@pytest.mark.slow
-def test_ctrl_c_finishes_the_step_saves_and_prints_how_to_resume(folder: Path) -> None:
-    (folder / "asks.py").write_text(
-        "import pathlib, time, shardformer\n"
-        "class Asks(shardformer.hooks.Hook):\n"
-        "    def before_forward(self, trainer):\n"
-        "        if trainer.step == 1:\n"
-        "            pathlib.Path('begun').touch()\n"
-        "            time.sleep(2)\n",
-        encoding="utf-8",
-    )
-    (folder / "run.toml").write_text(f'{RUN}[hooks]\n"asks.py:Asks" = true\n', encoding="utf-8")
-    command = [*SHARDFORMER, "train", "--config", "run.toml", "--set", "parallel.tensor=2"]
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while not (folder / "begun").exists() and process.poll() is None:
-        time.sleep(0.05)
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 128 + signal.SIGINT, err
-    assert "Ctrl-C: finishing step 2 and saving (press again to stop at once)" in err
-    assert "stopped after step 2; saved in run/checkpoints: run the same command to resume" in out
-    assert err.strip().endswith("shardformer train: ended by SIGINT")
-    assert [path.name for path in (folder / "run/checkpoints").glob("step-*")] == ["step-00000002"]

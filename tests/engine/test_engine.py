@@ -17,7 +17,7 @@ from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.training.engine import Engine
-from shardformer.training.initialize import LAUNCHER_VARIABLES, initialize, make_context
+from shardformer.training.initialize import initialize, make_context
 from shardformer.training.sample_order import epoch_generator
 from shardformer.verify.small_models import SmallModel
 from shardformer.weights.state_dict import full_state_dict
@@ -479,6 +479,6 @@ def test_a_checkpoint_resumes_under_another_layout(pools: WorkerPools, tmp_path:
 def test_one_process_without_a_launcher_trains_on_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    for name in (*LAUNCHER_VARIABLES, "LOCAL_RANK"):
+    for name in ("RANK", "SLURM_STEP_ID", "LOCAL_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert make_context(None, ParallelConfig()).device == torch.device("cuda", 0)

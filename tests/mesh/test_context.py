@@ -265,8 +265,9 @@ def launched_by(how: str) -> tuple[Place, dict[str, str | None]]:
         node = {"SLURM_JOB_NODELIST": "127.0.0.1"} if how == "nodes" else {"SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
         # what decides the port, such that it is one that is free here
         os.environ.update(
-            SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank, SLURM_JOB_ID=str(int(port) - 20000 + 60000), **node
-        )
+            SLURM_STEP_ID="0", SLURM_PROCID=rank, SLURM_NTASKS="2", SLURM_LOCALID=rank,
+            SLURM_JOB_ID=str(int(port) - 20000 + 60000), **node,
+        )  # fmt: skip
         if not 20000 <= int(port) < 40000:
             os.environ["MASTER_PORT"] = port
         context = launch_from_slurm(seed=1)

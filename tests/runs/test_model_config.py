@@ -11,9 +11,10 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.train_command.config_schema import parse_config
+from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import derive_fields_from_data, get_class_names, load_model_config
-from shardformer.train_command.run import load_data_and_model, make_dry_run_report
+from shardformer.train_command.run import load_data_and_model
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 
 FEW = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from shardformer.errors import InputError
-from shardformer.train_command.run import DryRunReport, make_dry_run_report
+from shardformer.train_command.dry_run import DryRunReport, make_dry_run_report
 from tests.runs.files import config, write_text
 
 
@@ -24,7 +24,7 @@ def test_the_report_lists_the_ranks_of_every_stage(tmp_path: Path) -> None:
     alone, split = plan(tmp_path), plan(tmp_path, tensor=2, pipe=2)
     assert [rank.coords for rank in split.ranks] == [{"pipe": p, "tensor": t} for p in (0, 1) for t in (0, 1)]
     (whole,) = alone.ranks
-    assert whole.persistent_bytes.parameters == 4 * alone.num_parameters
+    assert whole.persistent_bytes.parameters == 4 * alone.summary.num_parameters
     for rank in split.ranks:
         assert rank.persistent_bytes.parameters < whole.persistent_bytes.parameters
         assert 0 < (rank.step or 0) < (whole.step or 0)

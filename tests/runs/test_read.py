@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,13 @@ import pytest
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
 from shardformer.offload.host import OffloadConfig
-from shardformer.train_command.config_schema import ParallelTable, TrainConfig, load_train_config, parse_config
+from shardformer.train_command.config_schema import (
+    ParallelTable,
+    TrainConfig,
+    format_toml,
+    load_train_config,
+    parse_config,
+)
 
 LEAST: dict[str, Any] = {"model": {"name": "gpt2"}, "data": {"train": "a.txt"}}
 
@@ -169,3 +176,28 @@ def test_a_missing_or_invalid_file_raises(tmp_path: Path) -> None:
         load_train_config(tmp_path / "rum.toml")
     with pytest.raises(ConfigError, match=r"is not valid TOML.*line 1"):
         load_train_config(tmp_path / "run.toml")
+
+
+def test_a_configuration_written_as_toml_is_the_same(tmp_path: Path) -> None:
+    model = {
+        "name": "gpt2",
+        "config": {"a b": [1, {"x": -0.5, "y": None}], "text": 'a "quoted" \\ é 😀 \x7f\n', "on": True},
+    }
+    hooks: dict[str, Any] = {
+        "my hooks.py:Mine": {"at": [1e-7, 3], "until": math.inf},
+        "progress": False,
+        "json_lines": True,
+    }
+    values: dict[str, Any] = {
+        "folder": str(tmp_path),
+        "model": {**model, "random": True},
+        "data": {"train": ["a.txt", "b.txt"]},
+        "parallel": {"tensor": [2, 2], "tensor_parallel_mode": "2d", "max_grad_norm": 1.0},
+        "optimizer": {"lr": 1e-5, "betas": [0.9, 0.95]},
+        "hooks": hooks,
+    }
+    made = parse_config(values, "run.toml")
+    (tmp_path / "resolved.toml").write_text(format_toml(made.model_dump()), encoding="utf-8")
+    again = load_train_config(tmp_path / "resolved.toml")
+    del made.model.config["a b"][1]["y"]
+    assert again == made

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-import json
+import re
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +40,7 @@ def test_another_length_does_not_silently_change_the_schedule(name: str, steps: 
     ):
         run_training(run(tmp_path, steps, schedule={"name": name}))
     assert (cut.path / "records.jsonl").read_bytes() == records
-    assert json.loads((cut.path / "run.json").read_text())["training"]["steps"] == 6
+    assert tomllib.loads((cut.path / "resolved_config.toml").read_text())["training"]["steps"] == 6
 
 
 def stop_behind(made: TrainConfig, steps: int) -> None:
@@ -55,10 +56,12 @@ def test_schedule_steps_keeps_or_changes_the_schedule(tmp_path: Path, capsys: py
     stop_behind(run(tmp_path, 6, schedule={"name": "linear"}), 3)
     kept = run(tmp_path, 7, schedule={"name": "linear", "steps": 6})
     stop_behind(kept, 4)
-    assert "training.steps = 7 (was 6)" in capsys.readouterr().out
+    output = capsys.readouterr().out
+    assert re.search(r"^  training.steps  6 +7$", output, re.M)
+    assert "Learning rate: unchanged." in output
     changed = run(tmp_path, 10, schedule={"name": "linear", "steps": 10})
     run_training(changed)
-    assert "the learning rate of step 5 changes to 0.006 (was 0.00333)" in capsys.readouterr().out
+    assert "Learning rate: changes from step 5, which uses 0.006 (before: 0.00333)." in capsys.readouterr().out
     assert rates(changed) == [1.0, 0.833333, 0.666667, 0.5, 0.6, 0.5, 0.4, 0.3, 0.2, 0.1]
 
 
@@ -85,11 +88,11 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr = 0.5 differs from the run in .*, which has 0.01"),
-        ({"seed": 5}, r"seed = 5 differs from the run in .*, which has 0"),
+        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr is 0.5, but 0.01 in the run in .*Set optimizer.lr = 0.01"),
+        ({"seed": 5}, r"seed is 5, but 0 in the run in"),
         (
             {"optimizer": {"weight_decay": 0.3}},
-            r"optimizer.weight_decay = 0.3 differs from the run in .*, which has nothing",
+            r"optimizer.weight_decay is 0.3, but not set in the run in .*Remove optimizer.weight_decay",
         ),
         (
             {"model": {"config": {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.5}}},
@@ -106,18 +109,18 @@ def test_changes_without_effect_raise(tables: dict[str, Any], words: str, tmp_pa
 
 def test_a_new_run_in_an_old_folder_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
-    assert "new run:" not in capsys.readouterr().out
+    assert "New run:" not in capsys.readouterr().out
     shutil.rmtree(tmp_path / "run/checkpoints")
     run_training(run(tmp_path, 2))
-    assert "new run:" in capsys.readouterr().out
+    assert "New run:" in capsys.readouterr().out
     run_training(run(tmp_path, 2))
-    assert "nothing to train: 2 of 2 steps are complete; increase training.steps" in capsys.readouterr().out
+    assert "To continue after step 2, increase training.steps." in capsys.readouterr().out
 
 
 def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(run(tmp_path, 2))
     run_training(run(tmp_path, 3))
-    assert "resumed with changed settings: training.steps = 3 (was 2)\n" in capsys.readouterr().out
+    assert re.search(r"^  option +before +now\n  training.steps  2 +3$", capsys.readouterr().out, re.M)
     run_training(run(tmp_path, 3, data={"drop_last": True}))
-    assert "data.drop_last = true (was false)" in capsys.readouterr().out
-    assert json.loads((tmp_path / "run" / "run.json").read_text())["data"]["drop_last"] is True
+    assert re.search(r"^  data.drop_last  false +true$", capsys.readouterr().out, re.M)
+    assert tomllib.loads((tmp_path / "run" / "resolved_config.toml").read_text())["data"]["drop_last"] is True

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import shutil
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -260,9 +260,9 @@ def test_a_hook_file_that_fails_raises_with_its_line(tmp_path: Path) -> None:
 def test_a_run_starts_despite_a_temporary_file_of_a_killed_run(tmp_path: Path) -> None:
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, training={"steps": 1})
     made.path.mkdir()
-    (made.path / f".run.json-{os.getpid()}").touch()  # in a container all runs have the same number
+    (made.path / f".resolved_config.toml-{os.getpid()}").touch()  # in a container all runs have the same number
     run_training(made)
-    assert json.loads((made.path / "run.json").read_text())["training"]["steps"] == 1
+    assert tomllib.loads((made.path / "resolved_config.toml").read_text())["training"]["steps"] == 1
 
 
 @pytest.mark.parametrize(

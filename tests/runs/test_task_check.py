@@ -11,7 +11,8 @@ import transformers
 
 from shardformer.errors import ConfigError
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.run import load_data_and_model, make_dry_run_report
+from shardformer.train_command.dry_run import make_dry_run_report
+from shardformer.train_command.run import load_data_and_model
 from shardformer.train_command.run_checks import check_task, label_dependence
 from tests.runs.files import SMALL, config, write_text
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from shardformer.errors import ConfigError
 from shardformer.local_ranks.worker_pool import WorkerPool
-from shardformer.train_command.build import build_optimizer, build_scheduler
+from shardformer.train_command.build import build_optimizer, build_scheduler, count_steps
 from shardformer.train_command.config_schema import OptimizerTable, ScheduleTable, TrainConfig
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import count_steps
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.runs.test_run import losses_of
 

@@ -206,11 +206,59 @@ def test_a_signal_is_reported_immediately(number: signal.Signals, capfd: pytest.
     trainer = Trainer(made(), [Asks()])
     trainer.fit(steps=9)
     expected = {
-        signal.SIGTERM: "SIGTERM: finishing step 2",
-        signal.SIGINT: "Ctrl-C: finishing step 2 (press again to stop at once)",
+        signal.SIGTERM: "Received SIGTERM: finishing step 2.",
+        signal.SIGINT: "Finishing step 2. Press Ctrl-C again to stop at once.",
     }
     assert capfd.readouterr().err.strip() == expected[number]
     assert trainer.signal is number
+
+
+def test_a_signal_that_ends_the_data_loading_processes_still_saves() -> None:
+    """A scheduler may signal all processes of a job."""
+    saved: list[int] = []
+
+    class Data(list[Any]):
+        def __getitem__(self, index: Any) -> Any:
+            if trainer.step == 2:
+                signal.raise_signal(signal.SIGTERM)
+                handlers.append(signal.getsignal(signal.SIGCHLD))
+                raise RuntimeError("DataLoader worker (pid 7) exited unexpectedly")
+            return super().__getitem__(index)
+
+    class Asks(Hook):
+        def setup(self, trainer: Trainer) -> None:
+            trainer.on_save(lambda **_: saved.append(trainer.step))
+
+        def on_signal(self, trainer: Trainer) -> None:
+            trainer.save()
+
+    handlers: list[Any] = []
+    before = signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    try:
+        trainer = Trainer(made(), [Asks()])
+        trainer.fit(Data(pairs(12)), steps=9, batch_size=4)
+        assert (trainer.step, saved, trainer.was_interrupted) == (2, [2], True)
+        assert handlers[0] is signal.SIG_DFL, "torch's handler would raise an error in the main thread"
+        assert signal.getsignal(signal.SIGCHLD) is not signal.SIG_DFL
+    finally:
+        signal.signal(signal.SIGCHLD, before)
+
+
+@pytest.mark.parametrize("moment", ["after_train", "after_save"])
+def test_a_signal_after_the_last_step_interrupts_the_run(moment: str) -> None:
+    class Asks(Hook):
+        def setup(self, trainer: Trainer) -> None:
+            trainer.on_save(lambda **_: None)
+
+        def after_train(self, trainer: Trainer) -> None:
+            trainer.save()
+
+    hook = Asks()
+    plain = getattr(hook, moment)
+    setattr(hook, moment, lambda trainer: (plain(trainer), signal.raise_signal(signal.SIGTERM)))
+    trainer = Trainer(made(), [hook])
+    trainer.fit(steps=3)
+    assert (trainer.step, trainer.was_interrupted) == (3, True)
 
 
 def test_a_second_signal_calls_the_previous_handler(monkeypatch: pytest.MonkeyPatch) -> None:

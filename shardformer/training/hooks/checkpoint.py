@@ -84,7 +84,9 @@ class Checkpoint(Hook):
     def after_step(self, trainer: TrainerProtocol) -> None:
         by_steps = self.every_steps is not None and trainer.step % self.every_steps == 0
         minutes = (time.monotonic() - self._saved_at) / 60
-        if by_steps or (self.every_minutes is not None and minutes >= self.every_minutes):
+        # the clock of the first rank decides for all ranks
+        by_time = self.every_minutes is not None and trainer.is_first and minutes >= self.every_minutes
+        if by_steps or by_time:
             trainer.save()
 
     def after_epoch(self, trainer: TrainerProtocol) -> None:

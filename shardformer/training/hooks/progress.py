@@ -1,8 +1,11 @@
-"""``Progress``, a hook that shows the progress of a run in the terminal."""
+"""``Progress``, a hook that shows the progress of a run in a terminal, a notebook or a log file."""
 
 from __future__ import annotations
 
+import math
 import time
+from collections import deque
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 from shardformer.errors import check_number
@@ -10,16 +13,26 @@ from shardformer.training.hook import Hook, TrainerProtocol
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.text import Text
 
 PLAIN = {"loss": "loss {:.4f}", "learning_rate": "lr {:.3g}"}
-SCALED = {"tokens_per_s": "{}{} tokens/s", "flops_per_s": "{} {}FLOP/s", "memory_bytes": "{} {}B"}
+SCALED = {"tokens_per_s": "{}{} tokens/s", "memory_bytes": "{} {}B", "flops_per_s": "{} {}FLOP/s"}
 UNITS = (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
+VALIDATION = "validation/"
+GAP = "  "
+MIN_BAR, BAR, WIDE = 10, 20, 100
+"""Columns of the bar on a narrow and on a wide terminal, and the columns of a wide terminal."""
+RECENT_STEPS = 50
+"""Number of steps whose mean duration, with validation and saving, gives the remaining time."""
+REFRESHES_PER_S = 4
 
 
 class Progress(Hook):
-    """Shows a progress bar with loss, speed and memory, or prints lines if the output is not a terminal.
+    """Shows a progress bar with loss, remaining time, speed and memory, or prints lines if there is no terminal.
 
-    Only the first rank prints. To show speed and memory, add ``Throughput()`` before this hook. Communicates nothing.
+    A bar shows as many values as fit into the terminal; the step, the loss and the remaining time are always complete.
+    A notebook also shows a bar. Only the first rank prints. To show speed and memory, add ``Throughput()`` before this
+    hook. Communicates nothing.
     """
 
     def __init__(
@@ -31,83 +44,196 @@ class Progress(Hook):
         check_number("Progress.every_s", every_s, least=0, unit="seconds", example=10)
         self.every_s = every_s
         self._bar: Any = None
-        self._task: Any = None
+        self._console: Any = None
         self._printed_at, self._printed_step = 0.0, -1
+        self._step_ends: deque[float] = deque(maxlen=RECENT_STEPS + 1)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
-        self._printed_at, self._printed_step = -self.every_s, -1
+        self._printed_at, self._printed_step = -math.inf, -1
+        self._step_ends.clear()
         if not trainer.is_first:
             return
-        console = _create_console()
-        if console.is_terminal:
-            self._bar = _create_progress_bar(console)
-            self._task = self._bar.add_task("", total=trainer.num_steps, completed=trainer.step)
-            self._bar.start()
-        elif trainer.step:
-            console.print(f"resuming from step {trainer.step}", soft_wrap=True)
+        self._console = create_console()
+        if trainer.num_steps is not None and trainer.step >= trainer.num_steps:
+            self._print_line(f"Nothing to train: {trainer.step} of {trainer.num_steps} steps are complete.")
+            self._printed_step = trainer.step
+            return
+        if trainer.step:
+            self._print_line(f"Resuming from step {trainer.step}.")
+        if self._console.is_jupyter:
+            self._bar = _NotebookBar()
+        elif self._console.is_terminal:
+            self._bar = _TerminalBar(self._console)
 
     def after_step(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
             return
+        self._step_ends.append(time.perf_counter())
         if self._bar is not None:
-            self._bar.update(self._task, completed=trainer.step, description=format_metrics(trainer.values))
+            self._bar.show(StatusLine.of(trainer, self._remaining_s(trainer)))
         elif time.perf_counter() - self._printed_at >= self.every_s or trainer.step == trainer.num_steps:
-            self._print_line(trainer, format_metrics(trainer.values))
+            self._print_status(trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        found = [f"{name} {value:.4g}" for name, value in trainer.values.items() if name.startswith("validation/")]
         if trainer.is_first:
-            self._print_line(trainer, "  ".join(found))
+            found = {n.removeprefix(VALIDATION): v for n, v in trainer.values.items() if n.startswith(VALIDATION)}
+            metrics = GAP.join(f"{name} {value:.4g}" for name, value in found.items())
+            self._print_line(f"step {format_step(trainer)}{GAP}validation{GAP}{metrics}")
 
     def after_train(self, trainer: TrainerProtocol) -> None:
         if not trainer.is_first:
             return
         if self._bar is None and self._printed_step != trainer.step and trainer.values:
-            self._print_line(trainer, format_metrics(trainer.values))
+            self._print_status(trainer)
         self.on_exception(trainer)
         if trainer.stopped_by is not None:
-            _create_console().print(
-                f"stopped at step {trainer.step}: {trainer.stopped_by}", soft_wrap=True, markup=False
-            )
+            self._print_line(f"Stopped after step {trainer.step}: {trainer.stopped_by}.")
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
-    def _print_line(self, trainer: TrainerProtocol, text: str) -> None:
+    def _remaining_s(self, trainer: TrainerProtocol) -> float | None:
+        ends = self._step_ends
+        if len(ends) < 2 or trainer.num_steps is None:  # the first step is slower than all others
+            return None
+        return (trainer.num_steps - trainer.step) * (ends[-1] - ends[0]) / (len(ends) - 1)
+
+    def _print_status(self, trainer: TrainerProtocol) -> None:
         self._printed_at, self._printed_step = time.perf_counter(), trainer.step
-        of = f"/{trainer.num_steps}" if trainer.num_steps is not None else ""
-        console = self._bar.console if self._bar is not None else _create_console()
-        console.print(f"step {trainer.step}{of}  {text}", soft_wrap=True, markup=False)
+        line = StatusLine.of(trainer, self._remaining_s(trainer))
+        self._print_line(GAP.join([f"step {line.step}", *line.required[1:], *line.optional]))
+
+    def _print_line(self, text: str) -> None:
+        self._console.print(text, soft_wrap=True, markup=False)
 
 
-def format_metrics(values: dict[str, float]) -> str:
-    """Format the loss, learning rate, speed and memory as one line. Metrics that are missing are left out."""
-    shown = [text.format(values[name]) for name, text in PLAIN.items() if name in values]
-    shown += [text.format(*scale_to_unit_prefix(values[name])) for name, text in SCALED.items() if name in values]
-    return "  ".join(shown)
+class StatusLine:
+    """State of a run as one line, which fits into the width of a terminal.
+
+    Args:
+        done: Completed fraction of the run from 0 to 1, or None if the number of steps is unknown.
+        required: Texts that are always shown, of which the first is the step.
+        optional: Texts that are shown if there is room, in the order of their importance.
+    """
+
+    def __init__(self, done: float | None, required: Sequence[str], optional: Sequence[str]) -> None:
+        self.done, self.required, self.optional = done, required, optional
+
+    @classmethod
+    def of(cls, trainer: TrainerProtocol, remaining_s: float | None) -> StatusLine:
+        values, total = trainer.values, trainer.num_steps
+        texts = {name: text.format(values[name]) for name, text in PLAIN.items() if name in values}
+        for name, text in SCALED.items():
+            if name in values:
+                texts[name] = text.format(*scale_to_unit_prefix(values[name]))
+        required = [format_step(trainer), *filter(None, [texts.pop("loss", "")])]
+        elapsed = f"{format_duration(trainer.seconds)} elapsed"
+        if total is not None:
+            required.append("-:--:-- left" if remaining_s is None else f"{format_duration(remaining_s)} left")
+        epochs = f"/{trainer.last_epoch}" if trainer.last_epoch is not None else ""
+        texts["epoch"] = f"epoch {min(trainer.epoch + 1, trainer.last_epoch or trainer.epoch + 1)}{epochs}"
+        order = ("tokens_per_s", "learning_rate", "memory_bytes", "elapsed", "epoch", "flops_per_s")
+        texts["elapsed"] = elapsed
+        return cls(trainer.step / total if total else None, required, [texts[name] for name in order if name in texts])
+
+    @property
+    def step(self) -> str:
+        return self.required[0]
+
+    def texts(self, width: int) -> list[str]:
+        """Return the texts next to a bar in ``width`` columns: the required texts, and the optional ones that fit."""
+        shown = list(self.required)
+        for text in self.optional:
+            if len(GAP.join([*shown, text])) + self.bar_width(width) + 1 > width:
+                break
+            shown.append(text)
+        return shown
+
+    def bar_width(self, width: int) -> int:
+        """Return the columns of the bar, or 0 if the required texts leave too little room."""
+        if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
+            return 0
+        return BAR if width >= WIDE else MIN_BAR
+
+    def to_text(self, width: int, is_ascii: bool = False) -> Text:
+        """Return the line with a bar, in at most ``width`` columns."""
+        from rich.text import Text
+
+        columns = self.bar_width(width)
+        full = round(columns * (self.done or 0.0))
+        done, left = ("#", "-") if is_ascii else ("━", "─")
+        bar = (done * full, "bar.complete" if full < columns else "bar.finished"), (left * (columns - full), "bar.back")
+        return Text.assemble(*bar, " " * bool(columns), GAP.join(self.texts(width)), no_wrap=True, overflow="crop")
+
+    def __rich_console__(self, console: Console, options: Any) -> Any:
+        yield self.to_text(options.max_width, options.ascii_only)
+
+
+class _TerminalBar:
+    """Line at the end of the terminal that is drawn again several times per second."""
+
+    def __init__(self, console: Console) -> None:
+        from rich.live import Live
+
+        self._live = Live(console=console, refresh_per_second=REFRESHES_PER_S)
+        self._live.start()
+
+    def show(self, line: StatusLine) -> None:
+        self._live.update(line)
+
+    def stop(self) -> None:
+        self._live.stop()
+
+
+class _NotebookBar:
+    """Output of a notebook cell that is replaced several times per second."""
+
+    def __init__(self) -> None:
+        self._handle: Any = None
+        self._line: StatusLine | None = None
+        self._shown_at = -math.inf
+
+    def show(self, line: StatusLine) -> None:
+        self._line = line
+        if time.perf_counter() - self._shown_at >= 1 / REFRESHES_PER_S:
+            self._draw(line)
+
+    def stop(self) -> None:
+        if self._line is not None:
+            self._draw(self._line)
+
+    def _draw(self, line: StatusLine) -> None:
+        from IPython.display import display  # type: ignore[import-not-found]
+
+        self._shown_at = time.perf_counter()
+        output = {"text/plain": line.to_text(WIDE).plain}
+        if self._handle is None:
+            self._handle = display(output, raw=True, display_id=True)
+        else:
+            self._handle.update(output, raw=True)
+
+
+def format_step(trainer: TrainerProtocol) -> str:
+    """Return the number of steps and their total if it is known, as in "48/60"."""
+    return f"{trainer.step}/{trainer.num_steps}" if trainer.num_steps is not None else f"{trainer.step}"
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as hours, minutes and seconds, as in "0:01:30"."""
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
 
 
 def scale_to_unit_prefix(value: float) -> tuple[str, str]:
     """Return a number with three digits and its unit prefix, as in ("51.2", "k") for 51200."""
-    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= scale), ("", 1.0))
+    # 999.6 is 1 k, not 1e+03
+    unit, scale = next(((unit, scale) for unit, scale in UNITS if abs(value) >= 0.9995 * scale), ("", 1.0))
     return f"{value / scale:.3g}", unit
 
 
-def _create_console() -> Console:
+def create_console() -> Console:
     from rich.console import Console
 
     return Console(highlight=False)
-
-
-def _create_progress_bar(console: Console) -> Any:
-    from rich import progress
-
-    return progress.Progress(
-        progress.BarColumn(bar_width=20),
-        progress.MofNCompleteColumn(),
-        progress.TextColumn("{task.description}"),
-        progress.TimeRemainingColumn(),
-        console=console,
-    )

@@ -130,8 +130,8 @@ MUTANTS = [
     ),
     mutant(
         "schedule-counts-dropped-batches",
-        "shardformer/train_command/run.py",
-        "(samples // size if config.data.drop_last else -(-samples // size))",
+        "shardformer/train_command/build.py",
+        "samples // size if config.data.drop_last else -(-samples // size)",
         "-(-samples // size)",
         "With drop_last the learning rate does not reach its final value.",
         first=(

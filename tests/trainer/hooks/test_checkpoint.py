@@ -130,6 +130,9 @@ def test_the_default_saves_every_ten_minutes(tmp_path: Path, monkeypatch: pytest
     assert saved == [1]
     Checkpoint(tmp_path, every_minutes=math.inf).after_step(trainer)
     assert saved == [1]
+    monkeypatch.setattr(Trainer, "is_first", False)
+    hook.after_step(trainer)
+    assert saved == [1], "the clock of the first rank decides"
 
 
 def test_hook_states_are_restored_by_name(tmp_path: Path) -> None:

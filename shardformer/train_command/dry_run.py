@@ -1,0 +1,205 @@
+"""Describes a run and its memory per rank without training: ``shardformer train --dry-run``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shardformer.config import ParallelConfig
+from shardformer.errors import ShardFormerError
+from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_tensors
+from shardformer.mesh.parallel_context import local_device, with_grid_axes
+from shardformer.shard_model_api import shard_model
+from shardformer.sharding.describe import describe_sharding
+from shardformer.train_command.build import build_hooks, build_model, build_optimizer, freeze_parameters
+from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.load_data import TrainingData
+from shardformer.train_command.model_config import load_model_config
+from shardformer.train_command.run import load_data_and_model
+from shardformer.train_command.summary import RunSummary
+from shardformer.training.data_loader import collate_samples
+from shardformer.training.initialize import make_pipeline
+from shardformer.zero.memory_estimate import MemoryEstimate, estimate_memory
+from shardformer.zero.mixed_precision import MixedPrecision
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Estimated memory of one rank in bytes.
+
+    Args:
+        persistent_bytes: Memory by kind during the run.
+        step: Peak memory of a step without parameters: activations, gradients and workspace. None if tracing failed.
+    """
+
+    coords: dict[str, int]
+    persistent_bytes: MemoryEstimate
+    step: int | None
+
+    @property
+    def peak(self) -> float | None:
+        """Peak memory on the device, or None if tracing failed. The peak of a step includes gradients."""
+        kept = self.persistent_bytes
+        return None if self.step is None else kept.total + max(self.step - kept.gradients, 0)
+
+
+@dataclass(frozen=True)
+class DryRunReport:
+    """Description of a run that ``shardformer train --dry-run`` prints: model, data, layout and memory.
+
+    Args:
+        sizes: Size of each mesh axis.
+        ranks: Memory of the ranks of one data-parallel replica.
+        alone: Memory of a run in one process, or None if the run has one process.
+        device: Name of the device of this machine.
+        free_bytes: Memory of the device that is free now, or None if it is unknown.
+        why_untraced: Reason why the memory of a step is unknown, or "".
+    """
+
+    summary: RunSummary
+    layout: ParallelConfig
+    sizes: dict[str, int]
+    description: str
+    ranks: list[RankMemory]
+    alone: RankMemory | None
+    device: str
+    free_bytes: int | None
+    why_untraced: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report as values that JSON can represent."""
+
+        def memory(rank: RankMemory) -> dict[str, Any]:
+            return {**rank.coords, **asdict(rank.persistent_bytes), "step": rank.step, "peak": rank.peak}
+
+        return {
+            **asdict(self.summary),
+            "sizes": self.sizes,
+            "parallel": self.layout.to_dict(),
+            "bytes_per_rank": [memory(rank) for rank in self.ranks],
+            "bytes_in_one_process": None if self.alone is None else memory(self.alone),
+            "device": self.device,
+            "free_bytes": self.free_bytes,
+            "why_untraced": self.why_untraced or None,
+        }
+
+
+def make_dry_run_report(config: TrainConfig) -> DryRunReport:
+    """Describe a run and its memory per rank, without allocating weights and without training.
+
+    Raises the errors that training would raise before its first step. Communicates nothing.
+    """
+    build_hooks(config)
+    data, lazy_model = load_data_and_model(config)
+    layout = config.layout
+    sizes = {name: size or 1 for name, size in layout.sizes.items()}
+    estimator = _MemoryEstimator(config, data)
+    ranks = [
+        estimator.estimate(layout, {"pipe": pipe, "tensor": tensor})
+        for pipe, tensor in product(range(sizes["pipe"]), range(sizes["tensor"]))
+    ]
+    description, why_untraced = estimator.description, estimator.why_untraced
+    alone = None
+    if any(size > 1 for size in sizes.values()):
+        plain = replace(layout.fit_to(1), zero_stage=None, keep_frozen=True, reshard_after_forward=None)
+        alone = estimator.estimate(plain, {"pipe": 0, "tensor": 0})
+    device, free_bytes = _free_memory()
+    return DryRunReport(
+        summary=RunSummary.of(config, data, lazy_model),
+        layout=layout,
+        sizes=sizes,
+        description=description,
+        ranks=ranks,
+        alone=alone,
+        device=device,
+        free_bytes=free_bytes,
+        why_untraced=why_untraced,
+    )
+
+
+def _free_memory() -> tuple[str, int | None]:
+    """Return the name of this machine's device, and its free memory in bytes if that is known."""
+    device = local_device()
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device), int(torch.cuda.mem_get_info(device)[0])
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    except OSError:  # not on Linux
+        return "cpu", None
+    return "cpu", next((1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:")), None)
+
+
+# B batch, S sequence
+
+
+class _MemoryEstimator:
+    """Estimates the memory of single ranks of a run on fake tensors.
+
+    Attributes:
+        description: How the first estimated rank shards the model.
+        why_untraced: Reason why a step could not be traced, or "".
+    """
+
+    def __init__(self, config: TrainConfig, data: TrainingData) -> None:
+        self._config, self._data, self._saved = config, data, load_model_config(config)
+        self._make_optimizer: Callable[..., Any] = build_optimizer(config.optimizer)
+        self._shapes: dict[Any, dict[Any, Any]] = {}  # shapes that stages send, by layout and tensor rank
+        self.description = self.why_untraced = ""
+
+    def estimate(self, layout: ParallelConfig, coords: dict[str, int]) -> RankMemory:
+        """Estimate the memory of the rank with these coordinates. The earlier stages must be estimated first."""
+        sizes = {name: size or 1 for name, size in layout.sizes.items()}
+        context = with_grid_axes(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
+        with torch.random.fork_rng(devices=[]), fake_tensors():
+            unsharded = build_model(self._config, self._data, self._saved, lazy=False)
+            freeze_parameters(unsharded, self._config.model.freeze)
+            of_params = self._make_optimizer(unsharded)
+            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            self.description = self.description or str(describe_sharding(model))
+            persistent = estimate_memory(
+                model,
+                of_params([p for p in model.parameters() if p.requires_grad]),
+                stage=layout.effective_zero_stage or 0,
+                precision=layout.precision,
+                offload=layout.offload,
+                data=sizes["data"],
+            )
+        batch_size = self._config.data.batch_size
+        batch_size = min(batch_size, self._data.num_samples or batch_size)
+        samples = self._data.first_samples(max(-(-batch_size // sizes["data"]), 1))
+        step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
+        with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
+            unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
+            freeze_parameters(unsharded, self._config.model.freeze)
+            model = shard_model(unsharded, config=layout.shard_config(context)).train()
+            batch = fake((self._data.collate or collate_samples)(samples))
+            shapes = self._shapes.setdefault((layout.pipe, coords["tensor"]), {})
+            step, why_untraced = _trace_peak_memory(model, layout, self._data, batch, shapes)
+        self.why_untraced = self.why_untraced or why_untraced
+        return RankMemory(coords, persistent, step)
+
+
+def _trace_peak_memory(
+    model: Any, layout: ParallelConfig, data: TrainingData, batch: Any, shapes: dict[Any, Any]
+) -> tuple[int | None, str]:
+    """Trace a training step and return its peak memory without parameters, or None and the reason why tracing failed.
+
+    ``shapes`` collects the shapes that each stage sends to the next stage.
+    """
+    parameter_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
+    try:
+        with MemoryTracker([*model.parameters()]) as tracker:
+            pipeline = make_pipeline(model, layout, data.loss_fn, data.loss_weight)
+            if layout.pipe > 1:
+                pipeline.exchange.given = dict(shapes)
+            pipeline.step(batch)
+    except (ShardFormerError, RuntimeError, TypeError, ValueError) as error:
+        return None, f"{type(error).__name__}: {error}"
+    if layout.pipe > 1:
+        shapes |= pipeline.exchange.known
+    return tracker.peak - parameter_bytes, ""

@@ -1,0 +1,190 @@
+"""Prints what a run trains before its first step, and where its results are after its last step."""
+
+from __future__ import annotations
+
+import os
+import textwrap
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from shardformer.checkpoint.retention import list_checkpoints
+from shardformer.config import ParallelConfig
+from shardformer.meta_init.materialization import NOTES
+from shardformer.train_command.build import count_epoch_steps, count_steps, count_warmup_steps, hook_folder
+from shardformer.train_command.config_schema import TrainConfig
+from shardformer.train_command.load_data import TrainingData
+from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.training.hooks.progress import create_console, format_duration
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+EXPORT_FOLDER = "model"
+"""Subfolder for the trained model in the folder of the run."""
+LABEL = 12
+"""Columns of the labels of a summary."""
+Rows = list[tuple[str, str]]
+"""Label and text of each line of a summary."""
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """Model, data and length of a run.
+
+    Args:
+        model: Name of the model class.
+        weights: Where the weights come from, and which of them are random.
+        tokens_per_step: Tokens of a global batch, or None for images.
+        has_padding: Whether ``tokens_per_step`` is an upper limit, because samples differ in length.
+        learning_rate: Learning rate after the warm-up, and its schedule.
+    """
+
+    model: str
+    num_parameters: int
+    weights: str
+    data: str
+    num_samples: int | None
+    samples_per_step: int
+    tokens_per_step: int | None
+    has_padding: bool
+    num_steps: int
+    epochs: float | None
+    warmup_steps: int
+    learning_rate: str
+    files: str
+
+    @classmethod
+    def of(cls, config: TrainConfig, data: TrainingData, model: nn.Module) -> RunSummary:
+        """Summarize a run from its model before sharding."""
+        num_steps = count_steps(config, data)
+        samples = min(config.data.batch_size, data.num_samples or config.data.batch_size)
+        schedule = config.schedule
+        decay = f" to {config.optimizer.lr * schedule.min_lr_rate:.3g}" if schedule.name != "constant" else ""
+        return cls(
+            model=type(model).__name__,
+            num_parameters=sum(p.numel() for p in model.parameters()),
+            weights=_describe_weights(config, model),
+            data=data.title,
+            num_samples=data.num_samples,
+            samples_per_step=samples,
+            tokens_per_step=None if data.tokens is None else samples * config.data.sequence_length,
+            has_padding=data.collate is not None,
+            num_steps=num_steps,
+            epochs=None if data.num_samples is None else num_steps / max(count_epoch_steps(config, data), 1),
+            warmup_steps=min(count_warmup_steps(schedule, num_steps), num_steps),
+            learning_rate=f"{config.optimizer.lr:g}, {schedule.name}{decay}",
+            files=_describe_files(config),
+        )
+
+    def rows(self, layout: str) -> Rows:
+        limit = "at most " if self.has_padding else ""
+        tokens = f" ({limit}{self.tokens_per_step:,} tokens)" if self.tokens_per_step is not None else ""
+        samples = "stream" if self.num_samples is None else f"{self.num_samples:,} samples"
+        epochs = "" if self.epochs is None else f" ({self.epochs:.2g} epochs)"
+        warmup = f", {self.warmup_steps:,} warm-up steps" if self.warmup_steps else ""
+        return [
+            ("Model", f"{self.model}, {self.num_parameters:,} parameters"),
+            ("Weights", self.weights),
+            ("Layout", layout),
+            ("Data", f"{samples} of {self.data}"),
+            ("Steps", f"{self.num_steps:,}{epochs}, each with {self.samples_per_step:,} samples{tokens}"),
+            ("Schedule", f"lr {self.learning_rate}{warmup}"),
+            ("Files", self.files),
+        ]
+
+
+class Header(Hook):
+    """Hook that prints the model, layout, devices, length and files of a run. Communicates nothing."""
+
+    def __init__(self, summary: RunSummary, layout: ParallelConfig) -> None:
+        self._summary, self._layout = summary, layout
+
+    def setup(self, trainer: TrainerProtocol) -> None:
+        if not trainer.is_first:
+            return
+        context = trainer.engine.context
+        name = torch.cuda.get_device_name(context.device) if context.device.type == "cuda" else context.device.type
+        hosts, count = len(set(context.grid.hosts)), len(context.grid.ranks)
+        where = f"{count} process{'es' * (count > 1)} on {name}" + (f" of {hosts} hosts" if hosts > 1 else "")
+        print_rows(create_console(), self._summary.rows(describe_layout(self._layout, context.sizes, where)))
+
+
+def describe_layout(layout: ParallelConfig, sizes: Mapping[str, int], where: str) -> str:
+    """Describe a parallel layout in a few words, such as "tensor 2, ZeRO stage 1, 2 processes on cpu"."""
+    named = [f"{name} {sizes[name]}" for name in layout.sizes if sizes[name] > 1]
+    named += [f"ZeRO stage {layout.zero_stage}"] * bool(layout.zero_stage)
+    named += [str(layout.precision)] * (layout.precision != "fp32")
+    return ", ".join([*named, where])
+
+
+def print_rows(console: Console, rows: Iterable[tuple[str, str]]) -> None:
+    """Print labels and texts, and wrap the texts at the width of the terminal, if there is one."""
+    from rich.text import Text
+
+    width = max(console.width - LABEL, 2 * LABEL) if console.is_terminal else 10**6
+    for label, text in rows:
+        lines = textwrap.wrap(text, width, break_long_words=False, break_on_hyphens=False) or [""]
+        for start, line in zip([label, *[""] * len(lines)], lines, strict=False):
+            console.print(Text.assemble((start.ljust(LABEL), "bold"), line), soft_wrap=True)
+
+
+def print_footer(config: TrainConfig, trainer: Any) -> None:
+    """Print where the checkpoint, the exported model and the metrics of a complete run are, and what to do next."""
+    console = create_console()
+    rows: Rows = []
+    checkpoint = find_newest_checkpoint(config)
+    if checkpoint is not None:
+        rows.append(("Checkpoint", str(checkpoint)))
+    if config.training.export:
+        rows.append(("Model", str(config.path / EXPORT_FOLDER)))
+    records = hook_folder(config, "json_lines")
+    if records is not None:
+        rows += [("Records", f"{_relative(records)}/records.jsonl"), ("Next", f"shardformer plot {_relative(records)}")]
+    if trainer.loss is None:
+        key = "training.steps" if config.training.steps is not None else "training.epochs"
+        console.print(f"To continue after step {trainer.step}, increase {key}.", soft_wrap=True)
+    else:
+        text = f"Trained up to step {trainer.step} in {format_duration(trainer.seconds)}."
+        console.print(text, soft_wrap=True, markup=False)
+    print_rows(console, rows)
+
+
+def find_newest_checkpoint(config: TrainConfig) -> Path | None:
+    """Return the folder of the newest checkpoint of a run, relative to the working directory if it is inside."""
+    root = hook_folder(config, "checkpoint")
+    found = list_checkpoints(root) if root is not None and root.is_dir() else []
+    return _relative(found[0][0]) if found else None
+
+
+def describe_resume(config: TrainConfig) -> str:
+    """Describe how to continue a run that a signal stopped."""
+    newest = find_newest_checkpoint(config)
+    if newest is not None:
+        return f"The newest checkpoint is {newest}.\nRun the same command to resume."
+    if hook_folder(config, "checkpoint") is None:
+        return "No checkpoint was saved, because hooks.checkpoint = false."
+    return "There is no checkpoint yet. The same command starts again from step 1."
+
+
+def _relative(path: Path) -> Path:
+    return path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path
+
+
+def _describe_weights(config: TrainConfig, model: nn.Module) -> str:
+    if config.model.random:
+        return f"random, with seed {config.seed}"
+    notes = [note for note in vars(model).get(NOTES, ()) if "randomly initialized" in note]
+    return " ".join([f"from {config.model.name}.", *notes])
+
+
+def _describe_files(config: TrainConfig) -> str:
+    folders = {"": hook_folder(config, "checkpoint"), "records.jsonl": hook_folder(config, "json_lines")}
+    paths = [folder / name for name, folder in folders.items() if folder is not None]
+    paths += [config.path / EXPORT_FOLDER] * config.training.export
+    names = ", ".join(os.path.relpath(path, config.path) for path in paths)
+    return f"{config.folder}" + f" ({names})" * bool(names)
