@@ -67,10 +67,10 @@ def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[
     def check() -> None:
         elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
-        _check_tensor_types(own)
+        _check_tensor_types({name: value for name, value in own.items() if name in here})
         _check_names(type(self).__name__, own, here, state_dict, strict=strict)
         for name, value in own.items():
-            if tuple(value.shape) != shapes.get(name, tuple(value.shape)):
+            if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
                     f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model",
                     rule="Under ZeRO stage 3, load_state_dict needs full tensors",
