@@ -61,12 +61,10 @@ class ShardedTrainer:
     accelerator: Any
     label_smoother: Any
     compute_loss_func: Any
-    compute_loss: Any
     label_names: list[str]
     model_accepts_loss_kwargs: bool
     _train_batch_size: int
     _prepare_inputs: Any
-    _get_num_items_in_batch: Any
 
     def __init__(
         self,
@@ -83,15 +81,16 @@ class ShardedTrainer:
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         check_arguments(args, self.parallel)
         super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
-        self._check_loss(self.parallel.pipe)
+        self._check_loss(self.context.pipe.size)
         self._shard(self.model)
         if self.label_smoother is not None:
             self.label_smoother = DataParallelSmoother(self.label_smoother, self.context.data)
 
     def _shard(self, model: Any) -> None:
         """Shard a plain model, together with the optimizer that the user passed."""
-        if hasattr(model, "num_parameters"):  # a pipeline stage would not know it
-            self._num_parameters = model.num_parameters(exclude_embeddings=True)
+        is_stage = self.has_stages and sharded_model_in(model) is not None  # which knows only the total number
+        has_count = hasattr(model, "num_parameters")
+        self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
         if sharded_model_in(model) is None:
             passed = None if optimizer is None else [optimizer]
@@ -100,7 +99,7 @@ class ShardedTrainer:
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
-            self.pipeline = make_pipeline(self.sharded_model, self.parallel, None, None)
+            self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
 
     @property
     def sharded_model(self) -> nn.Module:
@@ -126,13 +125,26 @@ class ShardedTrainer:
     # --- which ranks have batches of their own
 
     def get_tp_size(self) -> int:
-        """Number of data-parallel ranks, by which Trainer divides the number of items in a batch.
+        """1, because the accelerator counts data-parallel ranks."""
+        return 1
 
-        Each rank then divides its loss by the mean number of items per rank, and the mean over the ranks is the loss of
-        the global batch. Trainer also divides the factor by this number with which it multiplies the loss, which is
-        then 1. (It would also multiply the losses of models that ignore the number of items.)
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the mean number of items of the data-parallel ranks.
+
+        Each rank divides its loss by it, and the mean over the ranks is the loss of the global batch. Trainer uses the
+        sum, and multiplies the loss by the number of processes, also if the model ignores the number of items.
         """
-        return self.context.data.size
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        is_summed = items is not None and self.args.average_tokens_across_devices
+        return items / self.context.data.size if is_summed else items
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # see _get_num_items_in_batch
+        try:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.args.average_tokens_across_devices = before
 
     def get_total_train_batch_size(self, args: Any) -> int:
         return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
@@ -187,7 +199,7 @@ class ShardedTrainer:
     def floating_point_ops(self, inputs: Any) -> float:
         """6 times the non-embedding parameters times the tokens. Trainer sums it over all processes."""
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
-        if not isinstance(tokens, Tensor) or not hasattr(self.model, "num_parameters"):
+        if not isinstance(tokens, Tensor):
             return 0
         copies = self.args.world_size // self.context.data.size
         return float(6 * self._num_parameters * tokens.numel() / copies)
@@ -224,7 +236,8 @@ class ShardedTrainer:
         problems = {
             "label_smoothing_factor": self.label_smoother is not None,
             "compute_loss_func": self.compute_loss_func is not None,
-            f"{kind.__name__}.compute_loss": kind.compute_loss is not transformers.Trainer.compute_loss,
+            f"{kind.__name__}.compute_loss": [c for c in kind.__mro__ if "compute_loss" in vars(c)]
+            != [ShardedTrainer, transformers.Trainer],
             "predict_with_generate": getattr(self.args, "predict_with_generate", False),
             "neftune_noise_alpha": self.args.neftune_noise_alpha is not None,
             "gradient_accumulation_steps, for a model without num_items_in_batch": (
@@ -272,8 +285,19 @@ class ShardedTrainer:
 
     # --- saving and loading: all ranks call these
 
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._joined_save = False
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self._joined_save:
+            return
+        if hasattr(self.model, "save_pretrained"):  # older releases of transformers let only the first rank enter _save
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+        else:
+            full_state_dict(self.sharded_model)
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         """Save full weights. All ranks gather them, which Trainer allows for models that transformers sharded."""
+        self._joined_save = True
         if state_dict is None and not hasattr(self.model, "save_pretrained"):
             state_dict = full_state_dict(self.sharded_model)
         self.is_distributed_loading_by_transformers = True
