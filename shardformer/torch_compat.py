@@ -23,6 +23,7 @@ from torch.autograd import Variable
 from torch.autograd.graph import GradientEdge
 from torch.distributed import distributed_c10d
 from torch.distributed._composable.contract import REGISTRY_KEY
+from torch.nn.modules.module import _IncompatibleKeys
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Adagrad, Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
@@ -35,6 +36,9 @@ from torch.utils._pytree import tree_leaves as tree_leaves
 from torch.utils._pytree import tree_map as tree_map
 from torch.utils._pytree import tree_map_only as tree_map_only
 from torch.utils._pytree import tree_map_with_path as tree_map_with_path
+
+IncompatibleKeys = _IncompatibleKeys
+"""Result of ``nn.Module.load_state_dict``: missing and unexpected keys."""
 
 current_graph_task_id = torch._C._current_graph_task_id
 """Returns the id of the backward that runs in this thread. It is negative outside of a backward."""

@@ -83,6 +83,17 @@ class ModelTensors:
     def device(self) -> torch.device:
         return next((x.device for x in self.tensors.values() if x.is_cuda), self._state.context.device)
 
+    @property
+    def has_stages(self) -> bool:
+        """Whether other ranks have other pipeline stages of the model."""
+        return self._state.stages is not None and self._state.context.pipe.size > 1
+
+    @property
+    def plain_names(self) -> list[str]:
+        """Names of the parameters and buffers of the full model, in its order."""
+        stages = self._state.stages
+        return list(self.tensors if stages is None else stages.state)
+
     def readable(self) -> AbstractContextManager[object]:
         """Return a context manager that makes the values of all ZeRO shards readable."""
         return nullcontext() if self.zero is None else self.zero.readable_state()
@@ -242,7 +253,8 @@ class OptimizerStates:
                     )
             self.groups.append(slots)
 
-    def _optimizer_tensors(self) -> Iterator[OptimizerTensor]:
+    def optimizer_tensors(self) -> Iterator[OptimizerTensor]:
+        """Yield the parameters of this rank in the order of the optimizer."""
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
@@ -250,7 +262,7 @@ class OptimizerStates:
 
         Scalars are values and not items: one number for the full parameter, except for the state of a scalar.
         """
-        for slot in self._optimizer_tensors():
+        for slot in self.optimizer_tensors():
             for key, value in self.optimizer.state.get(slot.param, {}).items():
                 is_item = isinstance(value, Tensor) and (value.dim() > 0 or (key != "step" and slot.param.dim() == 0))
                 yield slot, key, value, is_item
@@ -328,11 +340,14 @@ class OptimizerStates:
             if full_name.startswith(f"optimizer.{self._number}/"):
                 _, key, name = full_name.split("/", 2)
                 keys.setdefault(name, []).append((unquote(key), full_name))
-        for slot in self._optimizer_tensors():
+        for slot in self.optimizer_tensors():
             for key, full_name in keys.get(slot.name, ()):
                 shape = index.tensors[full_name].shape
-                has_param_shape = shape == slot.region.shape
-                yield slot, key, full_name, slot.region if has_param_shape else self._full_region(key, shape, slot)
+                yield slot, key, full_name, self.region_of_state(key, shape, slot)
+
+    def region_of_state(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
+        """Return the region of a full state tensor that this rank stores."""
+        return slot.region if shape == slot.region.shape else self._full_region(key, shape, slot)
 
     def load_values(
         self, saved: Mapping[str, Any], read: Sequence[tuple[OptimizerTensor, str, Tensor]], *, exact: bool
@@ -344,7 +359,7 @@ class OptimizerStates:
             exact: whether states keep the dtype in which they were saved.
         """
         states: dict[int, dict[str, Any]] = {}
-        for slot in self._optimizer_tensors():
+        for slot in self.optimizer_tensors():
             if (scalars := saved["scalars"].get(slot.name)) is not None:
                 states[id(slot.param)] = {key: from_json(value) for key, value in scalars.items()}
         for slot, key, value in read:
@@ -356,10 +371,10 @@ class OptimizerStates:
             options = {k: from_json(v) for k, v in group["options"].items()}
             groups.append(options | {"params": list(islice(numbers, len(slots)))})
         numbered = {
-            n: states[id(slot.param)] for n, slot in enumerate(self._optimizer_tensors()) if id(slot.param) in states
+            n: states[id(slot.param)] for n, slot in enumerate(self.optimizer_tensors()) if id(slot.param) in states
         }
         load_in_place(self.optimizer, {"state": numbered, "param_groups": groups})
-        for slot in self._optimizer_tensors() if exact else ():
+        for slot in self.optimizer_tensors() if exact else ():
             state = self.optimizer.state.get(slot.param, {})
             for key, value in states.get(id(slot.param), {}).items():
                 loaded = state.get(key)

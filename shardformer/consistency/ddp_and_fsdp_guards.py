@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import sys
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from typing import Any, NoReturn
 
 from torch import nn
 
 from shardformer.errors import ConfigError
-from shardformer.layout.sharding_metadata import ShardingMetadata
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_compat import COMPOSABLE_REGISTRY, active_ddp_module
+from shardformer.torch_patches import Patch, install, replace_attribute
 
 
 @dataclass(frozen=True)
@@ -47,6 +50,35 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
     model.__dict__["_replicate_for_data_parallel"] = partial(_raise_replicated, context)
     for module in model.modules():
         module.__dict__[COMPOSABLE_REGISTRY] = FSDPGuard(context)
+    if (library := sys.modules.get("accelerate")) is not None:  # transformers' Trainer uses it, too
+        kind, name = library.Accelerator, "prepare_model"
+        install(ACCELERATE_PATCH, lambda: replace_attribute(kind, name, _check_accelerator(getattr(kind, name))))
+
+
+ACCELERATE_PATCH = Patch(
+    "accelerate.Accelerator.prepare_model",
+    "shardformer.consistency.ddp_and_fsdp_guards",
+    "raises for a sharded model, because accelerate gives every process other batches",
+)
+SHARDS_MODELS = "shards_models"
+"""Attribute of subclasses of accelerate's Accelerator that support sharded models."""
+
+
+def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(original)
+    def prepare_model(self: Any, model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        tables = (module.__dict__.get(METADATA_ATTRIBUTE) for module in model.modules())
+        table = next((table for table in tables if table is not None), None)
+        if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
+            raise ConfigError(
+                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}",
+                rule="It gives every process other batches, but ranks with shards of one model need the same batch",
+                remedy="Use shardformer.integrations.accelerate.Accelerator, or with transformers' Trainer "
+                "shardformer.integrations.transformers.Trainer, which take parallel=ParallelConfig(...)",
+            )
+        return original(self, model, *args, **kwargs)
+
+    return prepare_model
 
 
 def _raise_replicated(context: ParallelContext) -> NoReturn:

@@ -8,24 +8,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.comm.collective_call import wait_for_all_ranks
+from shardformer.checkpoint.plain_state import load_into_zero_shards
+from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
 from shardformer.comm.collectives import all_gather_objects, broadcast, gather_full
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of, sharded_module
 from shardformer.pipeline.stage_manager import Stages
+from shardformer.torch_compat import IncompatibleKeys
 
 
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
 
-    Communicates nothing. Raises ConfigError for the state dict of another model. The model is then unchanged.
+    Communicates nothing, except under ZeRO stage 3, where all ranks call it with full tensors. Raises ConfigError for
+    the state dict of another model. The model is then unchanged.
     """
     state = metadata_of(self)
-    _check_load_arguments(state, assign)
+    _check_load_arguments(assign)
+    if state.parameter_owner is not None:
+        return _load_stage_3(self, state, state_dict, strict=strict)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
     _, prefix = sharded_module(self)
     elsewhere = set() if state.stages is None else {prefix + name for name in state.stages.state} - set(here)
+    state_dict = _add_tied_names(state_dict, here, state.stages)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.by_param()
@@ -43,17 +49,45 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     return type(self).load_state_dict(self, local, strict=strict)
 
 
-def _check_load_arguments(state: ShardingMetadata, assign: bool) -> None:
+def _add_tied_names(state_dict: Mapping[str, Any], here: Mapping[str, Tensor], stages: Any) -> Mapping[str, Any]:
+    """Add a tied weight of this pipeline stage to a state dict that has it only under its name on another stage."""
+    if stages is None:
+        return state_dict
+    firsts = {name: first for name, (first, _) in stages.state.items()}
+    values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
+    tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
+    return {**state_dict, **{name: values[first] for name, first in tied.items()}}
+
+
+def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[str, Any], *, strict: bool) -> Any:
+    """Load full tensors into parameters that ZeRO stage 3 has sharded."""
+    shapes = {entry.name: entry.spec.shape for entry in state.entries}
+    here = {name: x for name, x in self.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
+    state_dict = _add_tied_names(state_dict, here, state.stages)
+
+    def check() -> None:
+        elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
+        own = {name: value for name, value in state_dict.items() if name not in elsewhere}
+        _check_tensor_types({name: value for name, value in own.items() if name in here})
+        _check_names(type(self).__name__, own, here, state_dict, strict=strict)
+        for name, value in own.items():
+            if name in shapes and tuple(value.shape) != shapes[name]:
+                raise ConfigError(
+                    f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model",
+                    rule="Under ZeRO stage 3, load_state_dict needs full tensors",
+                    remedy="Pass shardformer.full_state_dict(model), or the weights of the plain model",
+                )
+
+    collective_call(state.context, check, action="load a state dict")
+    return IncompatibleKeys(*load_into_zero_shards(self, state_dict))
+
+
+def _check_load_arguments(assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) is not supported on a sharded model",
             rule="It would replace the parameters whose gradients are synchronized between ranks",
             remedy="Remove assign=True. The values are copied",
-        )
-    if state.parameter_owner is not None:
-        raise ConfigError(
-            "load_state_dict cannot load parameters that ZeRO stage 3 has sharded",
-            remedy="Load before calling shard_optimizer(...), or use load_checkpoint(model, directory, optimizer)",
         )
 
 

@@ -69,6 +69,7 @@ class ZeroOptimizer(Optimizer):
         inner: The optimizers that were passed.
         is_stepping: Whether the inner optimizers are in a step.
         shards: This rank's shards of all buckets. The inner optimizers step slices of them.
+        model_params: The model's parameters in each group of the inner optimizers, in their original order.
     """
 
     _is_initialized = _is_open = False
@@ -97,6 +98,7 @@ class ZeroOptimizer(Optimizer):
                 if param.dtype != self._precision.dtype:
                     param.data = param.data.to(self._precision.dtype)
             accept_wide_inputs(model)
+        self.model_params = [list(group["params"]) for optimizer in self.inner for group in optimizer.param_groups]
         self._by_bucket = {id(shard.gradients): shard for shard in self.shards}
         self._places = {id(g): (shard, n) for shard in self.shards for n, g in enumerate(shard.gradients)}
         self._replace_parameters()

@@ -119,14 +119,38 @@ def test_non_strict_load_takes_the_common_keys() -> None:
     run_as_threads(do, tensor=2)
 
 
-def test_loading_under_zero_stage_3_is_refused() -> None:
+def test_full_tensors_load_under_zero_stage_3() -> None:
     def do(context: ParallelContext) -> None:
         model: Any = shardformer.shard_model(plain(), context=context)
-        shardformer.shard_optimizer(model, torch.optim.AdamW(model.parameters()), stage=3)
-        with pytest.raises(ConfigError, match="load_checkpoint"):
-            model.load_state_dict(plain().state_dict())
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = shardformer.shard_optimizer(model, optimizer, stage=3)
+        other = plain(seed=1).state_dict()
+        found = model.load_state_dict({**other, "epoch": 3}, strict=False)
+        assert found.missing_keys == [] and found.unexpected_keys == ["epoch"]
+        expected = float(plain(seed=1)(**batch()).loss.detach())
+        loss = model(**batch()).loss
+        assert float(loss.detach()) == pytest.approx(expected, rel=1e-5)
+        loss.backward()
+        optimizer.step()  # from the loaded values
+        assert float(model(**batch()).loss.detach()) < expected
+        with pytest.raises(ConfigError, match=r"has the shape \(3,\).*needs full tensors"):
+            model.load_state_dict({**other, "lm_head.weight": torch.zeros(3)})
 
     run_as_threads(do, data=2)
+
+
+def test_a_tied_weight_of_another_stage_loads_from_its_other_name() -> None:
+    other = plain("gpt2", seed=1)
+    expected = float(other(**batch("gpt2")).loss.detach())
+    saved = {name: value for name, value in other.state_dict().items() if name != "lm_head.weight"}  # as saved in files
+
+    def do(context: ParallelContext) -> None:
+        model = shardformer.shard_model(plain("gpt2"), context=context)
+        assert model.load_state_dict(saved, strict=False).missing_keys == []
+        loss = float(shardformer.Pipeline(model, micro_batches=1).step(batch("gpt2")))
+        assert loss == pytest.approx(expected, rel=1e-5)
+
+    run_as_threads(do, pipe=2)
 
 
 # --- saving and copying

@@ -162,7 +162,7 @@ MUTANTS = [
     mutant(
         "optimizer-state-rounded",
         "shardformer/checkpoint/training_state.py",
-        "for slot in self._optimizer_tensors() if exact else ():",
+        "for slot in self.optimizer_tensors() if exact else ():",
         "for slot in ():",
         "Adam's fp32 moments of a 16-bit model are rounded to 16 bits by a load.",
         first=(

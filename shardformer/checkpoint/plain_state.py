@@ -1,0 +1,221 @@
+"""Convert the state of a sharded model and its optimizer to and from state dicts of the plain model.
+
+Other libraries save an optimizer with ``torch.save(optimizer.state_dict())``. Such a file can be written and read under
+any layout.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import closing, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+from urllib.parse import unquote
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.checkpoint.chunks import FlatRegion
+from shardformer.checkpoint.file_format import CheckpointIndex, from_json, to_json
+from shardformer.checkpoint.load import BoxReader
+from shardformer.checkpoint.save import prepare_save
+from shardformer.checkpoint.training_state import (
+    ModelTensors,
+    OptimizerStates,
+    OptimizerTensor,
+    collect_optimizer_states,
+)
+from shardformer.comm.collective_call import run_on_all_ranks
+from shardformer.comm.collectives import all_gather_objects
+from shardformer.errors import ConfigError
+from shardformer.filesystem.atomic_write import remove
+from shardformer.filesystem.lock import release
+from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+Groups = list[list[str]]
+FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the optimizer state"
+
+
+def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
+    """Return the state dict of the plain model's optimizer on the first rank, and None on the others.
+
+    All ranks call it. The ranks write their shards to a temporary folder, from which the first rank reads full tensors,
+    so that no other rank needs memory for them. Communicates names and sizes.
+
+    Args:
+        optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
+        directory: an existing directory that all ranks can write to.
+    """
+    tensors, place = ModelTensors(model), Path(directory) / FOLDER
+    _, groups = _gather_groups(optimizer, tensors)
+    with prepare_save(place, model, optimizer) as job:
+        snapshot = job.snapshot
+        snapshot.entries = {name: entry for name, entry in snapshot.entries.items() if name.startswith(PREFIX)}
+        snapshot.chunks = [chunk for chunk in snapshot.chunks if chunk[0].startswith(PREFIX)]
+        path = job.run_or_clean_up(partial(job.write, to_disk=False))
+
+    def read() -> Any:
+        if tensors.world.rank > 0:
+            return None
+        try:
+            return _read_plain_state(path, groups)
+        finally:
+            release(place, tensors.model)
+            remove(place)
+
+    return run_on_all_ranks(read, tensors.world, f"Saving the optimizer into {directory}")
+
+
+def _read_plain_state(path: Path, groups: Groups) -> dict[str, Any]:
+    index = CheckpointIndex.read(path)
+    values = index.values["optimizers"][0]
+    numbers = {name: number for number, name in enumerate(name for names in groups for name in names)}
+    state: dict[int, dict[str, Any]] = {}
+    for name, scalars in values["scalars"].items():
+        state[numbers[name]] = {key: from_json(value) for key, value in scalars.items()}
+    with closing(BoxReader(path)) as reader:
+        for full_name, entry in index.tensors.items():
+            _, key, name = full_name.split("/", 2)
+            full = torch.empty(entry.shape, dtype=getattr(torch, entry.dtype))
+            for box in entry.boxes:
+                reader.read(full_name, box, (box.start, box.size), full[_slices(box.start, box.size)])
+            state.setdefault(numbers[name], {})[unquote(key)] = full
+    options = [{key: from_json(value) for key, value in each["options"].items()} for each in values["groups"]]
+    param_groups = [
+        {**each, "params": [numbers[name] for name in names]} for each, names in zip(options, groups, strict=True)
+    ]
+    return {"state": dict(sorted(state.items())), "param_groups": param_groups}
+
+
+def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
+    """Load the state dict of the plain model's optimizer into the optimizer of a sharded model.
+
+    All ranks call it with the same state dict, and keep their shards. Communicates the names of the parameters, and
+    under ZeRO one all-gather of the parameters.
+
+    Raises:
+        ConfigError: the state belongs to an optimizer with other parameter groups. Raised on all ranks.
+    """
+    tensors = ModelTensors(model)
+    states, groups = _gather_groups(optimizer, tensors)
+
+    def load() -> None:
+        saved, tensors_of = _split_state(state_dict, groups, states.kind)
+        states.load_values(saved, list(_local_states(states, tensors_of)), exact=True)
+
+    with tensors.zero.writable_state() if tensors.zero is not None else nullcontext():
+        run_on_all_ranks(load, tensors.world, WHAT)
+
+
+def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
+    """Return the state of an optimizer, and the names of the plain model's parameters in each of its groups."""
+
+    def collect() -> tuple[OptimizerStates, Groups]:
+        found = collect_optimizer_states(optimizer, tensors)
+        if len(found) != 1:
+            raise ConfigError(
+                f"The state of {len(found)} optimizers cannot be one state dict",
+                remedy="Use shardformer.save_checkpoint and load_checkpoint",
+            )
+        if isinstance(optimizer, ZeroOptimizer):
+            groups = [[tensors.name_of(p) or "" for p in params] for params in optimizer.model_params]
+        else:
+            groups = [[slot.name for slot in slots] for slots in found[0].groups]
+        names = list(tensors.tensors)
+        if tensors.has_stages and any(group != sorted(group, key=names.index) for group in groups):
+            raise ConfigError(
+                f"The parameters of this {found[0].kind} are not in the order of model.parameters()",
+                rule="With pipeline stages, their order in the plain model's optimizer is then unknown",
+                remedy="Create the optimizer with parameters in the order of model.parameters()",
+            )
+        return found[0], groups
+
+    states, own = run_on_all_ranks(collect, tensors.world, WHAT)
+    ranks = all_gather_objects(own, tensors.world)
+    merged = [
+        list(dict.fromkeys(name for group in of_ranks for name in group)) for of_ranks in zip(*ranks, strict=True)
+    ]
+    if tensors.has_stages:
+        order = {name: number for number, name in enumerate(tensors.plain_names)}
+        merged = [sorted(group, key=order.__getitem__) for group in merged]
+    return states, merged
+
+
+def _split_state(
+    state_dict: Mapping[str, Any], groups: Groups, kind: str
+) -> tuple[dict[str, Any], dict[str, dict[str, Tensor]]]:
+    """Return the options and scalars as a checkpoint stores them, and the state tensors of each parameter."""
+    passed = [len(group["params"]) for group in state_dict["param_groups"]]
+    if passed != [len(names) for names in groups]:
+        raise ConfigError(
+            f"The state has groups of {passed} parameters, but this {kind} has {[len(names) for names in groups]}",
+            remedy="Create the optimizer with the parameter groups of the saved run",
+        )
+    scalars: dict[str, dict[str, Any]] = {}
+    tensors: dict[str, dict[str, Tensor]] = {}
+    saved = []
+    for group, names in zip(state_dict["param_groups"], groups, strict=True):
+        options = {key: to_json(value, f"{kind}: {key!r}") for key, value in group.items() if key != "params"}
+        saved.append({"options": options, "names": list(names)})
+        for number, name in zip(group["params"], names, strict=True):
+            for key, value in state_dict["state"].get(number, {}).items():
+                if isinstance(value, Tensor) and value.dim() > 0:
+                    tensors.setdefault(name, {})[key] = value
+                else:
+                    scalars.setdefault(name, {})[key] = to_json(value, f"{kind}: {key!r} of {name}")
+    return {"groups": saved, "scalars": scalars}, tensors
+
+
+def _local_states(
+    states: OptimizerStates, tensors_of: Mapping[str, Mapping[str, Tensor]]
+) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
+    """Yield this rank's part of each state tensor."""
+    for slot in states.optimizer_tensors():
+        for key, full in tensors_of.get(slot.name, {}).items():
+            yield slot, key, _local_part(full, states.region_of_state(key, tuple(full.shape), slot))
+
+
+def _local_part(full: Tensor, region: FlatRegion) -> Tensor:
+    memory = region.allocate(full.dtype)
+    for chunk in region.views(memory):
+        chunk.values.copy_(full[_slices(*chunk.bounds)])
+    return memory
+
+
+@torch.no_grad()
+def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
+    """Load full tensors of the plain model into a model whose parameters ZeRO stage 3 has sharded.
+
+    All ranks call it with the same state dict, and keep their shards. Communicates what ``writable_state`` does.
+
+    Returns:
+        The names that the state dict does not have, and those that the model does not have.
+    """
+    tensors = ModelTensors(model)
+    assert tensors.zero is not None
+    named = [(name, x) for name, x in model.state_dict(keep_vars=True).items() if isinstance(x, Tensor)]
+    full = {id(x): state_dict[name] for name, x in named if name in state_dict}
+    trained = {id(shard) for shard in tensors.zero.shards}
+
+    with tensors.zero.writable_state():
+        for x in tensors.tensors.values():
+            if id(x) in full and id(x) not in tensors.gathered:
+                x.detach().copy_(_local_part(full[id(x)], tensors.region_of(x)))
+        for shard in tensors.zero_shards():
+            for piece in shard.slices:
+                if (value := full.get(id(piece.gradient.param))) is None:
+                    continue
+                local = _local_part(value, tensors.region_of_slice(piece))
+                if id(shard) in trained:
+                    piece.value.copy_(local.view(piece.value.shape))
+                if id(shard) not in trained or not shard.has_masters or shard.rounded is not None:
+                    shard.local[piece.shard_range] = local.reshape(-1).to(shard.local)
+    names = [name for name, _ in named]
+    return [name for name in names if name not in state_dict], [name for name in state_dict if name not in names]
+
+
+def _slices(start: Sequence[int], size: Sequence[int]) -> tuple[slice, ...]:
+    return tuple(slice(a, a + n) for a, n in zip(start, size, strict=True))

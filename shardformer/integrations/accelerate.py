@@ -1,0 +1,420 @@
+"""``Accelerator``: an ordinary accelerate loop trains a sharded model.
+
+accelerate counts processes. With tensor, sequence or context parallelism, several processes receive the same batch, so
+this class counts data-parallel ranks instead wherever accelerate splits batches, gathers metrics or steps schedulers.
+Rank 0 of all processes still prints and writes files.
+
+>>> accelerator = Accelerator(parallel=ParallelConfig(tensor=2))                          # doctest: +SKIP
+>>> model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)  # doctest: +SKIP
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
+from accelerate.utils import recursively_apply
+from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, RandomSampler, Sampler
+
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.plain_state import load_plain_optimizer_state
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
+from shardformer.comm.sharded_tensor import to_full_tensors
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError
+from shardformer.gradients.clipping import clip_grad_norm_
+from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.rank_grid import AXES
+from shardformer.training.initialize import initialize, make_context
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.shard_optimizer import shard_optimizer
+from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+OTHER_BACKENDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
+CHECKPOINT_FOLDER = "shardformer"
+"""Prefix of the folders of a saved state that contain the checkpoints of sharded models."""
+
+
+def sharded_model_in(model: Any) -> nn.Module | None:
+    """Return the sharded model inside of a wrapper such as ``torch.compile``, or None if the model is not sharded."""
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return next((module for module in modules if METADATA_ATTRIBUTE in module.__dict__), None)
+
+
+def world_axis(context: ParallelContext) -> Axis:
+    """Return the axis of all ranks of a context."""
+    return context.flatten(*AXES) if context.world is not None else Axis("world")
+
+
+class DataRanks:
+    """View of accelerate's process state in which the processes are the data-parallel ranks."""
+
+    def __init__(self, state: Any, num_processes: int, process_index: int) -> None:
+        self._state, self.num_processes, self.process_index = state, num_processes, process_index
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._state, name)
+
+
+class SharedOrder(Sampler[Any]):
+    """Sampler that draws the same random order on all ranks: that of the first rank's random state."""
+
+    def __init__(self, sampler: RandomSampler, world: Axis) -> None:
+        self.sampler, self._world = sampler, world
+
+    def __iter__(self) -> Iterator[Any]:
+        seed = int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it in one process
+        self.sampler.generator = torch.Generator().manual_seed(broadcast_object(seed, self._world))
+        return iter(self.sampler)
+
+    def __len__(self) -> int:
+        return len(self.sampler)
+
+
+class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
+    """Scheduler that accelerate steps once per data-parallel rank, instead of once per process."""
+
+    data_ranks = 1
+    split_batches: bool
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Step the wrapped scheduler, if the optimizers were stepped."""
+        if self.split_batches or not self.step_with_optimizer or not self.gradient_state.sync_gradients:
+            super().step(*args, **kwargs)
+            return
+        self.split_batches = True  # one call then steps the wrapped scheduler once
+        try:
+            for _ in range(self.data_ranks):
+                if getattr(self.scheduler, "_step_count", 0) <= getattr(self.scheduler, "total_steps", float("inf")):
+                    super().step(*args, **kwargs)
+        finally:
+            self.split_batches = False
+
+
+class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
+    """accelerate's ``Accelerator`` for models that ShardFormer shards.
+
+    ``prepare`` shards plain models together with their optimizers. ``num_processes`` and ``process_index`` count
+    data-parallel ranks; ``is_main_process`` is true on one of all processes.
+
+    Args:
+        parallel: Layout and options. None uses that of a model that is already sharded, or else data parallelism.
+        context: Existing process grid. None creates one over the launched processes.
+        policy: Your own sharding policy for the models passed to ``prepare``.
+        args, kwargs: Arguments of accelerate's class.
+
+    Raises:
+        ConfigError: Another library is configured to shard the model, or the layout has pipeline stages.
+    """
+
+    shards_models = True
+    _models: list[nn.Module]
+    _optimizers: list[Optimizer]
+    context: ParallelContext
+    config: ParallelConfig
+    policy: Any
+
+    def __init__(
+        self,
+        *args: Any,
+        parallel: Any = None,
+        context: ParallelContext | None = None,
+        policy: Any = None,
+        **kwargs: Any,
+    ) -> None:
+        for name in OTHER_BACKENDS:
+            if kwargs.get(name) is not None:
+                raise _other_backend_error(name)
+        if context is None and parallel is None:
+            contexts = {id(table.context): table.context for table in tables_here()}
+            context = next(iter(contexts.values())) if len(contexts) == 1 else None
+        config = ParallelConfig.of(parallel)
+        if config.pipe > 1:
+            raise ConfigError(
+                f"Accelerator does not support pipe={config.pipe}",
+                rule="An accelerate loop calls the model and backward itself, but a pipeline runs them in a schedule",
+                remedy="Use shardformer.initialize and engine.train_step(batch), or remove the pipe axis",
+            )
+        context = make_context(context, config)  # joins the process group before accelerate does
+        super().__init__(*args, **kwargs)
+        self.use_context(context, config, policy)
+
+    def use_context(self, context: ParallelContext, config: ParallelConfig, policy: Any = None) -> None:
+        """Set the process grid and the options. Raises ConfigError if accelerate is configured to shard the model."""
+        if self.distributed_type in ("FSDP", "DEEPSPEED", "MEGATRON_LM"):
+            raise _other_backend_error(f"distributed_type={str(self.distributed_type).rpartition('.')[2]}")
+        if getattr(self, "parallelism_config", None) is not None:
+            raise _other_backend_error("parallelism_config")
+        if self.dataloader_config.dispatch_batches:
+            raise ConfigError(
+                "dispatch_batches=True is not supported",
+                rule="accelerate then sends a different part of each batch to every process, but ranks that share a "
+                "model need the same part",
+                remedy="Remove it: every rank reads its own part of the data set",
+            )
+        self.context, self.config, self.policy = context, config, policy
+
+    # --- a process is a data-parallel rank
+
+    @property
+    def num_processes(self) -> int:
+        """Number of data-parallel ranks."""
+        return self.context.data.size if "context" in self.__dict__ else int(self.state.num_processes)
+
+    @property
+    def process_index(self) -> int:
+        """Data-parallel rank of this process."""
+        return self.context.data.rank if "context" in self.__dict__ else int(self.state.process_index)
+
+    @property
+    def is_last_process(self) -> bool:
+        """Whether this is the last of all processes."""
+        return bool(self.state.process_index == self.state.num_processes - 1)
+
+    @property
+    def dispatch_batches(self) -> bool:
+        """False: every rank reads its own part of the data set."""
+        return False
+
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
+        """Yield the part of ``inputs`` that belongs to this data-parallel rank."""
+        state = DataRanks(PartialState(), self.num_processes, self.process_index)
+        split: AbstractContextManager[Any] = PartialState.split_between_processes(state, inputs, apply_padding)
+        return split
+
+    # --- prepare
+
+    def prepare(self, *args: Any, **kwargs: Any) -> Any:
+        """Shard plain models, with the optimizers of their parameters, and prepare all objects.
+
+        Returns:
+            The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
+        """
+        objects = list(args)
+        for model in [each for each in args if isinstance(each, nn.Module)]:
+            own = [each for each in objects if isinstance(each, Optimizer) and _trains(each, model)]
+            if (replaced := self._shard(model, own)) is not None:
+                objects = [replaced if any(each is o for o in own) else each for each in objects]
+        return super().prepare(*objects, **kwargs)
+
+    def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+        """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
+        if getattr(model, "_is_accelerate_prepared", False):
+            return None
+        sharded = sharded_model_in(model)
+        if sharded is None:
+            engine = initialize(model, list(optimizers) or None, None, parallel=self.config, policy=self.policy,
+                                context=self.context)  # fmt: skip
+            return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
+        if metadata_of(sharded).context.sizes != self.context.sizes:
+            raise ConfigError(
+                f"The model is sharded over {metadata_of(sharded).context}, but the Accelerator uses {self.context}",
+                remedy="Pass the context of the model: Accelerator(context=context)",
+            )
+        is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
+        if is_plain and self.config.effective_zero_stage is not None:
+            return shard_optimizer(sharded, list(optimizers), **self.config.zero_options())
+        return None
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        """Add autocast and compilation to a model. A sharded model stays on its device, and gets no DDP wrapper."""
+        if sharded_model_in(model) is not None:
+            device_placement, evaluation_mode = False, True
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+    def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
+        """Wrap an optimizer. That of a sharded model is already where it belongs, for example in host memory."""
+        return super().prepare_optimizer(optimizer, False if self._models else device_placement)
+
+    def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
+        """Split the batches of a data loader over the data-parallel ranks.
+
+        A random order is that of the first rank: communicates one number per epoch.
+        """
+        sampler = getattr(data_loader.batch_sampler, "sampler", None)
+        is_random = isinstance(sampler, RandomSampler) and sampler.generator is None
+        if is_random and not self.use_seedable_sampler and self.context.world is not None:
+            data_loader.batch_sampler.sampler = SharedOrder(sampler, world_axis(self.context))  # type: ignore
+        return super().prepare_data_loader(data_loader, *args, **kwargs)
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        """Wrap a scheduler, which steps once per data-parallel rank unless ``split_batches`` is set."""
+        prepared = super().prepare_scheduler(scheduler)
+        if type(prepared) is AcceleratedScheduler:
+            prepared.__class__, prepared.data_ranks = DataRankScheduler, self.num_processes
+        return prepared
+
+    # --- one step
+
+    @contextmanager
+    def no_sync(self, model: nn.Module) -> Iterator[None]:
+        """Accumulate gradients without reducing them over the data-parallel ranks."""
+        sharded = sharded_model_in(model)
+        with super().no_sync(model) if sharded is None else no_sync(sharded):
+            yield
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Run the backward pass, with the loss scale of a ZeRO optimizer in fp16."""
+        owners = [metadata_of(model).gradient_owner for model in self.sharded_models]
+        with ExitStack() as stack:
+            for scale in [stack.enter_context(owner.scaled()) for owner in owners if owner is not None]:
+                loss = loss if scale == 1 else loss.float() * scale
+            super().backward(loss, **kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clip the gradients of a model by the norm over all of its shards."""
+        parameters = list(parameters) if not isinstance(parameters, Tensor) else [parameters]
+        clipped = {id(p) for p in parameters}
+        for model in self.sharded_models:
+            if {id(p) for p in model.parameters()} == clipped:
+                self.unscale_gradients()
+                return clip_grad_norm_(model, max_norm, norm_type)
+        return super().clip_grad_norm_(parameters, max_norm, norm_type)
+
+    # --- communication over the data axis
+
+    def gather(self, tensor: Any) -> Any:
+        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather each."""
+
+        def gather_one(x: Tensor) -> Tensor:
+            return all_gather(x.reshape(1) if x.dim() == 0 else x.contiguous(), self.context.data, 0, purpose="metrics")
+
+        return recursively_apply(gather_one, to_full_tensors(tensor), error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """Gather tensors or objects of all data-parallel ranks, without the samples that fill up the last batch."""
+        if not use_gather_object:
+            try:
+                recursively_apply(lambda x: x, input_data, error_on_other_type=True)
+            except TypeError:
+                use_gather_object = True
+        if not use_gather_object:
+            return super().gather_for_metrics(input_data)
+        parts = all_gather_objects(to_full_tensors(input_data), self.context.data)
+        data = [each for part in parts for each in part]
+        is_last, remainder = self.gradient_state.end_of_dataloader, self.gradient_state.remainder
+        return data[:remainder] if is_last and remainder > 0 else data
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """Reduce tensors over the data-parallel ranks. Communicates one all-reduce each.
+
+        Args:
+            reduction: "sum", "mean", "max" or "none".
+        """
+
+        def reduce_one(x: Tensor) -> Tensor:
+            if reduction == "none":
+                return x
+            total = all_reduce(
+                x.clone(), self.context.data, op="max" if reduction == "max" else "sum", purpose="metrics"
+            )
+            return total / self.context.data.size if reduction == "mean" else total
+
+        return recursively_apply(reduce_one, to_full_tensors(tensor), error_on_other_type=True)
+
+    def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
+        """Pad tensors to the largest size of all ranks. Gathers sharded logits first."""
+        return super().pad_across_processes(to_full_tensors(tensor), *args, **kwargs)
+
+    # --- saving and loading: all ranks call these
+
+    @property
+    def sharded_models(self) -> list[nn.Module]:
+        """Sharded models that were prepared."""
+        return [sharded for model in self._models if (sharded := sharded_model_in(model)) is not None]
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
+        """Return the state dict with full tensors, on the CPU of every rank. All ranks call it."""
+        sharded = sharded_model_in(model)
+        return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
+
+    def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
+        """Save a training run, to be loaded under any layout. All ranks call it.
+
+        accelerate writes the schedulers, random states and registered objects. Each sharded model and its optimizers
+        are a checkpoint of ``save_checkpoint`` in the folder ``shardformer_0``, ``shardformer_1`` and so on.
+        """
+        with self._without_sharded_models() as models:
+            folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
+        for number, (model, optimizers) in enumerate(models):
+            save_checkpoint(model, _checkpoint_folder(folder, number), optimizers)  # replaces an older one
+        return folder
+
+    def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
+        """Load what ``save_state`` saved, also under another layout, or what a plain ``Accelerator`` saved.
+
+        All ranks call it.
+        """
+        if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
+            folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
+            input_dir = os.path.join(checkpoints, max(folders, key=lambda name: int(name.rpartition("_")[2])))
+        with self._without_sharded_models() as models:
+            super().load_state(input_dir, load_kwargs, **kwargs)
+        assert input_dir is not None
+        if os.path.isdir(_checkpoint_folder(input_dir, 0)):
+            for number, (model, optimizers) in enumerate(models):
+                load_checkpoint(model, _checkpoint_folder(input_dir, number), optimizers)
+            return
+        folder, (model, optimizers), *more = Path(input_dir), *models
+        if more or len(optimizers) != 1:
+            raise ConfigError(
+                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to {len(models)} models",
+                remedy="Save it with the Accelerator of ShardFormer, also in one process",
+            )
+        weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
+        model.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})  # saved by DDP
+        load_plain_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
+
+    @contextmanager
+    def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
+        """Hide the sharded models and their optimizers from accelerate. Yield them."""
+        models, optimizers = self._models, self._optimizers
+        sharded = self.sharded_models
+        raw = [getattr(each, "optimizer", each) for each in optimizers]
+        owned = [[each for each in raw if _trains(each, model)] for model in sharded]
+        hidden = {id(each) for of_model in owned for each in of_model}
+        self._models = [model for model in models if sharded_model_in(model) is None]
+        self._optimizers = [each for each in optimizers if id(getattr(each, "optimizer", each)) not in hidden]
+        try:
+            yield list(zip(sharded, owned, strict=True))
+        finally:
+            self._models, self._optimizers = models, optimizers
+
+
+def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
+    return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
+
+
+def _load_plain_file(folder: Path, *names: str) -> Any:
+    path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+    return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
+    """Whether an optimizer has parameters of a model."""
+    if isinstance(optimizer, ZeroOptimizer):
+        return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
+    held = {id(p) for p in model.parameters()}
+    return any(id(p) in held for group in optimizer.param_groups for p in group["params"])
+
+
+def _other_backend_error(setting: str) -> ConfigError:
+    return ConfigError(
+        f"accelerate is configured with {setting}",
+        rule="Only one library can shard the model",
+        remedy="Remove it, and set the layout and zero_stage in parallel=ParallelConfig(...)",
+    )

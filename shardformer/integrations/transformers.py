@@ -1,0 +1,463 @@
+"""``Trainer`` and ``Seq2SeqTrainer``: transformers' trainers for models that ShardFormer shards.
+
+>>> from shardformer.integrations.transformers import Trainer                             # doctest: +SKIP
+>>> trainer = Trainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
+
+The training loop, the logs, the callbacks and the evaluation are those of transformers. ``ShardedTrainer`` is a mixin
+for other subclasses of ``transformers.Trainer``.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.overrides import TorchFunctionMode
+
+from shardformer.checkpoint.plain_state import load_plain_optimizer_state, plain_optimizer_state
+from shardformer.comm.collectives import all_reduce
+from shardformer.comm.sharded_tensor import to_full_tensors
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError
+from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, LossCall
+from shardformer.integrations.accelerate import Accelerator, DataRanks, sharded_model_in
+from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.training.initialize import initialize, make_context, make_pipeline
+from shardformer.transformers_compat import is_cache, load_transformers
+from shardformer.weights.state_dict import full_state_dict
+from shardformer.zero.elementwise_trial import needs_full_matrices
+from shardformer.zero.shard_optimizer import shard_optimizer
+from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+transformers: Any = load_transformers()
+
+
+class ShardedTrainer:
+    """Mixin that shards the model of a Trainer class: ``class MyTrainer(ShardedTrainer, TheirTrainer)``.
+
+    Args:
+        model: A plain model, identical on every rank, or one that ``shard_model`` returned.
+        args: Arguments of the training. Batch sizes are per data-parallel rank.
+        parallel: Layout and options. None uses that of a sharded model, or else data parallelism.
+        policy: Your own sharding policy. None selects one automatically.
+        context: Existing process grid. None creates one over the launched processes.
+        others, options: Arguments of the Trainer class.
+
+    Raises:
+        ConfigError: The layout or an argument is not supported. Raised before training.
+    """
+
+    # attributes and methods of the Trainer class
+    args: Any
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    label_smoother: Any
+    compute_loss_func: Any
+    label_names: list[str]
+    model_accepts_loss_kwargs: bool
+    _train_batch_size: int
+    _prepare_inputs: Any
+
+    def __init__(
+        self,
+        model: Any = None,
+        args: Any = None,
+        *others: Any,
+        parallel: Any = None,
+        policy: Any = None,
+        context: ParallelContext | None = None,
+        **options: Any,
+    ) -> None:
+        self.parallel, self.policy = ParallelConfig.of(parallel), policy
+        sharded = sharded_model_in(model)
+        self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
+        check_arguments(args, self.parallel)
+        super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        self._check_loss(self.context.pipe.size)
+        self._shard(self.model)
+        if self.label_smoother is not None:
+            self.label_smoother = DataParallelSmoother(self.label_smoother, self.context.data)
+
+    def _shard(self, model: Any) -> None:
+        """Shard a plain model, together with the optimizer that the user passed."""
+        is_stage = self.has_stages and sharded_model_in(model) is not None  # which knows only the total number
+        has_count = hasattr(model, "num_parameters")
+        self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
+        optimizer = self.optimizer
+        if sharded_model_in(model) is None:
+            passed = None if optimizer is None else [optimizer]
+            engine = initialize(model, passed, parallel=self.parallel, policy=self.policy, context=self.context)
+            self.optimizer = optimizer if optimizer is None else engine.optimizers[0]
+            self.pipeline = engine.pipeline
+        else:
+            self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
+            self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
+
+    @property
+    def sharded_model(self) -> nn.Module:
+        """The sharded model, without wrappers."""
+        found = sharded_model_in(self.model)
+        assert found is not None
+        return found
+
+    def call_model_init(self, trial: Any = None) -> Any:
+        model = super().call_model_init(trial)  # type: ignore[misc]
+        if hasattr(self, "state"):  # later than __init__, which shards the model itself
+            self.optimizer = None
+            self._shard(model)
+        return model
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.__class__ = Accelerator
+        self.accelerator.use_context(self.context, self.parallel, self.policy)
+        use_objects = self.args.eval_use_gather_object
+        self.gather_function = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
+
+    # --- which ranks have batches of their own
+
+    def get_tp_size(self) -> int:
+        """1, because the accelerator counts data-parallel ranks."""
+        return 1
+
+    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the mean number of items of the data-parallel ranks.
+
+        Each rank divides its loss by it, and the mean over the ranks is the loss of the global batch. Trainer uses the
+        sum, and multiplies the loss by the number of processes, also if the model ignores the number of items.
+        """
+        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        is_summed = items is not None and self.args.average_tokens_across_devices
+        return items / self.context.data.size if is_summed else items
+
+    def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
+        before = self.args.average_tokens_across_devices
+        self.args.average_tokens_across_devices = False  # see _get_num_items_in_batch
+        try:
+            return super().compute_loss(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.args.average_tokens_across_devices = before
+
+    def get_total_train_batch_size(self, args: Any) -> int:
+        return int(self._train_batch_size * args.gradient_accumulation_steps * self.context.data.size)
+
+    @contextmanager
+    def _counting(self, num_processes: int, process_index: int) -> Iterator[None]:
+        """Replace ``args.world_size`` and ``args.process_index`` inside of this context."""
+        args = self.args
+        before = args.distributed_state
+        args.distributed_state = DataRanks(before, num_processes, process_index)
+        try:
+            yield
+        finally:
+            args.distributed_state = before
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        data = self.context.data
+        with self._counting(data.size, data.rank):  # for the seeds of the loader's workers, and for batch_rebalance
+            return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
+
+    def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self._group_global_batches(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
+
+    def _get_eval_sampler(self, *args: Any, **kwargs: Any) -> Any:
+        return self._group_global_batches(super()._get_eval_sampler(*args, **kwargs))  # type: ignore[misc]
+
+    def _group_global_batches(self, sampler: Any) -> Any:
+        if isinstance(sampler, transformers.trainer_pt_utils.LengthGroupedSampler):
+            sampler.batch_size *= self.context.data.size  # as in one process with the same global batch
+        return sampler
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counting(self.context.data.size, self.args.process_index):  # for the speed in the log
+            return super().evaluate(*args, **kwargs)  # type: ignore[misc]
+
+    # --- one step
+
+    def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
+        """Create Trainer's optimizer. With ZeRO, or if it needs full matrices, ``shard_optimizer`` wraps it."""
+        created = super().create_optimizer(*args, **kwargs)  # type: ignore[misc]
+        self.optimizer = self._shard_optimizer(created)
+        return self.optimizer
+
+    def _shard_optimizer(self, optimizer: Optimizer) -> Optimizer:
+        stage = self.parallel.effective_zero_stage
+        if stage is None and _is_any_matrix_sharded(self.sharded_model) and _needs_full_matrices(optimizer):
+            stage = 0
+        if stage is None or isinstance(getattr(optimizer, "optimizer", optimizer), ZeroOptimizer):
+            return optimizer
+        return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.zero_options(), "stage": stage})
+
+    def floating_point_ops(self, inputs: Any) -> float:
+        """6 times the non-embedding parameters times the tokens. Trainer sums it over all processes."""
+        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        if not isinstance(tokens, Tensor):
+            return 0
+        copies = self.args.world_size // self.context.data.size
+        return float(6 * self._num_parameters * tokens.numel() / copies)
+
+    def compute_loss_context_manager(self) -> Any:
+        """Weight mean losses by their number of labels, so that their mean over the ranks is that of the global batch.
+
+        Models whose loss is a sum divided by the number of items have no mean losses.
+        """
+        stack = super().compute_loss_context_manager()  # type: ignore[misc]
+        if self.context.data.size > 1 and self.args.average_tokens_across_devices:
+            stack.enter_context(WeightedMeanLosses(self.context.data))
+        return stack
+
+    def prediction_step(
+        self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
+    ) -> Any:
+        """Evaluate a batch. Gathers the logits of all ranks that share it, unless only the loss is needed."""
+        if self.has_stages:
+            return self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
+        step = super().prediction_step  # type: ignore[misc]
+        return to_full_tensors(step(model, inputs, prediction_loss_only, ignore_keys, **options))
+
+    # --- pipeline stages
+
+    @property
+    def has_stages(self) -> bool:
+        """Whether the model is split into pipeline stages."""
+        return self.context.pipe.size > 1
+
+    def _check_loss(self, num_stages: int) -> None:
+        """Raise ConfigError if a pipeline cannot compute the loss, because the model does not compute it itself."""
+        kind = type(self)
+        problems = {
+            "label_smoothing_factor": self.label_smoother is not None,
+            "compute_loss_func": self.compute_loss_func is not None,
+            f"{kind.__name__}.compute_loss": [c for c in kind.__mro__ if "compute_loss" in vars(c)]
+            != [ShardedTrainer, transformers.Trainer],
+            "predict_with_generate": getattr(self.args, "predict_with_generate", False),
+            "neftune_noise_alpha": self.args.neftune_noise_alpha is not None,
+            "gradient_accumulation_steps, for a model without num_items_in_batch": (
+                self.args.gradient_accumulation_steps > 1 and not self.model_accepts_loss_kwargs
+            ),
+        }
+        used = [name for name, is_used in problems.items() if is_used and num_stages > 1]
+        if used:
+            raise ConfigError(
+                f"Trainer does not support {used[0]} with pipe={num_stages}",
+                rule="A pipeline computes the model's own loss, and updates no module outside of a step",
+                remedy="Remove it, or the pipe axis",
+            )
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        if not self.has_stages:
+            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            return loss
+        model.train()
+        with self.accelerator.autocast():
+            return self.pipeline.step(self._stage_inputs(inputs, num_items_in_batch)).detach()
+
+    def _stage_inputs(self, inputs: Any, num_items_in_batch: Any) -> dict[str, Any]:
+        """Return the inputs of a pipeline, which sums the losses of all data ranks."""
+        found = dict(self._prepare_inputs(inputs))
+        if num_items_in_batch is not None and self.model_accepts_loss_kwargs:
+            found["num_items_in_batch"] = round(float(num_items_in_batch) * self.context.data.size)
+        return found
+
+    def _predict_in_stages(self, inputs: Any, prediction_loss_only: bool, ignore_keys: Any) -> Any:
+        labels = tuple(inputs[name] for name in self.label_names if inputs.get(name) is not None)
+        config = getattr(self.model, "config", None)
+        ignored = {"loss", *(ignore_keys or getattr(config, "keys_to_ignore_at_inference", ()))}
+        loss = None
+        with self.accelerator.autocast():
+            if labels:
+                items = self._get_num_items_in_batch([inputs], self.args.device)
+                loss = self.pipeline.evaluate(self._stage_inputs(inputs, items)).detach()
+            if prediction_loss_only:
+                return loss, None, None
+            output = self.pipeline.forward(self._stage_inputs(inputs, None), gather=True)
+        kept = [value for name, value in output.items() if name not in ignored and not is_cache(value)]
+        logits = tuple(to_full_tensors(kept))
+        return loss, logits[0] if len(logits) == 1 else logits, labels[0] if len(labels) == 1 else labels or None
+
+    # --- saving and loading: all ranks call these
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        self._joined_save = False
+        super().save_model(output_dir, _internal_call)  # type: ignore[misc]
+        if self._joined_save:
+            return
+        if hasattr(self.model, "save_pretrained"):  # older releases of transformers let only the first rank enter _save
+            self.model.save_pretrained(output_dir or self.args.output_dir)
+        else:
+            full_state_dict(self.sharded_model)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        """Save full weights. All ranks gather them, which Trainer allows for models that transformers sharded."""
+        self._joined_save = True
+        if state_dict is None and not hasattr(self.model, "save_pretrained"):
+            state_dict = full_state_dict(self.sharded_model)
+        self.is_distributed_loading_by_transformers = True
+        try:
+            super()._save(output_dir, state_dict)  # type: ignore[misc]
+        finally:
+            self.is_distributed_loading_by_transformers = False
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Write the optimizer state of the plain model, which any layout and the plain Trainer can load."""
+        raw = getattr(self.optimizer, "optimizer", self.optimizer)
+        state = plain_optimizer_state(self.sharded_model, raw, output_dir)
+        with self._replaced_optimizer(SavedState(state)):
+            super()._save_optimizer_and_scheduler(output_dir)  # type: ignore[misc]
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        raw = getattr(self.optimizer, "optimizer", self.optimizer)
+        with self._replaced_optimizer(LoadingState(self.sharded_model, raw)):
+            super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+
+    @contextmanager
+    def _replaced_optimizer(self, other: Any) -> Iterator[None]:
+        optimizer, self.optimizer = self.optimizer, other
+        try:
+            yield
+        finally:
+            self.optimizer = optimizer
+
+    def _save_rng_state(self, output_dir: str) -> None:
+        super()._save_rng_state(output_dir)  # type: ignore[misc]
+        if self.args.world_size > 1 and self.args.process_index == 0:
+            with self._counting(1, 0):  # the file that one process, or another number of processes, loads
+                super()._save_rng_state(output_dir)  # type: ignore[misc]
+
+    def _load_rng_state(self, checkpoint: str | None) -> None:
+        """Load the random state of the first rank that has this rank's batches."""
+        size, index = self.args.world_size, self.args.process_index
+        if checkpoint is not None and size > 1:
+            files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
+            first = self.context.grid.rank_at({"data": self.context.data.rank})
+            size, index = (size, first) if files == [True, False] else (1, 0)
+        with self._counting(size, index):
+            super()._load_rng_state(checkpoint)  # type: ignore[misc]
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        """Warn of missing keys, except for tied weights, which are saved under one of their names."""
+        missing = set(load_result.missing_keys)
+        tensors = self.model.state_dict(keep_vars=True)
+        found = {id(value) for name, value in tensors.items() if name not in missing}
+        really = [name for name in load_result.missing_keys if id(tensors.get(name)) not in found]
+        super()._issue_warnings_after_load(type(load_result)(really, load_result.unexpected_keys))  # type: ignore[misc]
+
+
+def mean_over_data(mean: Tensor, count: float, data: Axis) -> Tensor:
+    """Weight the mean of ``count`` values so that the average over the data ranks is the mean over all values.
+
+    Communicates one number.
+    """
+    total = float(all_reduce(torch.tensor(float(count), device=mean.device), data, purpose="loss"))
+    if not total:
+        return mean  # NaN, as in one process
+    return mean * (count * data.size / total) if count else mean.nan_to_num() * 0.0
+
+
+class WeightedMeanLosses(TorchFunctionMode):
+    """Mode in which the mean losses of ``torch.nn.functional`` have the weight of their labels in the global batch."""
+
+    def __init__(self, data: Axis) -> None:
+        super().__init__()
+        self._data = data
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
+            return func(*args, **kwargs)
+        return mean_over_data(call.compute(), float(call.compute_count()), self._data)
+
+
+class DataParallelSmoother:
+    """Trainer's label smoother, whose mean over the labels of a rank is weighted by their number."""
+
+    def __init__(self, smoother: Any, data: Axis) -> None:
+        self._smoother, self._data = smoother, data
+
+    def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
+        loss: Tensor = self._smoother(outputs, labels, shift_labels=shift_labels, **options)
+        if options.get("num_items_in_batch") is not None or self._data.size == 1:
+            return loss
+        counted = labels[..., 1:] if shift_labels else labels
+        return mean_over_data(loss, float(counted.ne(self._smoother.ignore_index).sum()), self._data)
+
+
+class SavedState:
+    """Replaces the optimizer while Trainer saves its state."""
+
+    def __init__(self, state: Any) -> None:
+        self._state = state
+
+    def state_dict(self) -> Any:
+        return self._state
+
+
+class LoadingState:
+    """Replaces the optimizer while Trainer loads its state, and loads the state of the plain model's optimizer."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model, self._optimizer = model, optimizer
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        load_plain_optimizer_state(self._model, self._optimizer, state_dict)
+
+
+def _is_any_matrix_sharded(model: nn.Module) -> bool:
+    return any(entry.spec.is_sharded for entry in metadata_of(model).entries)
+
+
+def _needs_full_matrices(optimizer: Optimizer) -> bool:
+    """Whether an optimizer is not element-wise. True if a trial cannot tell."""
+    try:
+        return needs_full_matrices(optimizer)
+    except ConfigError:
+        return True
+
+
+UNSUPPORTED = {
+    "fsdp": "ShardFormer shards the model. Use ParallelConfig(zero_stage=1, 2 or 3)",
+    "deepspeed": "ShardFormer shards the model. Use ParallelConfig(zero_stage=1, 2 or 3)",
+    "parallelism_config": "ShardFormer shards the model. Set the sizes of the axes in ParallelConfig",
+    "use_liger_kernel": "Its kernels replace modules of the model, and compute the loss from full logits",
+    "auto_find_batch_size": "Ranks would retry with different batch sizes",
+}
+"""Arguments of TrainingArguments that are refused -> reason."""
+FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
+"""Parts of the names of optimizers that update parameters during the backward."""
+
+
+def check_arguments(args: Any, parallel: ParallelConfig) -> None:
+    """Raise ConfigError for an argument of ``TrainingArguments`` that does not work with a sharded model."""
+    if parallel.max_grad_norm is not None:
+        raise ConfigError(
+            f"max_grad_norm={parallel.max_grad_norm} has no effect in parallel=",
+            remedy="Set TrainingArguments(max_grad_norm=...), which is 1.0 by default",
+        )
+    for name, reason in UNSUPPORTED.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(
+                f"TrainingArguments({name}={value!r:.60}) is not supported", rule=reason, remedy=f"Remove {name}"
+            )
+    optim = str(getattr(getattr(args, "optim", ""), "value", ""))
+    if any(part in optim for part in FUSED_BACKWARD):
+        raise ConfigError(
+            f"TrainingArguments(optim={optim!r}) is not supported",
+            rule="It updates each parameter during the backward, before the ranks have reduced its gradient",
+            remedy="Use another optimizer, with zero_stage=2 to store fewer gradients",
+        )
+
+
+class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
+    """transformers' ``Trainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTrainer``."""
+
+
+class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+    """transformers' ``Seq2SeqTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTrainer``."""

@@ -1,0 +1,99 @@
+"""An accelerate loop over a sharded model learns the same as with accelerate's own Accelerator in one process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations.accelerate_cases import helpers, refusals, train_loops
+from tests.integrations.process import IntegrationProcess
+from tests.integrations.rows import record_difference
+
+BOUND = 1e-5
+"""Largest relative difference of losses, norms and weights in fp32."""
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"data": 2},
+    {"sequence": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"data": 2, "zero_stage": 1},
+    {"data": 2, "zero_stage": 2},
+    {"data": 2, "zero_stage": 3},
+]
+FEATURES: dict[str, dict[str, Any]] = {
+    "loop": {},
+    "accumulate": {"accumulation": 2},
+    "shuffled data": {"shuffle": True},
+    "bf16": {"mixed_precision": "bf16"},
+}
+SAMPLE = [("accumulate", {"tensor": 2}), ("shuffled data", {"data": 2, "zero_stage": 1}), ("bf16", {"data": 2})]
+
+
+def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, dict[str, Any]]]) -> None:
+    cases = [{"layout": layout, "folder": str(root), **FEATURES[feature]} for feature, layout in chosen]
+    used = dict.fromkeys(feature for feature, _ in chosen)
+    plain = [{"layout": {}, "folder": str(root), **FEATURES[feature]} for feature in used]
+    integrations(1).run(train_loops, plain)
+    problems = []
+    for (feature, layout), found in zip(chosen, integrations(2).run(train_loops, cases)[0], strict=True):
+        record_difference(
+            "accelerate", feature, layout, found["loss"], found["grad_norm"], "save_state, load_state of both"
+        )
+        rounds = feature == "bf16"
+        compared = {"loss", "grad_norm", "rates", "resumed"} if rounds else set(found)
+        wrong = {name: found[name] for name in compared if not found[name] < (1e-2 if rounds else BOUND)}
+        problems += [(feature, layout, wrong)] if wrong else []
+    assert not problems
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("trains models with two ranks and in one process, and resumes each twice")
+def test_losses_norms_predictions_and_resumed_loops_equal_one_process(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    check(integrations, tmp_path, SAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("trains under all layouts")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_one_process_under_every_layout(
+    feature: str, integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    check(integrations, tmp_path, [(feature, layout) for layout in LAYOUTS])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess) -> None:
+    first, second = integrations(2).run(refusals)
+    assert first == second
+    for name, parts in {
+        "fsdp_plugin": ("fsdp_plugin", "Only one library can shard the model"),
+        "deepspeed_plugin": ("deepspeed_plugin", "Only one library can shard the model"),
+        "dispatch_batches": ("dispatch_batches=True", "same part"),
+        "pipe": ("pipe=2", "engine.train_step"),
+        "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
+        "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
+        "other layout": ("data=2", "Pass the context of the model"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -> None:
+    tensor = integrations(2).run(helpers, {"tensor": 2})
+    data = integrations(2).run(helpers, {"data": 2})
+    assert [rank["num_processes"] for rank in tensor] == [1, 1] and [rank["num_processes"] for rank in data] == [2, 2]
+    assert [rank["is_main"] for rank in tensor] == [rank["is_main"] for rank in data] == [True, False]
+    assert [rank["is_last"] for rank in tensor] == [rank["is_last"] for rank in data] == [False, True]
+    assert [rank["split"] for rank in tensor] == [["a", "b", "c"]] * 2
+    assert [rank["split"] for rank in data] == [["a", "b"], ["c"]]
+    assert tensor[0]["order"] == tensor[1]["order"]  # although the ranks have different random states
+    assert not set(data[0]["order"]) & set(data[1]["order"])
+    assert [rank["steps"] for rank in tensor] == [1, 1] and [rank["steps"] for rank in data] == [2, 2]
+    assert tensor[0]["reduced"] == [3.0, 3.0, 3.0] and data[0]["reduced"] == [4.0, 2.0, 3.0]

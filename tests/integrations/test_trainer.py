@@ -1,0 +1,165 @@
+"""The sharded Trainer logs and learns the same as the plain Trainer in one process."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.integrations import trainer_uses as uses
+from tests.integrations.process import IntegrationProcess
+from tests.integrations.rows import record_difference
+from tests.integrations.trainer_cases import LOGGED, Case, resume_all, train_all
+
+BOUND = 1e-5
+"""Largest relative difference of logs and weights in fp32."""
+BOUND_BF16 = 2e-2
+
+GROUPED = {"train_sampling_strategy": "group_by_length", "rows": "ragged"}
+REBALANCED = {"train_sampling_strategy": "batch_rebalance", "rows": "ragged"}
+GENERATING = {"predict_with_generate": True, "generation_max_length": 6}
+LAYOUTS: list[dict[str, Any]] = [
+    {"tensor": 2},
+    {"data": 2},
+    {"sequence": 2},
+    {"tensor": 2, "sequence_parallel": True},
+    {"data": 2, "zero_stage": 1},
+    {"data": 2, "zero_stage": 2},
+    {"data": 2, "zero_stage": 3},
+    {"tensor": 2, "zero_stage": 1},
+    {"pipe": 2, "micro_batches": 2},
+    {"pipe": 2, "zero_stage": 1},
+]
+COMBINED: list[dict[str, Any]] = [
+    {"tensor": 2, "data": 2},
+    {"data": 2, "sequence": 2},
+    {"tensor": 2, "sequence": 2},
+    {"tensor": 2, "data": 2, "zero_stage": 3},
+    {"data": 2, "sequence": 2, "zero_stage": 1},
+    {"pipe": 2, "tensor": 2},
+    {"pipe": 2, "data": 2, "zero_stage": 1},
+]
+FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "causal language model": ("llama", {}),
+    "tied weights": ("gpt2", {}),
+    "sequence classification": ("bert", {}),
+    "sequence to sequence": ("t5", {}),
+    "gradient accumulation": ("llama", {"gradient_accumulation_steps": 2}),
+    "label smoothing": ("llama", {"label_smoothing_factor": 0.1}),
+    "label smoothing, seq2seq": ("t5", {"label_smoothing_factor": 0.1}),
+    "predict_with_generate": ("t5", GENERATING),
+    "load_best_model_at_end": ("llama", {"load_best_model_at_end": True}),
+    "NEFTune": ("llama", {"neftune_noise_alpha": 5.0}),
+    "Adafactor": ("llama", {"optim": "adafactor"}),
+    "group_by_length": ("llama", GROUPED),
+    "batch_rebalance": ("llama", REBALANCED),
+    "activation checkpointing": ("llama", {"activation_checkpointing": True}),
+    "bf16": ("llama", {"bf16": True}),
+}
+SAMPLE = [
+    ("gradient accumulation", {"tensor": 2}),
+    ("gradient accumulation", {"data": 2, "zero_stage": 1}),
+    ("sequence to sequence", {"data": 2}),
+    ("tied weights", {"pipe": 2, "micro_batches": 2}),
+    ("sequence classification", {"data": 2, "zero_stage": 3}),
+]
+EXCLUDED = {
+    ("NEFTune", "data"): "every data rank draws the noise of its own samples",
+    ("NEFTune", "sequence"): "every sequence rank draws the noise of its own positions",
+    ("batch_rebalance", "data"): "Trainer forms the batches of each rank from the lengths",
+    ("label smoothing", "pipe"): "refused",
+    ("label smoothing, seq2seq", "pipe"): "refused",
+    ("predict_with_generate", "pipe"): "refused",
+    ("NEFTune", "pipe"): "refused",
+}
+"""(feature, axis) -> why the run is not compared with one process."""
+
+
+def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, dict[str, Any]]], ranks: int) -> None:
+    cases = [Case(layout, *FEATURES[feature]) for feature, layout in chosen]
+    plain = {case.name: case.plain for case in cases}
+    integrations(1).run(train_all, list(plain.values()), str(root))
+    found = integrations(ranks).run(train_all, cases, str(root))[0]
+    returned = integrations(1).run(resume_all, cases, str(root))[0]
+    problems = []
+    for (feature, layout), measured, back in zip(chosen, found, returned, strict=True):
+        measured["resumed in one process"] = back
+        record_difference(
+            "transformers", feature, layout, measured["loss"], measured["grad_norm"], "resumed and loaded by both"
+        )
+        bound = BOUND_BF16 if feature == "bf16" else BOUND
+        compared = set(measured) - {"total_flos"} if "ragged" in str(FEATURES[feature]) else set(measured)
+        if feature == "bf16":  # rounding decides the sign of steps
+            compared &= set(LOGGED)
+        wrong = {name: measured[name] for name in compared if not measured[name] < bound}
+        problems += [(feature, layout, wrong)] if wrong else []
+    assert not problems
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("trains models with two ranks and in one process, and resumes each in both")
+def test_losses_norms_evaluation_and_resumed_runs_equal_one_process(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    check(integrations, tmp_path, SAMPLE, 2)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("trains under all layouts")
+@pytest.mark.parametrize("feature", FEATURES)
+def test_every_feature_equals_one_process_under_every_layout(
+    feature: str, integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    exact = [layout for layout in LAYOUTS if not any((feature, axis) in EXCLUDED for axis in layout)]
+    check(integrations, tmp_path, [(feature, layout) for layout in exact], 2)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("trains with four ranks")
+def test_combinations_of_axes_equal_one_process(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    check(integrations, tmp_path, [("gradient accumulation", layout) for layout in COMBINED], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_arguments_that_cannot_work_are_refused_before_training(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    first, second = integrations(2).run(uses.refusals, str(tmp_path))
+    assert first == second
+    for name, parts in {
+        "pipe and label smoothing": ("label_smoothing_factor with pipe=2", "the model's own loss"),
+        "pipe and compute_loss": ("compute_loss with pipe=2", "the model's own loss"),
+        "max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments"),
+        "fsdp": ("fsdp", "zero_stage"),
+        "lomo": ("optim='lomo'", "during the backward"),
+        "liger": ("use_liger_kernel",),
+        "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+        "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+        "other layout": ("parallel requests data=2", "the context has data=1"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_callbacks_run_and_one_rank_reports(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    first, second = integrations(2).run(uses.train_with_callbacks, str(tmp_path))
+    assert first["steps"] == second["steps"] == 3  # the callback stops the training
+    assert first["tokens"] == second["tokens"] == 3 * 8 * 11
+    assert len(list((tmp_path / "logs").rglob("events.*"))) == 1
+    assert first["missing_keys"] == 0  # GPT-2's head is saved under the name of its embedding
+    assert json.loads((tmp_path / "checkpoint-2" / "trainer_state.json").read_text())["global_step"] == 2
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_model_init_own_optimizer_and_plain_modules_train(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    results = integrations(2).run(uses.other_ways_to_start, str(tmp_path))
+    alone = integrations(1).run(uses.other_ways_to_start, str(tmp_path / "one"))[0]
+    for name, losses in alone.items():
+        assert results[0][name] == pytest.approx(losses, rel=1e-5), name

@@ -1,0 +1,174 @@
+"""Runs of transformers' Trainer, plain or sharded, which the tests compare. The functions run on the workers."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from shardformer.config import ParallelConfig
+from tests.integrations.small_models import (
+    MODELS,
+    class_rows,
+    full_weights,
+    largest_difference,
+    pad_rows,
+    token_rows,
+    weight_difference,
+)
+
+GLOBAL_BATCH = 8
+LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "eval_labels", "total_flos")
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training configuration under one layout."""
+
+    layout: dict[str, Any]
+    model: str = "llama"
+    options: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        """Name of the training configuration, which the run in one process has, too."""
+        return "_".join([self.model, *(f"{key}-{value}" for key, value in self.options.items())])
+
+    @property
+    def folder(self) -> str:
+        return "_".join([self.name, *(f"{key}-{value}" for key, value in self.layout.items())])
+
+    @property
+    def plain(self) -> Case:
+        """The same training in one process."""
+        return Case({}, self.model, self.options)
+
+
+def metrics_of(prediction: Any) -> dict[str, Any]:
+    """Compute numbers that depend on every prediction and on the order of the samples, but not on padding."""
+    outputs = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
+    labels, sizes = np.asarray(prediction.label_ids), np.abs(np.asarray(outputs).astype("float64"))
+    if sizes.ndim == 3:
+        sizes = sizes.mean(-1) * (labels != -100)
+    weights = np.arange(1, len(sizes) + 1)
+    return {"sum": float((sizes.sum(-1) * weights).sum()), "labels": int(labels[labels != -100].sum())}
+
+
+def reset_accelerate() -> None:
+    """Clear the process-wide state of accelerate, because a worker runs many cases."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def arguments(folder: str, case: Case) -> Any:
+    data, accumulation = case.layout.get("data", 1), case.options.get("gradient_accumulation_steps", 1)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
+        "per_device_eval_batch_size": GLOBAL_BATCH // data,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,  # otherwise rounding errors decide the sign of steps whose gradient is almost 0
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "save_strategy": "steps",
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "seed": 0,
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "weight_decay": 0.1,
+        "log_level": "error",
+        **case.options,
+    }
+    settings.pop("rows", None)
+    kind = transformers.Seq2SeqTrainingArguments if case.model == "t5" else transformers.TrainingArguments
+    return kind(folder, **settings)
+
+
+def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
+    """Create a plain Trainer if the case has no layout, and a sharded one otherwise."""
+    import shardformer.integrations.transformers as integration
+
+    reset_accelerate()
+    library: Any = integration if case.layout else transformers
+    kind = library.Seq2SeqTrainer if case.model == "t5" else library.Trainer
+    data: dict[str, Any] = {"compute_metrics": metrics_of}
+    if case.options.get("rows") == "ragged":
+        data |= {"train_dataset": token_rows(ragged=True), "eval_dataset": token_rows(8, seed=3, ragged=True)}
+        data |= {"data_collator": pad_rows}
+    else:
+        rows = class_rows if case.model == "bert" else token_rows
+        data |= {"train_dataset": rows(), "eval_dataset": rows(GLOBAL_BATCH, seed=3)}
+    if case.model == "t5":  # label smoothing computes the loss without passing labels
+        for row in (row for rows_of in (data["train_dataset"], data["eval_dataset"]) for row in rows_of):
+            row["decoder_input_ids"] = [0, *(max(label, 0) for label in row["labels"][:-1])]
+    if case.layout:
+        data |= {"parallel": ParallelConfig(**case.layout)}
+    trainer = kind(MODELS[case.model](seed), arguments(folder, case), **data)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def logged(trainer: Any) -> dict[str, list[float]]:
+    history = trainer.state.log_history
+    return {name: [float(entry[name]) for entry in history if name in entry] for name in LOGGED}
+
+
+def train(case: Case, root: str) -> dict[str, Any]:
+    """Train 4 steps. Save the weights and logs in one process; otherwise compare with them, and resume twice.
+
+    Resumes in the middle of the epoch: from the own checkpoint, and from that of the plain Trainer.
+    """
+    place = os.path.join(root, case.folder)
+    if int(os.environ["RANK"]) == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    torch.distributed.barrier()
+    trainer = make_trainer(place, case)
+    trainer.train()
+    weights, logs = full_weights(trainer.model), logged(trainer)
+    reference = os.path.join(root, f"{case.name}.pt")
+    if not case.layout:
+        torch.save((weights, logs), reference)
+        return logs
+    weights_1, logs_1 = torch.load(reference)
+    found = {name: largest_difference(logs[name], logs_1[name]) for name in LOGGED}
+    found["weights"] = weight_difference(weights, weights_1)
+    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
+        again = make_trainer(f"{place}_{name}", case, seed=9)
+        again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
+        found[name] = weight_difference(full_weights(again.model), weights_1)
+        shutil.rmtree(f"{place}_{name}", ignore_errors=True)
+    return found
+
+
+def resume_plain(case: Case, root: str) -> float:
+    """Resume the plain Trainer from a checkpoint of the sharded one, and return the difference of the weights.
+
+    Also loads the last checkpoint with ``from_pretrained``, which must not miss a weight.
+    """
+    place = os.path.join(root, case.folder)
+    kind = type(MODELS[case.model]())
+    _, info = kind.from_pretrained(os.path.join(place, "checkpoint-4"), output_loading_info=True)
+    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    trainer = make_trainer(f"{place}_plain", case.plain, seed=9)
+    trainer.train(resume_from_checkpoint=os.path.join(place, "checkpoint-2"))
+    weights_1, _ = torch.load(os.path.join(root, f"{case.name}.pt"))
+    return weight_difference(full_weights(trainer.model), weights_1)
+
+
+def train_all(cases: Sequence[Case], root: str) -> list[dict[str, Any]]:
+    return [train(case, root) for case in cases]
+
+
+def resume_all(cases: Sequence[Case], root: str) -> list[float]:
+    return [resume_plain(case, root) for case in cases]

@@ -1,0 +1,131 @@
+"""Other uses of the sharded Trainer: what it refuses, callbacks, and other ways to start it. Runs on the workers."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import shardformer
+from shardformer.config import ParallelConfig
+from tests.integrations.small_models import gpt2, llama, token_rows
+from tests.integrations.trainer_cases import reset_accelerate
+
+
+def refusals(folder: str) -> dict[str, str]:
+    """Return the messages of the errors by what is refused."""
+    from shardformer.integrations.transformers import Trainer
+
+    rows = token_rows(8)
+
+    class OwnLoss(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            return model(**inputs).loss
+
+    def args(**options: Any) -> Any:
+        return transformers.TrainingArguments(folder, use_cpu=True, report_to=[], max_steps=1, **options)
+
+    def sharded() -> Any:
+        return shardformer.shard_model(llama(), context=shardformer.launch_from_torch(tensor=2))
+
+    def start(parallel: dict[str, Any], **options: Any) -> Any:
+        return Trainer(llama(), args(**options), train_dataset=rows, parallel=ParallelConfig(**parallel))
+
+    attempts: dict[str, Callable[[], Any]] = {
+        "pipe and label smoothing": lambda: start({"pipe": 2}, label_smoothing_factor=0.1),
+        "pipe and compute_loss": lambda: OwnLoss(llama(), args(), train_dataset=rows, parallel={"pipe": 2}),
+        "max_grad_norm": lambda: start({"tensor": 2, "max_grad_norm": 1.0}),
+        "fsdp": lambda: start({"tensor": 2}, fsdp=True),
+        "lomo": lambda: start({"tensor": 2}, optim="lomo"),
+        "liger": lambda: start({"tensor": 2}, use_liger_kernel=True),
+        "plain Trainer": lambda: transformers.Trainer(sharded(), args(), train_dataset=rows).train(),
+        "plain Trainer evaluates": lambda: transformers.Trainer(sharded(), args(), eval_dataset=rows).evaluate(),
+        "other layout": lambda: Trainer(sharded(), args(), parallel=ParallelConfig(data=2)),
+    }
+    found = {}
+    for name, attempt in attempts.items():
+        reset_accelerate()
+        try:
+            attempt()
+            found[name] = "no error"
+        except shardformer.ConfigError as error:
+            found[name] = str(error)
+    return found
+
+
+class Stop(transformers.TrainerCallback):
+    """Callback that stops the training after three steps, and counts them."""
+
+    steps = 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self.steps += 1
+        control.should_training_stop = self.steps == 3
+
+
+def train_with_callbacks(folder: str) -> dict[str, Any]:
+    from shardformer.integrations.transformers import Trainer
+
+    reset_accelerate()
+    os.environ["TENSORBOARD_LOGGING_DIR"] = f"{folder}/logs"
+    options: dict[str, Any] = dict(use_cpu=True, report_to=["tensorboard"], save_steps=2, log_level="error")
+    sizes: dict[str, Any] = dict(per_device_train_batch_size=8, max_steps=8, include_num_input_tokens_seen="all")
+    args = transformers.TrainingArguments(folder, **options, **sizes, logging_steps=1, disable_tqdm=True)
+    stop = Stop()
+    trainer = Trainer(gpt2(), args, train_dataset=token_rows(), parallel={"tensor": 2}, callbacks=[stop])
+    trainer.remove_callback(transformers.PrinterCallback)
+    trainer.train()
+    missing: list[Any] = []
+    warn = type(trainer).__mro__[2]._issue_warnings_after_load
+    type(trainer).__mro__[2]._issue_warnings_after_load = lambda self, result: missing.append(result.missing_keys)
+    try:
+        trainer._load_from_checkpoint(f"{folder}/checkpoint-2")
+    finally:
+        type(trainer).__mro__[2]._issue_warnings_after_load = warn
+    return {"steps": stop.steps, "tokens": trainer.state.num_input_tokens_seen, "missing_keys": len(missing[0])}
+
+
+class Scorer(nn.Module):
+    """A model that is not from transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed, self.out = nn.Embedding(127, 8), nn.Linear(8, 127)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.out(self.embed(input_ids))
+        return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
+
+
+def other_ways_to_start(folder: str) -> dict[str, list[float]]:
+    """Return the losses with ``model_init``, with the user's optimizer, and with a plain module."""
+    from shardformer.integrations.transformers import Trainer
+
+    world = int(os.environ["WORLD_SIZE"])
+
+    def losses(layout: dict[str, Any], *, make: Any = None, model: Any = None, own: bool = False) -> Any:
+        reset_accelerate()
+        size = 8 // (layout.get("data", 1) if world > 1 else 1)
+        options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
+        args = transformers.TrainingArguments(folder, per_device_train_batch_size=size, disable_tqdm=True, **options)
+        more: dict[str, Any] = {"model_init": make} if make else {"model": model}
+        if own:
+            optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+            more["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        trainer = Trainer(args=args, train_dataset=token_rows(), parallel=layout if world > 1 else None, **more)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        trainer.save_model(f"{folder}/saved")
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    return {
+        "model_init": losses({"tensor": 2}, make=lambda: llama()),
+        "own optimizer": losses({"tensor": 2}, model=llama(), own=True),
+        "own optimizer and ZeRO": losses({"data": 2, "zero_stage": 1}, model=llama(), own=True),
+        "plain module": losses({"data": 2, "zero_stage": 2}, model=Scorer()),
+    }
