@@ -26,6 +26,7 @@ from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
 from shardformer.sharding.checks import check_can_be_sharded
+from shardformer.sharding.compiled_layers import install_compile_method
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
@@ -63,6 +64,7 @@ def shard_in_place(
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
+        install_compile_method(sharder.model)
         finish(sharder.model)
     return sharder.model, shared_params
 

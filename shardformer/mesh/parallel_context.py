@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -316,6 +317,10 @@ def _host_buffer(x: Tensor) -> Tensor:
     return torch.empty_like(x, device="cpu")
 
 
+_AXES: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
+_AXIS_NUMBERS = itertools.count()
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the mesh as this process sees it: its size, this process's rank, and its transport.
@@ -323,6 +328,9 @@ class Axis:
     Args:
         ranks: global ranks along the axis.
         crosses_hosts: whether the ranks are on more than one host; None if unknown.
+
+    Attributes:
+        key: unique name of this object in the process, with which a compiled graph refers to it.
     """
 
     name: str
@@ -332,6 +340,17 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
     crosses_hosts: bool | None = None
+    key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        key = f"{self.name} of {self.ranks}, {next(_AXIS_NUMBERS)}"
+        object.__setattr__(self, "key", key)
+        _AXES[key] = self
+
+    @staticmethod
+    def by_key(key: str) -> Axis:
+        """Return the axis with this ``key``, which identifies it in graphs of torch.compile."""
+        return _AXES[key]
 
     @property
     def group(self) -> dist.ProcessGroup | None:
