@@ -124,6 +124,20 @@ def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[
     assert max(found) < BOUND
 
 
+def test_recomputation_after_a_forward_of_another_length() -> None:
+    def do(context: ParallelContext) -> float:
+        def gradients(**options: Any) -> Values:
+            model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
+            losses = [model(**RandomBatches("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
+            for loss in losses:  # recomputes the first forward after the second
+                loss.backward()
+            return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+        return worst_difference(gradients(compile=BACKEND), gradients())
+
+    assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
+
+
 @pytest.mark.full
 @pytest.mark.above_budget("inductor compiles C++ code")
 @pytest.mark.parametrize("options", [{}, {**SEQUENCE, "checkpointing": True}], ids=["tensor", "checkpointing"])
