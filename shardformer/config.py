@@ -65,7 +65,7 @@ class ShardConfig:
             enable_sequence_overlap: ``fused_normalization``, ``flash_attention``, ``fused_activation``,
             ``sequence_parallel`` and ``sequence_overlap`` of ``ParallelConfig``.
         enable_all_optimization: enable all five of these.
-        tensor_parallel_mode, context_parallel, check_consistency: as in ``ParallelConfig``.
+        tensor_parallel_mode, context_parallel, check_consistency, compile: as in ``ParallelConfig``.
         extra_kwargs: ``check_inputs`` and ``bucket_bytes`` of ``ParallelConfig``.
         context: the context from ``launch_from_torch``.
         activation_layout: the layout of the activations between blocks. None: derived from the other options.
@@ -83,6 +83,7 @@ class ShardConfig:
     tensor_parallel_mode: str = "1d"
     context_parallel: str = "auto"
     check_consistency: bool = True
+    compile: bool | str = False
     extra_kwargs: dict[str, Any] = field(default_factory=dict)
     context: ParallelContext | None = None
     activation_layout: ActivationLayout | None = None
@@ -139,6 +140,8 @@ class ShardConfig:
             value = getattr(self, name)
             check_argument(name, value, isinstance(value, kind | None), f"It must be a {kind.__name__} or None", remedy)
         switches = [each.name for each in fields(self) if isinstance(each.default, bool)]
+        check_compile(self.compile)
+        switches.remove("compile")
         for name, value in {**{n: getattr(self, n) for n in switches}, **self.extra_kwargs}.items():
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
@@ -210,6 +213,7 @@ class ShardConfig:
         modes = (
             ("tensor_parallel_mode", "context_parallel") if self.uses_context_parallel else ("tensor_parallel_mode",)
         )
+        modes = (*modes, "compile") if self.compile else modes
         return {**{n: bool(getattr(self, n)) for n in names}, **{n: str(getattr(self, n)) for n in modes}}
 
 
@@ -222,7 +226,7 @@ _SHARD_OPTIONS = {
     "fused_normalization": "enable_fused_normalization",
     "flash_attention": "enable_flash_attention",
     "fused_activation": "enable_jit_fused",
-    **{name: name for name in ("tensor_parallel_mode", "context_parallel", "check_consistency")},
+    **{name: name for name in ("tensor_parallel_mode", "context_parallel", "check_consistency", "compile")},
 }
 """Field of ``ParallelConfig`` -> field of ``ShardConfig``."""
 RENAMED_FIELDS = {
@@ -263,6 +267,9 @@ class ParallelConfig:
     flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn if it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
     fused_activation: Annotated[bool, "Fuse the activation of an MLP with its bias and gate."] = False
+    compile: Annotated[
+        bool | str, "Compile each layer with torch.compile: true for its default backend, or the name of a backend."
+    ] = False
     schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
     num_model_chunks: Annotated[int | None, "Virtual stages per rank. None: the default of the schedule."] = None
     partition: Annotated[
@@ -329,8 +336,9 @@ class ParallelConfig:
         for each in fields(self):
             if isinstance(value := getattr(self, each.name), list):
                 object.__setattr__(self, each.name, tuple(value))
-            if isinstance(each.default, bool):
+            if isinstance(each.default, bool) and each.name != "compile":
                 check_bool(each.name, value)
+        check_compile(self.compile)
         for name, known in (
             ("zero_stage", (None, *ZERO_STAGES)),
             ("average_loss_over", LOSS_AVERAGES),
@@ -486,6 +494,12 @@ class ParallelConfig:
 
         needed = MixedPrecision.of(self.precision).dtype is not None or OffloadConfig.of(self.offload).to is not None
         return 0 if self.zero_stage is None and needed else self.zero_stage
+
+
+def check_compile(value: Any) -> None:
+    """Raise ConfigError if ``value`` is neither a bool nor a name. Backends are looked up when a model is compiled."""
+    rule, remedy = "It must be a bool or the name of a backend of torch.compile", "Write compile=True"
+    check_argument("compile", value, isinstance(value, bool | str) and value != "", rule, remedy)
 
 
 _DEFAULTS = {each.name: each.default for each in fields(ParallelConfig)}

@@ -29,6 +29,7 @@ from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
 from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
+from shardformer.sharding.compiled_layers import install_compile_method
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
@@ -89,6 +90,7 @@ def _shard_plain_model(
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
         sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
+        install_compile_method(sharder.model)
         finish(sharder.model)
     return sharder.model, shared_params
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -290,3 +291,52 @@ def release_saved_tensors(nodes: Iterable[Node]) -> None:
 
 def raise_released(_: object) -> Tensor:
     raise RuntimeError("backward_of_inputs has already freed the saved tensors of this graph.")
+
+
+def compile_errors() -> type[Exception]:
+    """Return the base class of the errors of torch.compile, for example for code that it cannot trace."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    return TorchDynamoException
+
+
+def recompile_limit_error() -> type[Exception]:
+    """Return the error that a function compiled with ``fullgraph=True`` raises if it needs too many graphs."""
+    from torch._dynamo.exc import FailOnRecompileLimitHit
+
+    return FailOnRecompileLimitHit
+
+
+def backend_compiler(
+    backend: str | Callable[..., Any], mode: str | None, options: dict[str, Any] | None, dynamic: bool | None
+) -> Callable[..., Any]:
+    """Return the function that compiles a graph for its inputs. Raises if torch.compile has no such backend."""
+    if backend == "inductor":
+        compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
+        return compiler
+    if isinstance(backend, str):
+        from torch._dynamo import lookup_backend
+
+        found: Callable[..., Any] = lookup_backend(backend)
+        return found
+    return backend
+
+
+def reason_of_recompilation(call: Callable[[], Any]) -> str:
+    """Run ``call``, which reaches the recompilation limit, and return the reason that torch.compile logs."""
+    reasons: list[str] = []
+
+    def note(entry: logging.LogRecord) -> bool:
+        if "last reason" in str(entry.msg) and isinstance(entry.args, tuple):
+            reasons.append(str(entry.args[3]))
+        return False  # the reason is reported elsewhere
+
+    logger = logging.getLogger("torch._dynamo.convert_frame")
+    logger.addFilter(note)
+    try:
+        call()
+    except recompile_limit_error():
+        pass
+    finally:
+        logger.removeFilter(note)
+    return reasons[0] if reasons else "unknown"

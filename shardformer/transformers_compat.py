@@ -89,7 +89,7 @@ def is_cache(value: Any) -> bool:
 
     It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
     """
-    if not isinstance(value, Tensor) and hasattr(value, "get_seq_length"):
+    if not isinstance(value, Tensor) and hasattr(type(value), "get_seq_length"):
         return True
     layers = value if isinstance(value, (list, tuple)) else ()
     return bool(layers) and all(isinstance(layer, tuple) and _is_tuple_of_tensors(layer) for layer in layers)
@@ -108,6 +108,23 @@ def holds_tokens(cache: Any) -> bool:
     """Whether a key-value cache contains tokens of an earlier forward."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
+
+
+def forward_without_checkpointing(forward: Any) -> Any:
+    """Return the function that the forward of a layer class checkpoints, or the forward itself.
+
+    transformers 5.20 and later wrap the forward of each class of layers that supports activation checkpointing. Earlier
+    releases wrap ``__call__``.
+    """
+    while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":
+        forward = forward.__wrapped__
+    return forward
+
+
+def checkpointing_function(layer: nn.Module) -> Any:
+    """Return the function that runs a layer's forward with activation checkpointing, or None if it is not enabled."""
+    is_enabled = layer.training and getattr(layer, "gradient_checkpointing", False)
+    return getattr(layer, "_gradient_checkpointing_func", None) if is_enabled else None
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:

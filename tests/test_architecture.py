@@ -386,6 +386,7 @@ SHARED = {
     "torch_patches._INSTALLED": "changed under a lock; other libraries are the same for all ranks",
     "torch_patches._BLOCKS": "counted under a lock",
     "verify.small_models.LIBRARIES": "what a library of models registers for the process",
+    "mesh.parallel_context._AXES": "each axis has a key of its own, whichever rank it belongs to",
     "training.preemption._REPLACED": "handlers of signals, which a process has once, and its main thread sets",
 }
 """Names that change at module level, and why ranks that are threads may share them."""

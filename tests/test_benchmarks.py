@@ -76,6 +76,15 @@ def test_overlap_compares_each_way_with_and_without(run: Run) -> None:
     assert table["blocks, waiting"][1] == "-" != table["blocks"][1]
 
 
+@pytest.mark.above_budget("both processes trace a layer")
+@pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
+def test_compile_has_a_row_for_each_variant_and_reports_the_graphs(run: Run) -> None:
+    size = ["--hidden", "32", "--sequence", "8", "--layouts", "tensor", "--backend", "aot_eager"]
+    printed = run("compile", *TINY, *size)
+    assert {"eager", "compile=True"} <= set(rows(printed))
+    assert "Compiled with aot_eager: 1 layer of model.layers, 1 graph, no graph break." in printed
+
+
 def test_fused_has_a_row_for_each_option_and_the_same_losses(run: Run) -> None:
     table = rows(run("fused", *TINY, "--families", "llama", "--hidden", "32", "--heads", "2", "--sequence", "8"))
     assert set(importlib.import_module("fused").OPTIONS) <= set(table)

@@ -31,7 +31,8 @@ from shardformer.zero.mixed_precision import LossScale, MixedPrecision
 EVERY_FIELD: dict[str, Any] = {
     "data": 2, "pipe": 2, "sequence": (2, 2), "tensor": (2, 2), "tensor_parallel_mode": "2d", "sequence_parallel": True,
     "sequence_overlap": True, "context_parallel": "ring", "flash_attention": True, "fused_normalization": True,
-    "fused_activation": True, "schedule": "interleaved", "num_model_chunks": 3, "partition": [1, 2, 1, 2, 1, 2],
+    "fused_activation": True, "compile": "aot_eager", "schedule": "interleaved", "num_model_chunks": 3,
+    "partition": [1, 2, 1, 2, 1, 2],
     "layer_costs": [1.0, 2.5], "recompute_layers": [1, 0, 0, 1, 0, 0], "activation_offload": "host", "micro_batches": 4,
     "micro_batch_size": 2, "zero_stage": 3, "precision": MixedPrecision("fp16", loss_scale=LossScale(8.0)),
     "offload": OffloadConfig("cpu", parameters=True), "keep_frozen": False, "reshard_after_forward": False,

@@ -33,7 +33,7 @@ def ran(piece: str, model: Any, batches: list[dict[str, Tensor]]) -> dict[str, A
     """Run a snippet, and return its variables."""
     code = PIECES[piece]
     if "_shardformer" not in model.__dict__:
-        code = code.replace('torch.compile(model, backend="eager")', "model")  # compilation is slow and tested by torch
+        code = code.replace('model.compile(backend="eager")', "pass")  # compilation is slow and tested by torch
         code = code.replace(PLAIN_STATE, "weights = {n: w.clone() for n, w in model.state_dict().items()}")
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, eps=EPS)
     names: dict[str, Any] = {"torch": torch, "shardformer": shardformer, "copy": copy, "model": model}
@@ -48,7 +48,7 @@ def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-@pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "Compiling"])
+@pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "torch.compile"])
 def test_a_snippet_of_the_page_equals_the_plain_script(piece: str, family: str) -> None:
     plain = first(family)
     expected = ran(piece, copy.deepcopy(plain), batches_of())
@@ -86,9 +86,9 @@ def compiled(sizes: dict[str, int]) -> bool:
     plain = first("llama")
     # each layer is compiled, which takes seconds
     plain.model.layers, plain.config.num_hidden_layers = plain.model.layers[:1], 1
-    whole = ran("Compiling", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
+    whole = ran("torch.compile", copy.deepcopy(plain), batches_of()[:2])["model"].state_dict()
     model = shardformer.shard_model(copy.deepcopy(plain), context=ParallelContext.from_world(sizes))
-    ran("Compiling", model, batches_of()[:2])
+    ran("torch.compile", model, batches_of()[:2])
     return all(torch.allclose(x, whole[n], atol=ATOL) for n, x in shardformer.full_state_dict(model).items())
 
 

@@ -33,7 +33,7 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
                 "Backward with create_graph=True is not supported through a tensor parallel block",
                 rule="Collectives only have first derivatives",

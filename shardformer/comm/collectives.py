@@ -73,6 +73,9 @@ def start_sum(x: Tensor, axis: Axis, purpose: str) -> PendingCollective:
 
 def all_reduce(x: Tensor, axis: Axis, *, op: str = "sum", purpose: str = "block") -> Tensor:
     """All-reduce ``x`` over the axis by "sum" or "max", and return the result. ``x`` may be overwritten."""
+    if torch.compiler.is_compiling() and axis.size > 1:
+        reduced: Tensor = torch.ops.shardformer.all_reduce(x, axis.key, op, purpose)
+        return reduced
     return start_all_reduce(x, axis, op=op, purpose=purpose).wait()
 
 
@@ -140,9 +143,20 @@ def _exchange_with_peers(outgoing: Sequence[Tensor], incoming: Sequence[Tensor] 
     return axis.transport.exchange({r: outgoing[r] for r in peers}, {r: incoming[r] for r in peers})
 
 
-def all_gather(x: Tensor, axis: Axis, dim: int, full: int | None = None, **options: Any) -> Tensor:
+def all_gather(
+    x: Tensor,
+    axis: Axis,
+    dim: int,
+    full: int | None = None,
+    *,
+    purpose: str = "block",
+    lengths: Sequence[int] | None = None,
+) -> Tensor:
     """All-gather the ``x`` of each rank along ``dim``. Takes the arguments of ``start_all_gather``."""
-    return start_all_gather(x, axis, dim, full, **options).wait()
+    if torch.compiler.is_compiling() and axis.size > 1:
+        gathered: Tensor = torch.ops.shardformer.all_gather(x, axis.key, dim, full, lengths, purpose)
+        return gathered
+    return start_all_gather(x, axis, dim, full, purpose=purpose, lengths=lengths).wait()
 
 
 def start_reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> PendingCollective:
@@ -188,7 +202,61 @@ def start_all_to_all(x: Sequence[Tensor], sizes: Sequence[int], axis: Axis, purp
 
 def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -> Tensor:
     """Sum ``x`` over the axis, and return this rank's shard of the sum along ``dim``."""
+    if torch.compiler.is_compiling() and axis.size > 1:
+        scattered: Tensor = torch.ops.shardformer.reduce_scatter(x, axis.key, dim, purpose)
+        return scattered
     return start_reduce_scatter(x, axis, dim, purpose=purpose).wait()
+
+
+_LIBRARY = torch.library.Library("shardformer", "DEF")
+"""Collectives as operators, which torch.compile puts into its graphs. A graph refers to an axis by ``Axis.key``."""
+_LIBRARY.define("all_reduce(Tensor x, str axis, str op, str purpose) -> Tensor")
+_LIBRARY.define("all_gather(Tensor x, str axis, int dim, SymInt? full, SymInt[]? lengths, str purpose) -> Tensor")
+_LIBRARY.define("reduce_scatter(Tensor x, str axis, int dim, str purpose) -> Tensor")
+
+
+def _run_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
+    copied = x.clone(memory_format=torch.contiguous_format)  # an operator must not write to its input
+    return start_all_reduce(copied, Axis.by_key(axis), op=op, purpose=purpose).wait()
+
+
+def _shape_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+def _run_all_gather(
+    x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
+) -> Tensor:
+    return start_all_gather(x, Axis.by_key(axis), dim, full, purpose=purpose, lengths=lengths).wait()
+
+
+def _shape_all_gather(
+    x: Tensor, axis: str, dim: int, full: int | None, lengths: Sequence[int] | None, purpose: str
+) -> Tensor:
+    if lengths is not None:
+        full = sum(lengths)
+    elif full is None:
+        full = x.shape[dim] * Axis.by_key(axis).size
+    return x.new_empty(_shape_with_length(x, dim % x.dim(), full))
+
+
+def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
+    return start_reduce_scatter(x, Axis.by_key(axis), dim, purpose=purpose).wait()
+
+
+def _shape_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
+    of = Axis.by_key(axis)
+    bounds = even_bounds(x.shape[dim], of.size)
+    return x.new_empty(_shape_with_length(x, dim % x.dim(), bounds[of.rank + 1] - bounds[of.rank]))
+
+
+for _name, _run, _shape in (
+    ("all_reduce", _run_all_reduce, _shape_all_reduce),
+    ("all_gather", _run_all_gather, _shape_all_gather),
+    ("reduce_scatter", _run_reduce_scatter, _shape_reduce_scatter),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
 
 
 def local_chunk(x: Tensor, axis: Axis, dim: int) -> Tensor:

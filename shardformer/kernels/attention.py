@@ -205,7 +205,7 @@ def _fused_attention(
         F.scaled_dot_product_attention, query, key, value, mask, dropout, causal, scale=scale, enable_gqa=grouped
     )
     kernels = KERNELS.get(query.device.type)
-    if kernels is None:
+    if kernels is None or torch.compiler.is_compiling():  # torch then chooses the kernel when the graph runs
         return run()
     # On the CPU, ask torch for its choice: sdpa_kernel would affect other threads that call torch's attention.
     choose = functools.partial(fused_sdp_choice, query, key, value, mask, dropout, causal)
@@ -250,7 +250,8 @@ def _biased_attention(
         query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
     groups = query.shape[1] // key.shape[1]
     is_trained = bias.requires_grad and torch.is_grad_enabled()
-    if not is_trained and bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1):
+    is_shared = bias.shape[0] == 1 and (mask is None or mask.shape[0] == 1)
+    if torch.compiler.is_compiling() or (is_shared and not is_trained):
         return _fused_attention(query, key, value, _add_mask_to_bias(bias, mask, query), 0.0, scale, False)
     key, value = _repeat_heads(key, groups), _repeat_heads(value, groups)
     out: Tensor = _BiasedAttention.apply(query, key, value, bias, mask, scale)

@@ -180,6 +180,8 @@ class ShardingMetadata:
     gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients; None if ``param.grad`` does
     parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
+    layer_stacks: tuple[str, ...] = ()  # paths of the stacks of layers
+    compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.StackCompiler``
     monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
     adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``); None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)

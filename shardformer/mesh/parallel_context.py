@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import threading
@@ -320,6 +321,10 @@ _LOGS: weakref.WeakKeyDictionary[dist.ProcessGroup, CollectiveLog] = weakref.Wea
 """Process group -> the log of the newest context with this group, for axes that are built from the group."""
 
 
+_AXES: weakref.WeakValueDictionary[str, Axis] = weakref.WeakValueDictionary()
+_AXIS_NUMBERS = itertools.count()
+
+
 @dataclass(frozen=True, eq=False)
 class Axis:
     """One axis of the mesh as this process sees it: its size, this process's rank, and its transport.
@@ -327,6 +332,9 @@ class Axis:
     Args:
         ranks: global ranks along the axis.
         crosses_hosts: whether the ranks are on more than one host; None if unknown.
+
+    Attributes:
+        key: unique name of this object in the process, with which a compiled graph refers to it.
     """
 
     name: str
@@ -336,6 +344,17 @@ class Axis:
     ranks: tuple[int, ...] = (0,)
     traffic: CollectiveLog = field(default_factory=CollectiveLog)
     crosses_hosts: bool | None = None
+    key: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        key = f"{self.name} of {self.ranks}, {next(_AXIS_NUMBERS)}"
+        object.__setattr__(self, "key", key)
+        _AXES[key] = self
+
+    @staticmethod
+    def by_key(key: str) -> Axis:
+        """Return the axis with this ``key``, which identifies it in graphs of torch.compile."""
+        return _AXES[key]
 
     @property
     def group(self) -> dist.ProcessGroup | None:

@@ -37,6 +37,7 @@ from shardformer.random_state import restore_random_state_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
 from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, iterate_norms
+from shardformer.sharding.compiled_layers import DEFAULT_BACKEND, compile_stacks
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
@@ -97,8 +98,10 @@ class Sharder:
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
         self.has_stages = manager is not None or stages > 1
-        self.needs_policy = self.is_tensor_parallel or config.uses_context_parallel or stages > 1
-        """Whether an axis other than data shards the model. Data parallelism does not depend on its structure."""
+        self.needs_policy = (
+            self.is_tensor_parallel or config.uses_context_parallel or stages > 1 or bool(config.compile)
+        )
+        """Whether the layout depends on the structure of the model. That of data parallelism does not."""
         self._fresh = fresh
         self._referenced = set() if fresh else checks.find_referenced_parameters(model)
         self._wrappers: Mapping[int, nn.Module] = {}
@@ -129,6 +132,7 @@ class Sharder:
             layout = ActivationLayout(tuple(shard for shard in layout.shards if shard.axis not in layout.block))
         request = ShardingRequest(resolved.source, config.options(), config.extra_kwargs, policy)
         self.state = state = ShardingMetadata(self.context, request, layout)
+        state.layer_stacks = tuple(stack.layers for stack in plan.stacks)
         state.monitor = ConsistencyMonitor(state) if config.check_consistency else None
         state.notes += resolved.notes
         if config.uses_context_parallel:
@@ -253,6 +257,8 @@ class Sharder:
             )
         forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
+        if config.compile:
+            compile_stacks(self.model, state, DEFAULT_BACKEND if config.compile is True else config.compile, {})
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks

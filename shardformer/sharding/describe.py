@@ -424,7 +424,11 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
         [(*row, n) for row, n in rows.items()],
         [(*change, n) for change, n in changes.items()],
         [(*of, n, size / total) for of, (n, size) in replicated.items()],
-        [*state.notes, *([state.gradient_owner.describe()] if state.gradient_owner is not None else [])],
+        [
+            *state.notes,
+            *map(str, state.compilers),
+            *([state.gradient_owner.describe()] if state.gradient_owner is not None else []),
+        ],
         layers,
         rows_of_stages,
         [] if stages is None else format_stage_table(rows_of_stages, stages),

@@ -158,6 +158,8 @@ class TensorParallelBlock:
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
         """Convert a local activation x into the block's input (B, S, H), with the communication of ``region``."""
+        if torch.compiler.is_compiling():
+            return self._enter_compiled(x, training)
         self._outputs, self._joined = {}, None
         if isinstance(x, DeferredTensor):
             x = x.full_tensor()
@@ -178,6 +180,26 @@ class TensorParallelBlock:
             self._random.enter(x)
         return entered
 
+    def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
+        """Return the block's input as a full tensor, from which each linear of a compiled block computes its output.
+
+        The compiler sums the gradients of the linears before the collective of the backward, as ``project`` does.
+        """
+        self._region = region = self.stream.select_region(x)
+        self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
+        self._source = x = self.stream.unflatten_tokens(x) if self.is_flat else x
+        entered = region.enter_full(x)
+        if self.width is not None:
+            entered = LocalWidthTensor.of(entered, self)
+        self._entered = entered
+        if training:
+            self._random.enter(x)
+        return entered
+
+    def _full_input(self, x: Tensor) -> Tensor:
+        """Return the entered tensor if x is the local activation from which it was made."""
+        return self._entered if x is self._source and self._entered is not None else x
+
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
         """Make ``module`` the entry of the block: its first tensor argument becomes the block's input."""
         self._entry = type(module).__name__
@@ -193,6 +215,8 @@ class TensorParallelBlock:
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
+        if torch.compiler.is_compiling():
+            return column.multiply(self._full_input(x))
         if self._source is None and current_graph_task_id() < 0:  # a recomputation may begin inside
             self._check_entry_was_called(column)
         if self._source is None or (x is not self._entered and x is not self._source):
@@ -255,6 +279,8 @@ class TensorParallelBlock:
         Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
         full gradient of the residual, and the entry would sum it over the ranks.
         """
+        if torch.compiler.is_compiling():
+            return
         out = next((x for x in tree_leaves(output) if isinstance(x, Tensor) and x.is_floating_point()), None)
         entered, self._node = self._node, None
         if entered is None or entered.grad_fn is None or out is None or out.grad_fn is None:

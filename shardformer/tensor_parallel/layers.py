@@ -320,6 +320,8 @@ class Linear1D_Row(_ParallelLinear):
         return self.out_features
 
     def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
+        if torch.compiler.is_compiling():
+            return region.reduce(linear_matmul(x, weight, None, self.transposed))
         y: Tensor = RowParallelMatmul.apply(x, weight, self.transposed, region)
         return y
 

@@ -21,7 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 
-from shardformer.comm.autograd_collectives import CopyToTpRegion, copy_to_tp_region, once_differentiable
+from shardformer.comm.autograd_collectives import (
+    CopyToTpRegion,
+    copy_to_tp_region,
+    gather_from_sp_region,
+    once_differentiable,
+    reduce_from_tp_region,
+    reduce_scatter_to_sp_region,
+)
 from shardformer.comm.collectives import (
     PendingCollective,
     all_gather,
@@ -62,6 +69,14 @@ class ReplicatedRegion:
     ) -> tuple[Tensor, list[Tensor]]:
         """All-gather x, unless ``gathered_x`` is passed, and return the full tensor and ``multiply`` of it."""
         return x, multiply(x)
+
+    def enter_full(self, x: Tensor) -> Tensor:
+        """Return the full input of a compiled block for its local activation x."""
+        return copy_to_tp_region(x, self.axis)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        """Return this rank's activation at the exit of a compiled block: the sum of x over the ranks."""
+        return reduce_from_tp_region(x, self.axis)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
         """Start the all-reduce or reduce-scatter that sums x over the ranks."""
@@ -104,6 +119,12 @@ class SequenceShardedRegion:
         joined = all_gather_matmul(x, self.axis, self.full, multiply_chunk)
         columns = zip(*(products[start] for start in sorted(products)), strict=True)
         return joined, [torch.cat(chunks, SEQUENCE) for chunks in columns]
+
+    def enter_full(self, x: Tensor) -> Tensor:
+        return gather_from_sp_region(x, self.axis, SEQUENCE, self.full)
+
+    def reduce(self, x: Tensor) -> Tensor:
+        return reduce_scatter_to_sp_region(x, self.axis, SEQUENCE)
 
     def start_reduce(self, x: Tensor) -> PendingCollective:
         return start_reduce_scatter(x, self.axis, SEQUENCE)

@@ -61,6 +61,7 @@ class StackActivations:
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input
         self._is_open = False
+        self.is_restored = False  # whether the length is known in the forward of a layer, which then is not traced
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
         self._random, self._is_random = LocalRandomState(axis.rank, enabled=random and self._dim is not None), False
@@ -185,7 +186,7 @@ class StackActivations:
 
         Communicates one number if several sequence lengths have the same local length.
         """
-        if current_graph_task_id() < 0 or self._dim is None:
+        if self._dim is None or self.is_restored or current_graph_task_id() < 0:
             return
         self._is_open = True
         if self._is_length_ambiguous:

@@ -32,6 +32,7 @@ from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
+from shardformer.sharding.compiled_layers import compiled_stacks
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import (
     ShardedDataLoader,
@@ -240,6 +241,8 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
         engine.data.check_ranks(context.data.size)
     changes = collect_changes(arguments.snapshot, engine.model, arguments.meta_model, engine.world)
     compiled = next((path for path, module in engine.model.named_modules() if is_compiled_in_place(module)), None)
+    if compiled_stacks(engine.model) and not config.compile:
+        compiled = ""
     if compiled is not None:
         where = f"engine.model.{compiled}".rstrip(".")
         text = f"engine.reshard rebuilds the model without its compiled modules. Call {where}.compile() again."

@@ -14,7 +14,7 @@ Pre-trained Models via Chunk-based Dynamic Memory Management" (2022).
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -55,6 +55,13 @@ class UngatheredParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
+
+
+def gather_together(params: Iterable[nn.Parameter]) -> None:
+    """Gather all groups of these parameters for one operation that reads them, such as a compiled layer."""
+    absent = [param.__dict__[GROUP_ATTRIBUTE] for param in params if isinstance(param, UngatheredParameter)]
+    if absent:
+        absent[0].on_read(list({unit.index: unit for unit in absent}.values()))
 
 
 @cache

@@ -12,7 +12,8 @@ from shardformer.cli import main
 from shardformer.cli.init import load_templates
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.train_command.config_schema import TrainConfig, load_train_config
-from shardformer.train_command.run import make_dry_run_report, run_training
+from shardformer.train_command.dry_run import make_dry_run_report
+from shardformer.train_command.run import run_training
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import SMALL, labelled, write_images, write_rows, write_text
 

@@ -16,8 +16,9 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.conversations import IGNORED
 from shardformer.train_command.datasets import MixedDataset
+from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import build_trainer, make_dry_run_report, run_training
+from shardformer.train_command.run import build_trainer, run_training
 from tests.runs.files import SMALL, config, labelled, write_rows, write_text
 from tests.runs.test_run import losses_of
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.train_command.build import build_hooks, build_optimizer
+from shardformer.train_command.build import build_hooks, build_optimizer, count_steps
 from shardformer.train_command.config_schema import parse_config
 from shardformer.train_command.load_data import load_data
-from shardformer.train_command.run import count_steps, run_training
+from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import config, labelled, write_rows, write_text

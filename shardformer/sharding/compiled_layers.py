@@ -1,0 +1,256 @@
+"""Compile the layers of a sharded model with torch.compile.
+
+Each layer of a stack is one compiled region: a single graph without breaks, which contains the collectives of its
+blocks as operators (``shardformer.comm.collectives``). Layers with the same structure share their graphs. What happens
+between the layers stays eager: the entry and the exit of the stack, activation checkpointing, the gathers of ZeRO
+stage 3, and pipeline communication.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+import shutil
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import nn
+
+from shardformer import torch_compat
+from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.errors import ConfigError, check_choice, check_names
+from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
+from shardformer.random_state import uses_dropout
+from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.transformers_compat import (
+    caches_in,
+    checkpointing_function,
+    forward_without_checkpointing,
+)
+from shardformer.zero.stage3_parameters import gather_together
+
+Backend = str | Callable[..., Any]
+DEFAULT_BACKEND = "inductor"
+OPTIONS = ("mode", "options", "dynamic", "fullgraph")
+"""Arguments of ``torch.compile`` besides the backend. A layer is always a full graph."""
+
+
+@dataclass(eq=False)
+class StackCompiler:
+    """Compiles the layers of one stack, and reports what was compiled.
+
+    Args:
+        path: path of the stack's layers.
+        options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
+        layers: paths of the layers on this rank.
+
+    Attributes:
+        graphs: for each compiled graph, the path of the first layer that uses it.
+        eager_calls: number of calls of layers that ran without compilation, beyond the limit of recompilations.
+    """
+
+    path: str
+    backend: Backend
+    options: Mapping[str, Any]
+    layers: Sequence[str]
+    graphs: list[str] = field(default_factory=list)
+    eager_calls: int = 0
+
+    def __post_init__(self) -> None:
+        mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
+        self.running = ""  # path of the layer whose forward runs
+        self._compile = torch_compat.backend_compiler(self.backend, mode, options, dynamic)
+        # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
+        # does not share the limit with other models.
+        function = FunctionType(_call_layer.__code__.replace(), globals(), _call_layer.__name__)
+        self.call: Callable[..., Any] = torch.compile(
+            function, backend=self._compile_graph, fullgraph=True, dynamic=dynamic
+        )
+
+    def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
+        self.graphs.append(self.running)
+        return self._compile(graph, inputs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StackCompiler:
+        """Copy the settings. A copied model compiles its layers again."""
+        memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers)
+        return copy
+
+    def __str__(self) -> str:
+        backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "a function")
+        text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
+        count = len(self.graphs)
+        text += f", {count} graph{'' if count == 1 else 's'}, no graph break" if count else ", at their first forward"
+        return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
+
+
+def _call_layer(forward: Callable[..., Any], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return forward(layer, *args, **kwargs)
+
+
+class CompiledLayer:
+    """Forward of a layer as one compiled graph. The hooks of the layer itself stay eager.
+
+    In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
+    evaluation, the layer runs without compilation, because each token would need another graph.
+
+    Raises ConfigError in the first forward if the layer cannot be compiled as one graph.
+    """
+
+    def __init__(self, layer: nn.Module, path: str, stack: StackCompiler) -> None:
+        original: Any = layer.forward
+        self._layer, self._path, self._stack = layer, path, stack
+        self._before, forward = vars(layer).get("forward"), getattr(original, "__func__", original)
+        self._is_method = forward is not original
+        self._forward = forward_without_checkpointing(forward)
+        self._checkpoints_in_forward = self._forward is not forward
+        functools.update_wrapper(self, original, updated=())
+        blocks = (block for module in layer.modules() if (block := getattr(module, "block", None)) is not None)
+        self._streams = list(dict.fromkeys(block.stream for block in blocks))
+
+    def remove(self) -> None:
+        """Restore the forward of the layer."""
+        del self._layer.__dict__["forward"]
+        if self._before is not None:
+            self._layer.forward = self._before
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():  # as part of a larger graph
+            return self._run_eagerly(args, kwargs)
+        if caches := caches_in((*args, *kwargs.values())):
+            if not torch.is_grad_enabled():
+                return self._run_eagerly(args, kwargs)
+            args = tuple(None if any(x is cache for cache in caches) else x for x in args)
+            kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
+        if self._checkpoints_in_forward and (checkpoint := checkpointing_function(self._layer)) is not None:
+            return checkpoint(functools.partial(self._run, **kwargs), *args)
+        return self._run(*args, **kwargs)
+
+    def _run(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = resolve_deferred((args, kwargs))
+        for stream in self._streams:
+            stream.restore_length(first_tensor(args, kwargs))
+            stream.is_restored = True
+        gather_together(self._layer.parameters())
+        self._stack.running = self._path
+        try:
+            return self._call_compiled(args, kwargs)
+        except torch_compat.recompile_limit_error():
+            self._report_recompile_limit(args, kwargs)
+        except torch_compat.compile_errors() as error:
+            raise self._make_error(error) from error
+        finally:
+            for stream in self._streams:
+                stream.is_restored = False
+        return self._run_eagerly(args, kwargs)
+
+    def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        layer = self._layer if self._is_method else None
+        return self._stack.call(self._forward, layer, args, kwargs)
+
+    def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return self._forward(self._layer, *args, **kwargs) if self._is_method else self._forward(*args, **kwargs)
+
+    def _report_recompile_limit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        stack = self._stack
+        stack.eager_calls += 1
+        if stack.eager_calls > 1:
+            return
+        reason = torch_compat.reason_of_recompilation(lambda: self._call_compiled(args, kwargs))
+        warnings.warn(
+            f"{self._path} needs a new graph, but the limit of {len(stack.graphs)} graphs for {stack.path} is reached "
+            f"({reason}). Calls that need a new graph run without compilation. Pad the batches to a few lengths, or "
+            "raise torch._dynamo.config.recompile_limit.",
+            stacklevel=2,
+        )
+
+    def _make_error(self, error: Exception) -> ConfigError:
+        reason = " ".join(str(error).strip().split("\n\n")[0].split())
+        return ConfigError(
+            f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}",
+            rule="A compiled layer has no graph break",
+            remedy="Set compile=False, or change what the message names in the forward of the layer",
+        )
+
+
+def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
+    """Replace the forward of each layer of the stacks by a compiled one. Torch compiles it in the first forward.
+
+    Raises ConfigError if the model, its layout or this computer does not support it.
+    """
+    _check_can_be_compiled(model, state, backend)
+    found = {path: _find_layers(model, path) for path in state.layer_stacks}
+    if not found:
+        raise ConfigError(
+            f"compile={backend!r} has no effect: {type(model).__name__} has no known stack of layers",
+            remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers",
+        )
+    state.compilers[:] = [StackCompiler(path, backend, options, list(layers)) for path, layers in found.items()]
+    for stack in state.compilers:
+        for path, layer in found[stack.path].items():
+            if isinstance(before := vars(layer).get("forward"), CompiledLayer):
+                before.remove()
+            layer.forward = CompiledLayer(layer, path, stack)
+
+
+def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
+    """Return path -> layer of a stack, without the layers of other pipeline stages."""
+    layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
+    return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
+
+
+def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: Backend) -> None:
+    if isinstance(backend, str):
+        check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
+    sizes = state.context.sizes
+    problem, remedy = "", "Set compile=False"
+    if sizes.get("row", 1) * sizes.get("column", 1) > 1:
+        problem = "The layers of tensor_parallel_mode='2d', '2.5d' and '3d' change Python state that is not traced"
+    elif sizes["sequence"] > 1:
+        problem = "Context parallelism evaluates the attention mask in Python during the forward"
+    elif sizes["tensor"] > 1 and uses_dropout(model):
+        problem = "The model uses dropout, whose random state differs between ranks in parts of a layer"
+        remedy = "Set the dropout of the model to 0, or compile=False"
+    elif backend == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
+    elif backend == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
+        problem, remedy = "The backend inductor needs a C++ compiler on a CPU, which is not installed", "Install g++"
+    if problem:
+        raise ConfigError(f"compile={backend!r} does not work: {problem}", remedy=remedy)
+
+
+def _has_cpp_compiler() -> bool:
+    return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name)
+
+
+def _compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **options: Any) -> None:
+    """Compile each layer of a sharded model with torch.compile, as ``compile=True`` of ``ParallelConfig`` does.
+
+    Takes the arguments of ``torch.compile``. A model without a known stack of layers is compiled as a whole.
+    """
+    state = metadata_of(self)
+    if not state.layer_stacks:
+        nn.Module.compile(self, backend=backend, **options)
+        return
+    check_names(options, OPTIONS, "model.compile has no argument", "It takes the arguments of torch.compile")
+    if state.stages is not None and state.context.pipe.size > 1:
+        raise ConfigError(
+            "model.compile was called on a pipeline stage, whose forward of each layer is already replaced",
+            remedy="Set compile=True in ParallelConfig",
+        )
+    compile_stacks(self, state, backend, options)
+
+
+def install_compile_method(model: nn.Module) -> None:
+    model.__dict__["compile"] = _compile_model.__get__(model)
+
+
+def compiled_stacks(model: nn.Module) -> list[StackCompiler]:
+    """Return the compilers of the stacks of a sharded model, which count graphs. Empty if it is not compiled."""
+    compilers: list[StackCompiler] = metadata_of(model).compilers
+    return compilers

@@ -1,0 +1,372 @@
+"""Compiled layers compute the same as eager layers, as one graph, or are refused before training."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import shardformer
+from shardformer.comm import CollectiveRecorder
+from shardformer.errors import ConfigError
+from shardformer.local_ranks.threads import run_as_threads
+from shardformer.mesh.parallel_context import ParallelContext
+from shardformer.sharding.compiled_layers import CompiledLayer, compiled_stacks
+from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallModel
+
+pytestmark = [
+    pytest.mark.slow,  # compiles
+    # warnings about what torch.compile does while it traces
+    pytest.mark.filterwarnings("ignore:The .grad attribute"),
+    pytest.mark.filterwarnings("ignore:.*should not be instantiated"),
+]
+
+BACKEND = "aot_eager"
+"""Traces and differentiates the graph as inductor does, and runs it without a compiler."""
+BOUND = 1e-10
+NUM_STEPS = 3
+Values = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def _forget_graphs() -> None:
+    torch.compiler.reset()
+
+
+def model_of(family: str, context: ParallelContext, *, checkpointing: bool = False, **options: Any) -> Any:
+    """Return a sharded model of three layers in fp64."""
+    layers = {"gpt2": "n_layer", "t5": "num_layers"}.get(family, "num_hidden_layers")
+    torch.manual_seed(0)
+    plain = SmallModel(family, changes={layers: 3})().double().train()
+    model = shardformer.shard_model(plain, context=context, **options)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    return model
+
+
+def train(
+    model: Any,
+    context: ParallelContext,
+    *,
+    call: Callable[..., Any] | None = None,
+    zero: int | None = None,
+    lengths: tuple[int, ...] = (13,) * NUM_STEPS,
+    dtype: torch.dtype | None = None,
+) -> Values:
+    """Train a few steps, with other samples on each data rank. Returns losses, first gradients and final weights."""
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=0.1)
+    if zero is not None:
+        optimizer = shardformer.shard_optimizer(model, optimizer, stage=zero)
+    found: Values = {}
+    for step, length in enumerate(lengths):
+        batch = RandomBatches(DEFAULT_HEAD[model.config.model_type], sequence=length)(step)
+        batch = {name: x.chunk(context.data.size)[context.data.rank] for name, x in batch.items()}
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = (model if call is None else call)(**batch).loss
+        loss.backward()
+        found[f"loss {step}"] = loss.detach()
+        if step == 0 and zero is None:
+            found |= {f"gradient of {n}": p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+        optimizer.step()
+        optimizer.zero_grad()
+    return found | shardformer.full_state_dict(model)
+
+
+def worst_difference(ours: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert ours.keys() == expected.keys()
+    return max(float((ours[name] - x).abs().max() / x.abs().max().clamp(min=1e-3)) for name, x in expected.items())
+
+
+def compare(
+    context: ParallelContext,
+    family: str = "llama",
+    backend: str = BACKEND,
+    graphs: int = 1,
+    layers: int = 3,
+    **options: Any,
+) -> float:
+    """Return the largest relative difference between training with eager and with compiled layers."""
+    training = {name: options.pop(name) for name in ("zero", "lengths", "dtype") if name in options}
+    expected = train(model_of(family, context, **options), context, **training)
+    model = model_of(family, context, compile=backend, **options)
+    ours = train(model, context, **training)
+    for stack in compiled_stacks(model):
+        assert len(stack.layers) == layers
+        assert 1 <= len(stack.graphs) <= graphs
+        assert stack.eager_calls == 0
+    return worst_difference(ours, expected)
+
+
+SEQUENCE = {"enable_sequence_parallelism": True}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options"),
+    [
+        ({"tensor": 2}, {}),
+        ({"tensor": 3}, {**SEQUENCE, "lengths": (13, 11, 14), "graphs": 3}),
+        ({"tensor": 2}, {**SEQUENCE, "checkpointing": True, "lengths": (13, 11, 13), "graphs": 3}),
+        ({"data": 2, "tensor": 2}, {"zero": 2}),
+        ({"data": 2}, {"zero": 3}),
+        ({"tensor": 2}, {"family": "gpt2", "enable_jit_fused": True, "enable_fused_normalization": True}),
+        ({"tensor": 2}, {"family": "t5", "graphs": 2, "enable_flash_attention": True}),
+        ({"tensor": 2}, {"family": "qwen3"}),
+        ({"tensor": 2}, {"family": "albert", "layers": 1}),
+    ],
+    ids=["tensor", "sequence", "checkpointing", "zero2", "zero3", "fused", "t5", "norms in a block", "shared layer"],
+)
+def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[str, Any]) -> None:
+    found = run_as_threads(lambda context: compare(context, **options), in_turn=True, **sizes)
+    assert max(found) < BOUND
+
+
+def test_recomputation_after_a_forward_of_another_length() -> None:
+    def do(context: ParallelContext) -> float:
+        def gradients(**options: Any) -> Values:
+            model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
+            losses = [model(**RandomBatches("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
+            for loss in losses:  # recomputes the first forward after the second
+                loss.backward()
+            return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+        return worst_difference(gradients(compile=BACKEND), gradients())
+
+    assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
+
+
+@pytest.mark.full
+@pytest.mark.above_budget("inductor compiles C++ code")
+@pytest.mark.parametrize("options", [{}, {**SEQUENCE, "checkpointing": True}], ids=["tensor", "checkpointing"])
+def test_inductor_gives_the_same_result(options: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+    found = run_as_threads(lambda context: compare(context, backend="inductor", **options), in_turn=True, tensor=2)
+    assert max(found) < 1e-6  # inductor keeps the RMS norm's fp32
+
+
+OTHER_FAMILIES = (
+    "bert",
+    "opt",
+    "bloom",
+    "falcon",
+    "gpt_neo",
+    "gptj",
+    "qwen2",
+    "mistral",
+    "roberta",
+    "ernie",
+    "vit",
+    "beit",
+)
+
+
+@pytest.mark.full
+@pytest.mark.above_budget("traces layers with many branches")
+@pytest.mark.parametrize("options", [{}, SEQUENCE], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("family", OTHER_FAMILIES)
+def test_other_families(family: str, options: dict[str, Any]) -> None:
+    def do(context: ParallelContext) -> float:
+        def losses(compile: bool | str) -> Values:
+            torch.manual_seed(0)
+            plain = SmallModel(family)().double().train()
+            model = shardformer.shard_model(plain, context=context, compile=compile, **options)
+            batch = RandomBatches(DEFAULT_HEAD[family])(0)
+            loss = model(**{n: x.double() if x.is_floating_point() else x for n, x in batch.items()}).loss
+            loss.backward()
+            gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+            return {"loss": loss.detach(), **gradients}
+
+        return worst_difference(losses(BACKEND), losses(False))
+
+    assert max(run_as_threads(do, in_turn=True, tensor=2)) < BOUND
+
+
+def test_autocast_differs_by_less_than_its_own_rounding() -> None:
+    """The eager backward adds the gradients of q, k and v in another order, which 16 bits show."""
+    found = run_as_threads(lambda context: compare(context, dtype=torch.bfloat16), in_turn=True, tensor=2)
+    assert 0 < max(found) < 0.02
+
+
+def test_pipeline_stages_with_dropout() -> None:
+    def do(context: ParallelContext) -> float:
+        def stages(**options: Any) -> Values:
+            config = shardformer.ParallelConfig(pipe=2, recompute_layers=1, schedule="zbv", **options)
+            torch.manual_seed(1)
+            plain = SmallModel("gpt2", changes={"n_layer": 4, "resid_pdrop": 0.1, "attn_pdrop": 0.1})().double().train()
+            model = shardformer.shard_model(plain, config=config.shard_config(context))
+            pipeline = shardformer.Pipeline(model, micro_batches=2)
+            loss = pipeline.step(RandomBatches("GPT2LMHeadModel")(0))
+            for stack in compiled_stacks(model):
+                assert len(stack.layers) == 2  # those of this rank
+                assert stack.graphs
+            gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+            return {"loss": loss, **gradients}
+
+        return worst_difference(stages(compile=BACKEND), stages())
+
+    assert max(run_as_threads(do, pipe=2, in_turn=True)) < BOUND
+
+
+def test_model_compile_compiles_the_layers_and_describes_them() -> None:
+    def do(context: ParallelContext) -> tuple[float, list[str]]:
+        model = model_of("llama", context)
+        assert "Compiled" not in str(shardformer.describe_sharding(model))
+        model.compile(backend="eager", fullgraph=True)
+        model.compile(backend=BACKEND)  # the last call counts
+        (before,) = compiled_stacks(model)
+        texts = [str(before)]
+        copied = copy.deepcopy(model)
+        found = train(model, context)
+        texts.append(str(shardformer.describe_sharding(model)).splitlines()[-1])
+        assert not compiled_stacks(copied)[0].graphs
+        of_copy = train(copied, context)
+        assert compiled_stacks(copied)[0].graphs
+        assert worst_difference(of_copy, found) == 0
+        return worst_difference(found, train(model_of("llama", context), context)), texts
+
+    for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
+        assert difference < BOUND
+        assert texts == [
+            "Compiled with aot_eager: 3 layers of model.layers, at their first forward.",
+            "Compiled with aot_eager: 3 layers of model.layers, 1 graph, no graph break.",
+        ]
+
+
+@pytest.mark.parametrize("sizes", [pytest.param({"tensor": 2}, marks=pytest.mark.full), {"data": 2}], ids=str)
+def test_torch_compile_of_the_model(sizes: dict[str, int]) -> None:
+    def do(context: ParallelContext) -> float:
+        model = model_of("llama", context)
+        found = train(model, context, call=torch.compile(model, backend=BACKEND))
+        return worst_difference(found, train(model_of("llama", context), context))
+
+    assert max(run_as_threads(do, in_turn=True, **sizes)) < BOUND
+
+
+def test_compiled_layers_communicate_as_eager_ones() -> None:
+    def do(context: ParallelContext) -> None:
+        def table(model: Any) -> Any:
+            model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
+            with CollectiveRecorder(context) as recorder:
+                model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
+            return recorder.table()
+
+        for options in ({}, SEQUENCE):
+            expected = table(model_of("llama", context, **options))
+            found = table(model_of("llama", context, compile=BACKEND, **options))
+            assert found == expected
+
+    run_as_threads(do, in_turn=True, tensor=2)
+
+
+def test_recompilation_limit_is_reported_with_the_reason() -> None:
+    @torch._dynamo.config.patch(recompile_limit=1)
+    def do(context: ParallelContext) -> float:
+        model = model_of("llama", context, compile=BACKEND)
+        expected = train(model_of("llama", context), context, lengths=(13, 11, 12))
+        with pytest.warns(
+            UserWarning, match=r"^model.layers.0 needs a new graph, but the limit of 1 graphs .* \(.*size"
+        ):
+            found = train(model, context, lengths=(13, 11, 12))
+        (stack,) = compiled_stacks(model)
+        assert stack.eager_calls == 2 * 3
+        assert str(stack).endswith("6 calls without compilation.")
+        return worst_difference(found, expected)
+
+    assert max(run_as_threads(do, data=1)) < BOUND
+
+
+def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
+    def do(context: ParallelContext) -> None:
+        model = model_of("llama", context, compile=BACKEND)
+        model.config.use_cache = True
+        prompt = torch.tensor([[5, 6, 7]])
+        expected = model_of("llama", context).eval().generate(prompt, max_new_tokens=4, do_sample=False)
+        train(model, context)
+        (stack,) = compiled_stacks(model)
+        assert len(stack.graphs) == 1
+        fresh = model_of("llama", context, compile=BACKEND).eval()
+        assert fresh.generate(prompt, max_new_tokens=4, do_sample=False).equal(expected)
+        assert not compiled_stacks(fresh)[0].graphs
+
+    run_as_threads(do, in_turn=True, tensor=2)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "options", "message"),
+    [
+        ({"tensor": 4}, {"compile": BACKEND, "tensor_parallel_mode": "2d"}, "change Python state that is not traced"),
+        ({"sequence": 2}, {"compile": BACKEND}, "Context parallelism evaluates the attention mask in Python"),
+        ({"tensor": 2}, {"compile": "inductr"}, "compile='inductr' is not one of .* Did you mean 'inductor'"),
+        ({"tensor": 2}, {"compile": 1}, "compile=1"),
+    ],
+    ids=["grid", "context", "backend", "type"],
+)
+def test_unsupported_options_are_refused(sizes: dict[str, int], options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        run_as_threads(lambda context: model_of("llama", context, **options), **sizes)
+
+
+def test_dropout_over_a_tensor_axis_is_refused() -> None:
+    def do(context: ParallelContext) -> None:
+        plain = SmallModel("gpt2", changes={"resid_pdrop": 0.1})()
+        with pytest.raises(ConfigError, match="The model uses dropout, whose random state differs"):
+            shardformer.shard_model(plain, context=context, compile=BACKEND)
+
+    run_as_threads(do, tensor=2)
+
+
+def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward() -> None:
+    def do(context: ParallelContext) -> None:
+        model = model_of("llama", context, compile=BACKEND)
+        norm = model.model.layers[1].input_layernorm
+        before = norm.forward
+        norm.forward = lambda x: before(x) * (2.0 if x.sum().item() > 0 else 1.0)
+        with pytest.raises(
+            ConfigError, match=r"^model.layers.1 \(LlamaDecoderLayer\) cannot be compiled as one graph: "
+        ):
+            train(model, context)
+
+    run_as_threads(do, data=2, in_turn=True)
+
+
+def test_layer_keeps_its_signature_and_other_forwards_are_found() -> None:
+    def do(context: ParallelContext) -> None:
+        model = model_of("llama", context, compile=BACKEND)
+        layer = model.model.layers[0]
+        assert isinstance(layer.forward, CompiledLayer)
+        assert layer.forward.__wrapped__.__name__ == type(layer).forward.__name__
+
+    run_as_threads(do, data=1)
+
+
+def test_engine_compiles_again_after_resharding() -> None:
+    def do(context: ParallelContext) -> float:
+        def losses(compile: bool | str) -> list[Tensor]:
+            torch.manual_seed(0)
+            plain = SmallModel("llama")().double().train()
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+            parallel = shardformer.ParallelConfig(tensor=2, compile=compile)
+            engine = shardformer.initialize(plain, optimizer, parallel=parallel, context=context)
+            found = [engine.train_step(RandomBatches("LlamaForCausalLM")(0))]
+            engine.reshard(shardformer.ParallelConfig(data=2, compile=compile))
+            found.append(engine.train_step(RandomBatches("LlamaForCausalLM")(1)))
+            assert bool(compiled_stacks(engine.model)) == bool(compile)
+            assert all(stack.graphs for stack in compiled_stacks(engine.model))
+            return [loss.detach() for loss in found]
+
+        return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(False), strict=True))
+
+    assert max(run_as_threads(do, tensor=2, in_turn=True)) < BOUND
+
+
+def test_resharding_warns_after_model_compile() -> None:
+    plain = SmallModel("llama")().double().train()
+    engine = shardformer.initialize(plain, torch.optim.SGD(plain.parameters(), lr=0.1))
+    engine.model.compile(backend=BACKEND)
+    with pytest.warns(UserWarning, match=r"Call engine.model.compile\(\) again"):
+        engine.reshard({"zero_stage": 1})
+    assert not compiled_stacks(engine.model)
+    engine.train_step(RandomBatches("LlamaForCausalLM")(0))
