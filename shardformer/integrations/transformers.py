@@ -321,7 +321,8 @@ class ShardedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        with self._replaced_optimizer(LoadingState(self.sharded_model, raw)):
+        loading = LoadingState(self.sharded_model, raw)
+        with self._counting(1, self.args.process_index), self._replaced_optimizer(loading):  # loads it into host memory
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     @contextmanager
