@@ -81,6 +81,12 @@ class ShardedTrainer:
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         check_arguments(args, self.parallel)
         super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
+            raise ConfigError(
+                f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",
+                rule="A sharded sequence cannot be extended token by token",
+                remedy="Evaluate the loss only, or use the tensor axis",
+            )
         self._check_loss(self.context.pipe.size)
         self._shard(self.model)
         if self.label_smoother is not None:
@@ -315,7 +321,8 @@ class ShardedTrainer:
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         raw = getattr(self.optimizer, "optimizer", self.optimizer)
-        with self._replaced_optimizer(LoadingState(self.sharded_model, raw)):
+        loading = LoadingState(self.sharded_model, raw)
+        with self._counting(1, self.args.process_index), self._replaced_optimizer(loading):  # loads it into host memory
             super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
 
     @contextmanager
@@ -383,7 +390,9 @@ class DataParallelSmoother:
         self._smoother, self._data = smoother, data
 
     def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
-        loss: Tensor = self._smoother(outputs, labels, shift_labels=shift_labels, **options)
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        full = {"logits": to_full_tensors(logits)}  # the smoother writes into results of sharded logits
+        loss: Tensor = self._smoother(full, labels, shift_labels=shift_labels, **options)
         if options.get("num_items_in_batch") is not None or self._data.size == 1:
             return loss
         counted = labels[..., 1:] if shift_labels else labels

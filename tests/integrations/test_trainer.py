@@ -72,6 +72,7 @@ EXCLUDED = {
     ("label smoothing", "pipe"): "refused",
     ("label smoothing, seq2seq", "pipe"): "refused",
     ("predict_with_generate", "pipe"): "refused",
+    ("predict_with_generate", "sequence"): "refused",
     ("NEFTune", "pipe"): "refused",
 }
 """(feature, axis) -> why the run is not compared with one process."""
@@ -134,6 +135,7 @@ def test_arguments_that_cannot_work_are_refused_before_training(
     for name, parts in {
         "pipe and label smoothing": ("label_smoothing_factor with pipe=2", "the model's own loss"),
         "pipe and compute_loss": ("compute_loss with pipe=2", "the model's own loss"),
+        "sequence and generate": ("predict_with_generate=True", "sequence=2"),
         "max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments"),
         "fsdp": ("fsdp", "zero_stage"),
         "lomo": ("optim='lomo'", "during the backward"),

@@ -12,15 +12,16 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ParallelConfig
-from tests.integrations.small_models import gpt2, llama, token_rows
+from tests.integrations.small_models import gpt2, llama, t5, token_rows
 from tests.integrations.trainer_cases import reset_accelerate
 
 
 def refusals(folder: str) -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
-    from shardformer.integrations.transformers import Trainer
+    from shardformer.integrations.transformers import Seq2SeqTrainer, Trainer
 
     rows = token_rows(8)
+    generating = transformers.Seq2SeqTrainingArguments(folder, use_cpu=True, report_to=[], predict_with_generate=True)
 
     class OwnLoss(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -38,6 +39,7 @@ def refusals(folder: str) -> dict[str, str]:
     attempts: dict[str, Callable[[], Any]] = {
         "pipe and label smoothing": lambda: start({"pipe": 2}, label_smoothing_factor=0.1),
         "pipe and compute_loss": lambda: OwnLoss(llama(), args(), train_dataset=rows, parallel={"pipe": 2}),
+        "sequence and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"sequence": 2}),
         "max_grad_norm": lambda: start({"tensor": 2, "max_grad_norm": 1.0}),
         "fsdp": lambda: start({"tensor": 2}, fsdp=True),
         "lomo": lambda: start({"tensor": 2}, optim="lomo"),
