@@ -215,7 +215,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
         problem = "Context parallelism evaluates the attention mask in Python during the forward"
     elif sizes["tensor"] > 1 and uses_dropout(model):
         problem = "The model uses dropout, whose random state differs between ranks in parts of a layer"
-        remedy = "Set the dropout of the model to 0, or compile=False"
+        remedy = "Set the dropout of the model to 0, or call torch.compile(model), which breaks the graph in the layers"
     elif backend == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
     elif backend == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
