@@ -107,7 +107,8 @@ def _find_and_bind_policy(sharder: Sharder, policy: Policy | type[Policy] | None
     is_needed = sharder.needs_policy or policy is not None
     try:
         size = sharder.context.tensor.size
-        found = resolve_policy(sharder.model, policy, tensor=size, may_run_copy=is_needed, example=example)
+        batch = example if is_needed else lambda: None
+        found = resolve_policy(sharder.model, policy, tensor=size, may_run_copy=is_needed, example=batch)
         return bind_policy(sharder, *found, applies_rules=applies_rules)
     except Exception as error:  # a family's policy can fail in any way on a model that the user changed
         if is_needed:

@@ -275,7 +275,7 @@ def test_streams_that_cannot_be_read_raise(data: Any, training: Any, words: str,
 def test_a_dry_run_describes_a_stream(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, [{"text": "words " * 9}] * 20), "streaming": True}
     report = make_dry_run_report(config(tmp_path, "gpt2", data))
-    assert report.num_samples is None and report.ranks[0].step
+    assert report.summary.num_samples is None and report.ranks[0].step
 
 
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str)

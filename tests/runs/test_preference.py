@@ -134,4 +134,4 @@ def test_wrong_pairs_raise(tmp_path: Path) -> None:
 
 def test_a_dry_run_estimates_the_memory(tmp_path: Path) -> None:
     report = make_dry_run_report(made(tmp_path, parallel={"tensor": 2}))
-    assert report.num_samples == 8 and report.ranks[0].step, report.why_untraced
+    assert report.summary.num_samples == 8 and report.ranks[0].step, report.why_untraced
