@@ -39,6 +39,7 @@ class ShardOptions(TypedDict, total=False):
     enable_fused_normalization: bool
     enable_flash_attention: bool
     enable_jit_fused: bool
+    compile: bool | str
     enable_sequence_parallelism: bool
     enable_sequence_overlap: bool
     enable_all_optimization: bool

@@ -54,7 +54,7 @@ def test_the_dry_run_of_a_template_works(name: str, tmp_path: Path) -> None:
     made = tiny(name, tmp_path)
     report = make_dry_run_report(made)
     assert report.summary.num_steps == 2 and report.why_untraced == ""
-    assert max(report.layout.values()) == 2  # each template shows a layout of several processes
+    assert max(report.sizes.values()) == 2  # each template shows a layout of several processes
     text = TEMPLATES[name]
     assert f"-c {name}.toml" in text and f'folder = "runs/{name}"' in text
     assert max(map(len, text.splitlines())) <= 170

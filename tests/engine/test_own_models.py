@@ -99,6 +99,7 @@ def losses(context: Any, rows: Any, loss_fn: Any = next_word, **sizes: int) -> l
 WORD_ROWS = make_batch(0)["words"].repeat(3, 1)
 
 
+@pytest.mark.slow
 def test_a_policy_is_derived_from_the_training_data() -> None:
     rows = [(row, row) for row in WORD_ROWS]
     alone = losses(None, rows)
@@ -126,6 +127,7 @@ def test_verify_derives_a_policy_from_its_batches(pool2: Any) -> None:
     assert report.passed and "all_reduce over tensor (block)" in report.collectives, report.collectives
 
 
+@pytest.mark.slow
 def test_a_model_without_layers_names_what_works() -> None:
     with pytest.raises(PolicyError, match=r"Split the batch with launch_from_torch\(data=2\)"):
         verify(make_plain, make_values, 2, steps=1, loss_fn=square)
@@ -133,6 +135,7 @@ def test_a_model_without_layers_names_what_works() -> None:
         shardformer.derive_policy(Plain(), make_values(0))
 
 
+@pytest.mark.slow
 def test_derive_policy_takes_the_targets_of_verify(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,6 +151,7 @@ def test_derive_policy_takes_the_targets_of_verify(
         assert 'MLP("up"' in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_derived_policy_is_described_as_such_and_fits_into_100_columns() -> None:
     policy = shardformer.derive_policy(Model(), make_batch(0))
     policy.notes = ["a long note " * 20]
