@@ -77,6 +77,7 @@ def configuration_page() -> str:
 
 
 def _table(kind: Any) -> type[BaseModel] | None:
+    kind = next((part for part in get_args(kind) if part is not type(None)), kind)  # an optional table
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 

@@ -11,6 +11,7 @@ import os
 import re
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,7 +28,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.meta_init.lazy_init import LazyInit
+from shardformer.meta_init.materialization import is_lazy
+from shardformer.torch_compat import FakeTensor
+from shardformer.torch_patches import Patch, replace_attribute, temporarily
 from shardformer.train_command.config_schema import (
+    LoraTable,
     OptimizerTable,
     ScheduleTable,
     TrainConfig,
@@ -200,6 +205,67 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
             f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained",
             remedy="Remove a pattern",
         )
+
+
+def prepare_model(config: TrainConfig, model: nn.Module) -> nn.Module:
+    """Freeze the parameters that a run does not train, and add its adapters."""
+    freeze_parameters(model, config.model.freeze)
+    return model if config.lora is None else add_adapters(config.lora, model, config.model.task)
+
+
+LORA_TASKS = {
+    "causal": "CAUSAL_LM", "preference": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM",
+    "token_classification": "TOKEN_CLS", "classification": "SEQ_CLS", "multi_label_classification": "SEQ_CLS",
+    "regression": "SEQ_CLS",
+}  # fmt: skip
+"""Task -> ``task_type`` in PEFT, which trains and saves the new head of a classifier too."""
+
+
+def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
+    """Add adapters of PEFT to a model that is not sharded, and freeze its other parameters.
+
+    Raises:
+        ConfigError: PEFT is not installed, or does not accept the table for this model.
+    """
+    try:
+        import peft
+    except ImportError as error:
+        raise ConfigError(
+            "The table lora requires peft, which is not installed", remedy="Run pip install 'shardformer[peft]'"
+        ) from error
+    try:
+        settings = peft.LoraConfig(
+            r=table.rank,
+            lora_alpha=table.alpha,
+            lora_dropout=table.dropout,
+            target_modules=table.target_modules,
+            modules_to_save=table.modules_to_save,
+            use_rslora=table.use_rslora,
+            use_dora=table.use_dora,
+            task_type=LORA_TASKS.get(task),
+        )
+        with LazyInit() if is_lazy(model) else _adapters_in_place(model):
+            adapted: nn.Module = peft.get_peft_model(model, settings)
+            return adapted
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(
+            f"PEFT cannot add adapters to {type(model).__name__}: {first_line(error)}",
+            remedy="Correct lora.target_modules or lora.modules_to_save",
+        ) from error
+
+
+IN_PLACE = Patch(
+    "torch.nn.Module.to",
+    __name__,
+    "does nothing while adapters are added to fake tensors, which torch cannot move",
+)
+
+
+def _adapters_in_place(model: nn.Module) -> AbstractContextManager[Any]:
+    """Keep adapters of fake tensors where they are created."""
+    if not isinstance(next(model.parameters()), FakeTensor):
+        return nullcontext()
+    return temporarily(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))
 
 
 def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored: Iterable[str] = ()) -> None:

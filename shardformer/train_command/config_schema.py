@@ -216,6 +216,21 @@ class PreferenceTable(ConfigTable):
     label_smoothing: float = _config_key("Probability that a preference is wrong.", 0.0, ge=0, lt=0.5)
 
 
+class LoraTable(ConfigTable):
+    """Adapters of PEFT. If this table exists, only adapters are trained."""
+
+    rank: int = _config_key("Rank of the adapters.", 8, ge=1)
+    alpha: float = _config_key("Scale of the adapters; they are multiplied by `alpha / rank`.", 16.0, gt=0)
+    dropout: float = _config_key("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
+    target_modules: str | list[str] = _config_key(
+        "Names of the linears with adapters, or `all-linear` for all except the head.", "all-linear"
+    )
+    modules_to_save: list[str] | None = _config_key("Names of further modules to train and save completely.", None)
+    use_rslora: bool = _config_key("Scale by `alpha / sqrt(rank)`.", False)
+    use_dora: bool = _config_key("Also train the norm of each row of a weight (DoRA).", False)
+    merge: bool = _config_key("Export the model with merged adapters instead of the adapters alone.", False)
+
+
 class TrainingTable(ConfigTable):
     """The length of the run, and validation."""
 
@@ -239,6 +254,7 @@ class TrainConfig(ConfigTable):
     schedule: ScheduleTable = ScheduleTable()
     training: TrainingTable = TrainingTable()
     preference: PreferenceTable = PreferenceTable()
+    lora: LoraTable | None = None
     hooks: dict[str, bool | dict[str, Any]] = _config_key(
         "Hooks by name: `true`, `false`, or a table of arguments. `throughput`, `progress`, `json_lines` and "
         "`checkpoint` are enabled by default. To add your own hook, specify its file and class: "

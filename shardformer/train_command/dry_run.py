@@ -16,7 +16,7 @@ from shardformer.local_ranks.fake_rank import MemoryTracker, fake_context, fake_
 from shardformer.mesh.parallel_context import local_device, with_grid_axes
 from shardformer.shard_model_api import shard_model
 from shardformer.sharding.describe import describe_sharding
-from shardformer.train_command.build import build_hooks, build_model, build_optimizer, freeze_parameters
+from shardformer.train_command.build import build_hooks, build_model, build_optimizer, prepare_model
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import load_model_config
@@ -157,7 +157,7 @@ class _MemoryEstimator:
         context = with_grid_axes(fake_context(coords, **sizes), layout.tensor)  # type: ignore[arg-type]
         with torch.random.fork_rng(devices=[]), fake_tensors():
             unsharded = build_model(self._config, self._data, self._saved, lazy=False)
-            freeze_parameters(unsharded, self._config.model.freeze)
+            unsharded = prepare_model(self._config, unsharded)
             of_params = self._make_optimizer(unsharded)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
             self.description = self.description or str(describe_sharding(model))
@@ -175,7 +175,7 @@ class _MemoryEstimator:
         step_dtype = MixedPrecision.of(layout.precision).dtype or torch.float32
         with torch.random.fork_rng(devices=[]), fake_tensors() as fake:  # in the dtype of a step
             unsharded = build_model(self._config, self._data, self._saved, lazy=False, dtype=step_dtype)
-            freeze_parameters(unsharded, self._config.model.freeze)
+            unsharded = prepare_model(self._config, unsharded)
             model = shard_model(unsharded, config=layout.shard_config(context)).train()
             batch = fake((self._data.collate or collate_samples)(samples))
             shapes = self._shapes.setdefault((layout.pipe, coords["tensor"]), {})

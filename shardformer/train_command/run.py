@@ -24,7 +24,7 @@ from shardformer.train_command.build import (
     build_optimizer,
     build_scheduler,
     count_steps,
-    freeze_parameters,
+    prepare_model,
 )
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
@@ -32,9 +32,10 @@ from shardformer.train_command.model_config import get_class_names, get_image_si
 from shardformer.train_command.preference import PreferenceCollator, compute_reference
 from shardformer.train_command.run_checks import Resume, check_packing, check_task
 from shardformer.train_command.summary import EXPORT_FOLDER, Header, RunSummary, print_footer
+from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize, make_context, num_processes
 from shardformer.training.trainer import Trainer
-from shardformer.weights.save_pretrained import check_export, check_target
+from shardformer.weights.save_pretrained import check_export, check_target, export_pretrained
 
 
 def run_training(config: TrainConfig) -> dict[str, float]:
@@ -61,10 +62,25 @@ def run_training(config: TrainConfig) -> dict[str, float]:
     if trainer.was_interrupted:
         raise SystemExit(128 + (trainer.signal or signal.SIGTERM))
     if training.export:
-        trainer.engine.export(config.path / EXPORT_FOLDER, data.processor)
+        export_model(config, trainer.engine, config.path / EXPORT_FOLDER, data.processor)
     if trainer.is_first:
         print_footer(config, trainer)
     return values
+
+
+def export_model(config: TrainConfig, engine: Engine, directory: Path, processor: Any) -> None:
+    """Export the trained model for ``from_pretrained``, or its adapters for PEFT. All ranks call it."""
+    if config.lora is None:
+        engine.export(directory, processor)
+        return
+    model: Any = engine.model
+    if config.lora.merge:
+        export_pretrained(model.merge_and_unload(), directory, tokenizer=processor)
+        return
+    model.save_pretrained(directory)
+    run_on_first_rank(
+        lambda: processor.save_pretrained(directory) if processor is not None else None, engine.world, "Exporting"
+    )
 
 
 @contextmanager
@@ -96,7 +112,9 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
             f"training.export would overwrite model.name = {config.model.name!r} with the trained model in {folder}",
             remedy="Set another folder for the run, such as folder = 'run'",
         )
-    check_target(folder)
+    is_adapter_folder = (folder / "adapter_config.json").is_file()
+    if config.lora is None or config.lora.merge or not is_adapter_folder:
+        check_target(folder)
 
 
 def build_trainer(
@@ -149,12 +167,12 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     saved = load_model_config(config)
     data = load_data(config, get_image_size(saved), get_class_names(saved))
     model = build_model(config, data, saved)
-    freeze_parameters(model, config.model.freeze)
     check_task(config, model)
     if config.data.packing or config.model.task == "preference":
         check_packing(model, *(["model.task = 'preference'"] if config.model.task == "preference" else []))
     if config.training.export:
         check_export(model, data.processor)
+    model = prepare_model(config, model)
     if data.skipped and os.environ.get("RANK", "0") == "0":
         warnings.warn(data.skipped, stacklevel=2)
     return data, model

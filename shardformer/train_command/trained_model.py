@@ -18,7 +18,7 @@ from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, first_line
 from shardformer.meta_init.lazy_init import LazyInit
-from shardformer.train_command.build import build_hooks, create_model, model_class_for
+from shardformer.train_command.build import build_hooks, create_model, model_class_for, prepare_model
 from shardformer.train_command.config_schema import TrainConfig, apply_command_line_change, parse_config
 from shardformer.train_command.datasets import ImageTransform
 from shardformer.train_command.load_data import adds_end_token, load_data
@@ -66,9 +66,10 @@ class TrainedModel:
         """Build the model without values. Raises ConfigError if transformers cannot build it."""
         if self.run is not None:
             with LazyInit():
-                return create_model(
+                model = create_model(
                     model_class_for(self.run), self.model_config, torch.float32, self.run.model.trust_remote_code
                 )
+            return prepare_model(self.run, model)
         transformers = load_transformers()
         config = self.model_config
         kind = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
