@@ -16,7 +16,7 @@ import io
 import os
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from shardformer.filesystem.lock import release
 from shardformer.gradient_accumulation.label_tracing import LabelForm
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.training.initialize import initialize, make_context
@@ -123,6 +124,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self._move_others()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
         self.precision_plugin.main_params = lambda _: engine.model.parameters()
+        self.precision_plugin.clip_gradients = partial(pl.plugins.Precision.clip_gradients, self.precision_plugin)
         if is_fitting:
             self.optimizers = engine.optimizers
         self.setup_precision_plugin()
@@ -177,8 +179,15 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         precision, io_plugin = type(self.precision_plugin), type(self.checkpoint_io)
         averaging = [type(each).__name__ for each in trainer.callbacks if _is_averaging(each)]
         problems = {
-            "sync_batchnorm=True": (vars(self)["_layer_sync"] is not None, "Every data-parallel rank has its own statistics"),
+            "sync_batchnorm=True": (
+                vars(self)["_layer_sync"] is not None,
+                "Every data-parallel rank has its own statistics",
+            ),
             f"precision with {precision.__name__}": (precision not in known, "It replaces modules or parameters"),
+            "precision='16-mixed'": (
+                getattr(self.precision_plugin, "scaler", None) is not None,
+                "Use 'bf16-mixed', or set precision='fp16' in ParallelConfig, which scales the loss",
+            ),
             f"{precision.__name__} and ParallelConfig(precision={self.parallel.precision!r})": (
                 precision is not plugins.Precision and self.parallel.precision != "fp32",
                 "Both convert the parameters. Set only one of them",
@@ -199,7 +208,24 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         for what, (is_used, rule) in problems.items():
             if is_used:
                 raise ConfigError(f"ShardFormerStrategy does not support {what}", rule=rule, remedy="Remove it")
-        _ = self._name_of_model
+        self._check_earlier_fit(trainer)
+
+    def _check_earlier_fit(self, trainer: Any) -> None:
+        """Raise ConfigError if the model was sharded before, in a way that this strategy cannot continue."""
+        if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
+            return
+        table, sizes = metadata_of(self.sharded_model), self._context.sizes
+        if table.context.sizes != sizes:
+            raise ConfigError(
+                f"The model is sharded over {table.context}, but the strategy uses {self._context}",
+                remedy="Use the same layout, or create the model again and load a checkpoint",
+            )
+        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
+            raise ConfigError(
+                "An earlier fit trained this model with ZeRO",
+                rule="The model keeps the optimizer of its first fit",
+                remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...)",
+            )
 
     # --- which ranks have batches of their own
 
@@ -219,16 +245,16 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a metric over the data-parallel ranks. Communicates one all-reduce of the tensor."""
         data = self._context.data
-        if group is None or group is torch.distributed.group.WORLD:
-            return tensor if data.size == 1 else super().reduce(tensor, data.group, reduce_op)
-        return super().reduce(tensor, group, reduce_op)
+        if not _is_world(group):
+            return super().reduce(tensor, group, reduce_op)
+        return tensor if data.size == 1 else super().reduce(tensor, data.group, reduce_op)
 
     def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
         """Stack the tensors of the data-parallel ranks. Communicates one all-gather of the tensor."""
         data = self._context.data
-        if group is None and data.size == 1:
+        if _is_world(group) and data.size == 1:
             return tensor.unsqueeze(0)
-        gathered: Tensor = super().all_gather(tensor, data.group if group is None else group, sync_grads)
+        gathered: Tensor = super().all_gather(tensor, data.group if _is_world(group) else group, sync_grads)
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
@@ -257,6 +283,14 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         weights.scale_loss(0, loss)
         weights.finish()
         return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward, with the loss scale of ``ParallelConfig(precision="fp16")``."""
+        owner = metadata_of(self.sharded_model).gradient_owner
+        with nullcontext(1) if owner is None else owner.scaled() as scale:
+            loss = closure_loss if scale == 1 else closure_loss.float() * scale
+            result: Tensor = super().backward(loss, *args, **kwargs)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Iterator[None]:
@@ -332,6 +366,10 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()
+
+
+def _is_world(group: Any) -> bool:
+    return group is None or group is torch.distributed.group.WORLD
 
 
 def _is_never_distributed() -> bool:

@@ -57,6 +57,24 @@ def test_training_equals_one_process(integrations: IntegrationProcess, layout: s
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true", "64-true"])
+@pytest.mark.parametrize("layout", ["tensor", "zero 1"])
+def test_precision_equals_one_process(integrations: IntegrationProcess, layout: str, precision: str) -> None:
+    options = {"precision": precision, "gradient_clip_val": 0.1}
+    for expected, found in integrations(2).run(call, "compare_with_one_process", LAYOUTS[layout], options):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=1e-6 if precision == "64-true" else 5e-3)
+        assert {x.dtype for x in found["weights"].values()} == {x.dtype for x in expected["weights"].values()}
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_master_weights_learn_as_one_process(integrations: IntegrationProcess, precision: str) -> None:
+    parallel = {"data": 2, "zero_stage": 1, "precision": precision}
+    for expected, found in integrations(2).run(call, "compare_with_one_process", parallel, {"gradient_clip_val": 0.1}):
+        assert found["losses"] == pytest.approx(expected["losses"], rel=5e-3)
+
+
+@pytest.mark.full
 @pytest.mark.parametrize("parallel", [{"tensor": 2, "data": 2}, {"tensor": 2, "data": 2, "zero_stage": 3}])
 def test_combined_layouts_equal_one_process(integrations: IntegrationProcess, parallel: dict[str, Any]) -> None:
     options = OPTIONS["accumulate and clip"]
@@ -140,3 +158,16 @@ def test_workers_of_ranks_with_one_batch_have_one_seed(
     integrations: IntegrationProcess, parallel: dict[str, Any], ranks: list[int]
 ) -> None:
     assert integrations(2).run(call, "seed_of_workers", parallel) == ranks
+
+
+@pytest.mark.full
+def test_a_second_fit_continues_or_is_refused(integrations: IntegrationProcess) -> None:
+    tensor, data, zero = {"tensor": 2}, {"data": 2}, {"data": 2, "zero_stage": 1}
+    (expected,) = integrations(1).run(call, "fit_twice", None, None)
+    for parallel in (tensor, data):
+        for found in integrations(2).run(call, "fit_twice", parallel, parallel):
+            assert found == pytest.approx(expected, rel=1e-6)
+    for error in integrations(2).run(call, "fit_twice", tensor, data):
+        assert "is sharded over" in error
+    for error in integrations(2).run(call, "fit_twice", zero, zero):
+        assert "An earlier fit trained this model with ZeRO" in error
