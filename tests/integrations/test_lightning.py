@@ -83,13 +83,14 @@ def test_combined_layouts_equal_one_process(integrations: IntegrationProcess, pa
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("parallel", [{"data": 2}, {"tensor": 2}, {"data": 2, "zero_stage": 1}])
+@pytest.mark.parametrize("parallel", [{"tensor": 2, "data": 2}, {"tensor": 2}, {"data": 2, "zero_stage": 1}])
 def test_metrics_count_data_parallel_ranks(integrations: IntegrationProcess, parallel: dict[str, Any]) -> None:
     ((expected, _, _),) = integrations(1).run(call, "fit_metrics", None)
-    for found, gathered, decisions in integrations(2).run(call, "fit_metrics", parallel):
+    data = parallel.get("data", 1)
+    ranks = data * parallel.get("tensor", 1)
+    for found, gathered, decisions in integrations(ranks).run(call, "fit_metrics", parallel):
         assert_equal_runs(found, expected)
         assert found["metrics"]["large"] == expected["metrics"]["large"] > 0
-        data = parallel.get("data", 1)
         assert gathered == [data, 8 // data, 9]
         assert decisions == [False, True]
 
