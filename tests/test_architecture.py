@@ -73,6 +73,8 @@ LATE_ONLY = {
     "torchmetrics",
     "datasets",
     "PIL",
+    "lightning",
+    "pytorch_lightning",
     "peft",
     "accelerate",
 }

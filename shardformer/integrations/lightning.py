@@ -1,0 +1,380 @@
+"""``ShardFormerStrategy``: Lightning's Trainer for models that ShardFormer shards.
+
+>>> from shardformer.integrations.lightning import ShardFormerStrategy                       # doctest: +SKIP
+>>> strategy = ShardFormerStrategy(parallel=ParallelConfig(tensor=2))                        # doctest: +SKIP
+>>> lightning.pytorch.Trainer(strategy=strategy, devices=2).fit(module, train_dataloader)    # doctest: +SKIP
+
+The loop, the hooks, the callbacks and the loggers are those of Lightning. Ranks that share a model receive the same
+batches, so this strategy counts data-parallel ranks where Lightning splits data and reduces metrics.
+"""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import io
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from shardformer.checkpoint.load import load_checkpoint
+from shardformer.checkpoint.plain_state import load_plain_optimizer_state
+from shardformer.checkpoint.save import save_checkpoint
+from shardformer.comm.collective_call import collective_call
+from shardformer.comm.collectives import all_gather_numbers
+from shardformer.config import ParallelConfig
+from shardformer.errors import ConfigError
+from shardformer.filesystem.lock import release
+from shardformer.gradient_accumulation.label_tracing import LabelForm
+from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
+from shardformer.gradients.reducer import no_sync
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.mesh.rank_grid import AXES
+from shardformer.training.initialize import initialize, make_context
+
+is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
+pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
+"""The package that the script uses. Lightning is published under two names, whose classes do not mix."""
+
+STATE_KEY = "lightning"
+"""Key of Lightning's own state in ``extra`` of a checkpoint."""
+UNSUPPORTED_FIELDS = {
+    "pipe": "training_step runs the forward itself, but a pipeline runs it in a schedule. "
+    "Use shardformer.initialize and engine.train_step(batch)",
+    "micro_batches": "Use Trainer(accumulate_grad_batches=...)",
+    "micro_batch_size": "Use Trainer(accumulate_grad_batches=...)",
+    "max_grad_norm": "Use Trainer(gradient_clip_val=...)",
+}
+"""Fields of ParallelConfig that have no effect here -> remedy."""
+UNSUPPORTED_CALLBACKS = ("StochasticWeightAveraging", "WeightAveraging")
+"""Callbacks that copy the module and average the copies."""
+
+
+class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
+    """Strategy of Lightning's Trainer that shards the model of a LightningModule and its optimizer.
+
+    All parameters of the LightningModule must belong to one of its attributes, such as ``self.model``. That model is
+    sharded when ``fit``, ``validate``, ``test`` or ``predict`` starts. Checkpoints are directories in ShardFormer's
+    format, which load under any layout.
+
+    Args:
+        parallel: Layout and options: a ParallelConfig or a dict of its fields. None uses data parallelism.
+        policy: Your own sharding policy. None selects one automatically.
+        options: ``process_group_backend``, ``timeout`` and ``cluster_environment`` of Lightning's DDPStrategy.
+
+    Raises:
+        ConfigError: The layout or an argument of the Trainer is not supported. Raised before training.
+    """
+
+    strategy_name = "shardformer"
+    model: Any
+    lightning_module: Any
+    root_device: torch.device
+    precision_plugin: Any
+    optimizers: list[Optimizer]
+
+    def __init__(self, parallel: Any = None, *, policy: Any = None, **options: Any) -> None:
+        self.parallel, self.policy = ParallelConfig.of(parallel), policy
+        default = ParallelConfig()
+        for name, remedy in UNSUPPORTED_FIELDS.items():
+            if (value := getattr(self.parallel, name)) != getattr(default, name):
+                raise ConfigError(f"ShardFormerStrategy does not support {name}={value!r}", remedy=remedy)
+        if self.parallel.on_nonfinite != default.on_nonfinite and self.parallel.effective_zero_stage is None:
+            raise ConfigError(
+                f"ShardFormerStrategy does not support on_nonfinite={self.parallel.on_nonfinite!r} without ZeRO",
+                remedy="Set zero_stage=1, or use Trainer(detect_anomaly=True)",
+            )
+        known = ("process_group_backend", "timeout", "cluster_environment")
+        if unknown := [name for name in options if name not in known]:
+            raise ConfigError(
+                f"ShardFormerStrategy received the unknown argument {unknown[0]}",
+                remedy=f"Use parallel, policy, {', '.join(known)}",
+            )
+        super().__init__(**options)
+        self.context: ParallelContext | None = None
+        self._label_forms: dict[int, LabelForm] = {}
+
+    # --- setup
+
+    def setup_environment(self) -> None:
+        """Join the processes and create the process grid."""
+        super().setup_environment()
+        self.context = make_context(self.context, self.parallel)
+
+    def setup(self, trainer: Any) -> None:
+        """Shard the model, together with the optimizer that ``configure_optimizers`` returns."""
+        context = self._context
+        self.accelerator.setup(trainer)
+        collective_call(context, partial(self._check, trainer), action="train with Lightning")
+        self.model = self.precision_plugin.convert_module(self.model)
+        is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        if is_fitting:
+            self.setup_optimizers(trainer)
+        options: dict[str, Any] = dict(parallel=self.parallel, policy=self.policy, context=context)
+        engine = initialize(self.sharded_model, self.optimizers if is_fitting else None, **options)
+        self._move_others()
+        # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
+        self.precision_plugin.main_params = lambda _: engine.model.parameters()
+        self.precision_plugin.clip_gradients = partial(pl.plugins.Precision.clip_gradients, self.precision_plugin)
+        if is_fitting:
+            self.optimizers = engine.optimizers
+        self.setup_precision_plugin()
+        for module in self.lightning_module.modules():
+            if hasattr(module, "dist_sync_fn") and module.process_group is None:  # a metric of torchmetrics
+                module.process_group = context.data.group
+                if context.data.size == 1:
+                    module.distributed_available_fn = _is_never_distributed
+
+    def _move_others(self) -> None:
+        """Move everything but the sharded model to the device, and set the ``device`` of the LightningModule."""
+        modules, name = self.lightning_module._modules, self._name_of_model
+        model = modules[name]
+        modules[name] = None  # keeps the order of the modules
+        try:
+            self.lightning_module.to(self.root_device)
+        finally:
+            modules[name] = model
+
+    @property
+    def _context(self) -> ParallelContext:
+        assert self.context is not None
+        return self.context
+
+    @property
+    def _world(self) -> Axis:
+        return self._context.flatten(*AXES) if self._context.world is not None else Axis("world")
+
+    @property
+    def _name_of_model(self) -> str:
+        """Name of the attribute of the LightningModule that has its parameters."""
+        owners = {name.partition(".")[0] for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
+        children = dict(self.lightning_module.named_children())
+        if len(owners) != 1 or not owners <= children.keys():
+            raise ConfigError(
+                f"The parameters of {type(self.lightning_module).__name__} belong to {sorted(owners)}",
+                rule="ShardFormerStrategy shards one model, which is an attribute of the LightningModule",
+                remedy="Put all parameters into one nn.Module: self.model = Model(...)",
+            )
+        return str(owners.pop())
+
+    @property
+    def sharded_model(self) -> nn.Module:
+        """The attribute of the LightningModule that is sharded."""
+        model: nn.Module = getattr(self.lightning_module, self._name_of_model)
+        return model
+
+    def _check(self, trainer: Any) -> None:
+        """Raise ConfigError for options of the Trainer that do not work with a sharded model."""
+        plugins = pl.plugins
+        known = (plugins.Precision, plugins.MixedPrecision, plugins.HalfPrecision, plugins.DoublePrecision)
+        precision, io_plugin = type(self.precision_plugin), type(self.checkpoint_io)
+        averaging = [type(each).__name__ for each in trainer.callbacks if _is_averaging(each)]
+        problems = {
+            "sync_batchnorm=True": (
+                vars(self)["_layer_sync"] is not None,
+                "Every data-parallel rank has its own statistics",
+            ),
+            f"precision with {precision.__name__}": (precision not in known, "It replaces modules or parameters"),
+            "precision='16-mixed'": (
+                getattr(self.precision_plugin, "scaler", None) is not None,
+                "Use 'bf16-mixed', or set precision='fp16' in ParallelConfig, which scales the loss",
+            ),
+            f"{precision.__name__} and ParallelConfig(precision={self.parallel.precision!r})": (
+                precision is not plugins.Precision and self.parallel.precision != "fp32",
+                "Both convert the parameters. Set only one of them",
+            ),
+            f"the plugin {io_plugin.__name__}": (
+                io_plugin is not plugins.TorchCheckpointIO,
+                "Checkpoints are written in ShardFormer's format",
+            ),
+            "automatic_optimization=False": (
+                not self.lightning_module.automatic_optimization,
+                "The loss that training_step returns is weighted by its labels, and one optimizer is sharded",
+            ),
+            f"the callback {', '.join(averaging)}": (
+                bool(averaging),
+                "It averages copies of the module, which checkpoints would lack",
+            ),
+        }
+        for what, (is_used, rule) in problems.items():
+            if is_used:
+                raise ConfigError(f"ShardFormerStrategy does not support {what}", rule=rule, remedy="Remove it")
+        self._check_earlier_fit(trainer)
+
+    def _check_earlier_fit(self, trainer: Any) -> None:
+        """Raise ConfigError if the model was sharded before, in a way that this strategy cannot continue."""
+        if METADATA_ATTRIBUTE not in self.sharded_model.__dict__:
+            return
+        table, sizes = metadata_of(self.sharded_model), self._context.sizes
+        if table.context.sizes != sizes:
+            raise ConfigError(
+                f"The model is sharded over {table.context}, but the strategy uses {self._context}",
+                remedy="Use the same layout, or create the model again and load a checkpoint",
+            )
+        if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
+            raise ConfigError(
+                "An earlier fit trained this model with ZeRO",
+                rule="The model keeps the optimizer of its first fit",
+                remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...)",
+            )
+
+    # --- which ranks have batches of their own
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        """The data-parallel ranks, between which Lightning's sampler splits the samples."""
+        return {"num_replicas": self._context.data.size, "rank": self._context.data.rank}
+
+    def process_dataloader(self, dataloader: Any) -> Any:
+        """Seed the workers of a data loader by the data-parallel rank, because other ranks need the same batches."""
+        seed_worker = sys.modules[pl.seed_everything.__module__].pl_worker_init_function
+        is_requested = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by seed_everything(workers=True)
+        if is_requested and getattr(dataloader, "worker_init_fn", dataloader) is None:
+            dataloader.worker_init_fn = partial(seed_worker, rank=self._context.data.rank)
+        return dataloader
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
+        """Reduce a metric over the data-parallel ranks. Communicates one all-reduce of the tensor."""
+        data = self._context.data
+        if not _is_world(group):
+            return super().reduce(tensor, group, reduce_op)
+        return tensor if data.size == 1 else super().reduce(tensor, data.group, reduce_op)
+
+    def all_gather(self, tensor: Tensor, group: Any = None, sync_grads: bool = False) -> Tensor:
+        """Stack the tensors of the data-parallel ranks. Communicates one all-gather of the tensor."""
+        data = self._context.data
+        if _is_world(group) and data.size == 1:
+            return tensor.unsqueeze(0)
+        gathered: Tensor = super().all_gather(tensor, data.group if _is_world(group) else group, sync_grads)
+        return gathered
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """Return whether all ranks, or any of them, decide so. Communicates one number per rank."""
+        found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
+        return sum(found) == len(found) if all else any(found)
+
+    # --- one step
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Run ``training_step``. With ``average_loss_over="tokens"``, every label of the global batch has one weight.
+
+        Communicates one number per loss function of torch that it calls.
+        """
+        data = self._context.data
+        if data.size == 1 or self.parallel.average_loss_over == "ranks":
+            return super().training_step(*args, **kwargs)
+        batch = {"args": args, "kwargs": kwargs}
+        weights = LossWeights([batch], [1], None, self._label_forms, (data, self.root_device))
+        weights.start(0)
+        try:
+            output = super().training_step(*args, **kwargs)
+        finally:
+            weights.stop()
+        loss = output["loss"] if isinstance(output, Mapping) else output
+        weights.scale_loss(0, loss)
+        weights.finish()
+        return output
+
+    def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """Run the backward, with the loss scale of ``ParallelConfig(precision="fp16")``."""
+        owner = metadata_of(self.sharded_model).gradient_owner
+        with nullcontext(1) if owner is None else owner.scaled() as scale:
+            loss = closure_loss if scale == 1 else closure_loss.float() * scale
+            result: Tensor = super().backward(loss, *args, **kwargs)
+        return result
+
+    @contextmanager
+    def block_backward_sync(self) -> Iterator[None]:
+        """Accumulate gradients without communication over the data-parallel ranks."""
+        with no_sync(self.sharded_model):
+            yield
+
+    # --- checkpoints
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """True: a checkpoint is loaded into the sharded model."""
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the state of the LightningModule without its model, whose weights each rank writes itself."""
+        prefix = f"{self._name_of_model}."
+        return {name: x for name, x in self.lightning_module.state_dict().items() if not name.startswith(prefix)}
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return nothing: each rank writes its own part of the state."""
+        return {}
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Save the model, its optimizer and Lightning's state into the directory ``filepath``. All ranks call this."""
+        if storage_options is not None:
+            raise ConfigError(
+                f"storage_options={storage_options!r:.60} has no effect",
+                remedy="Save to a path of a shared file system, without storage_options",
+            )
+        folder, model = Path(self.broadcast(str(filepath))), self.sharded_model
+        written = io.BytesIO()
+        torch.save(checkpoint, written)
+        extra = {STATE_KEY: base64.b64encode(written.getvalue()).decode()}
+        optimizers = self.optimizers if "optimizer_states" in checkpoint else None
+        save_checkpoint(model, folder, optimizers, step=checkpoint["global_step"], extra=extra, retention=1)
+        release(folder, model)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Load the model and its optimizer, saved under any layout, and return Lightning's state."""
+        folder = Path(self.broadcast(str(checkpoint_path)))
+        if folder.is_file():  # of Lightning's other strategies
+            loaded: dict[str, Any] = super().load_checkpoint(folder, weights_only)
+            return loaded
+        is_fitting = self.lightning_module.trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
+        found = load_checkpoint(self.sharded_model, folder, self.optimizers if is_fitting else None)
+        if not isinstance(found.extra, dict) or STATE_KEY not in found.extra:
+            raise ConfigError(
+                f"{folder} was not saved by Lightning",
+                remedy="Load its weights before training: shardformer.load_checkpoint(module.model, folder)",
+            )
+        state = io.BytesIO(base64.b64decode(found.extra[STATE_KEY]))
+        checkpoint: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=weights_only is not False)
+        return checkpoint
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        """Load the state of the LightningModule, and from a plain checkpoint that of its model."""
+        prefix = f"{self._name_of_model}."
+        state = checkpoint["state_dict"]
+        if model := {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}:
+            self.sharded_model.load_state_dict(model, strict=strict)
+        self.lightning_module.load_state_dict(
+            {n: x for n, x in state.items() if not n.startswith(prefix)}, strict=False
+        )
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads that of a sharded one."""
+        if any(checkpoint["optimizer_states"]):
+            load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
+
+    def teardown(self) -> None:
+        """Release what Lightning holds. The sharded model stays on its device."""
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _is_world(group: Any) -> bool:
+    return group is None or group is torch.distributed.group.WORLD
+
+
+def _is_never_distributed() -> bool:
+    return False
+
+
+def _is_averaging(callback: Any) -> bool:
+    return any(kind.__name__ in UNSUPPORTED_CALLBACKS for kind in type(callback).__mro__)
