@@ -21,6 +21,7 @@ from torch import nn
 from torch.distributed.distributed_c10d import _get_default_store
 
 import shardformer
+from shardformer.discovery.derive_policy import DerivationError
 from shardformer.errors import ConfigError, InputError, LaunchError, PolicyError, ShardFormerError
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -167,10 +168,10 @@ CASES: dict[str, Case] = {
     "an unknown family": Case(
         unknown,
         {},
-        PolicyError,
+        DerivationError,
         ("No layer of MambaModel can be sharded over tensor=2", "finds no stack of layers", "data=2", "stage=3"),
     ),
-    "no family at all": Case(ToyLM, {}, PolicyError, ("No policy for ToyLM", "takes ids", 'batch={"ids": ...}')),
+    "no family at all": Case(ToyLM, {}, DerivationError, ("No policy for ToyLM", "takes ids", 'batch={"ids": ...}')),
     "a rule without a match": Case(
         ToyLM,
         {"policy": Written("Layr", ("mlp.fc1", Linear1D_Col))},

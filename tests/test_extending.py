@@ -50,7 +50,7 @@ def test_the_parallel_layer_equals_the_plain_layer(pool2: WorkerPool, folder: Pa
     plain, policy = importlib.import_module("plain"), importlib.import_module("parallel").MyPolicy
     report = verify(plain.MyModel, plain.batch, tensor=2, loss_fn=plain.loss, policy=policy, pool=pool2)
     assert report.passed
-    table = str(report).partition(" collectives of one step")[2]
+    table = str(report).partition("collectives of one step")[2]
     printed, verdict = table.split("PASS: ")
     assert printed in PAGE and verdict.startswith("Largest difference ")
 

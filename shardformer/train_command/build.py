@@ -247,7 +247,7 @@ def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
         with LazyInit() if is_lazy(model) else _adapters_in_place(model):
             adapted: nn.Module = peft.get_peft_model(model, settings)
             return adapted
-    except (ValueError, TypeError, NotImplementedError) as error:
+    except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
             f"PEFT cannot add adapters to {type(model).__name__}: {first_line(error)}",
             remedy="Correct lora.target_modules or lora.modules_to_save",

@@ -145,6 +145,7 @@ def test_all_layouts_give_the_values_of_the_run(
     folder = trained
     if kind == "bert":
         run_training(make_run(tmp_path, "bert"))
+        capsys.readouterr()
         folder = tmp_path / "run"
     assert run("evaluate", folder, "--json")[0] == 0
     alone = json.loads(capsys.readouterr().out)
@@ -224,7 +225,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
         ("evaluate {run} --set data.validation=", "has no validation data"),
-        ("evaluate {run} --set data.validaton=x", "Did you mean 'validation'"),
+        ("evaluate {run} --set data.valdation=x", "Did you mean 'validation'"),
         ("evaluate {run} -c run.toml", "--config run.toml has no effect"),
         ("evaluate {run}/model", "has no run configuration"),
     ],

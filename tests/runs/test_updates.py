@@ -145,6 +145,7 @@ def test_rates_without_effect_raise(table: dict[str, Any], words: str) -> None:
         build_optimizer(OptimizerTable(**table))(model)
 
 
+@pytest.mark.reduced(one_in=3, first=1)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str)
 def test_rates_by_layer_are_equal_under_every_layout(
     parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path
