@@ -225,7 +225,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
         ("evaluate {run} --set data.validation=", "has no validation data"),
-        ("evaluate {run} --set data.valdation=x", "Did you mean 'validation'"),
+        ("evaluate {run} --set data.validationx=x", "Did you mean 'validation'"),
         ("evaluate {run} -c run.toml", "--config run.toml has no effect"),
         ("evaluate {run}/model", "has no run configuration"),
     ],
