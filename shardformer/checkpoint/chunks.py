@@ -52,7 +52,7 @@ class LocalChunk:
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """Tensor of a checkpoint, with the chunks of it that this rank writes or reads.
+    """Tensor of a checkpoint, with the chunks that this rank writes or reads.
 
     Args:
         name: name in the checkpoint, identical on all ranks and under all layouts.
