@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs in which the backward of each is the forward of the other.
+"""Collectives with autograd support, in pairs: the backward of one is the forward of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -35,9 +35,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "Backward with create_graph=True is not supported through a tensor parallel block",
-                rule="Collectives only have first derivatives",
-                remedy="Omit create_graph, or compute this term on the unsharded model",
+                "A tensor-parallel block does not support backward with create_graph=True",
+                rule="Collectives have first derivatives only",
+                remedy="Omit create_graph, or compute the term that needs second derivatives on the unsharded model",
             )
         return backward(ctx, *grads)
 
