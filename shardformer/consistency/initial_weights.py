@@ -94,7 +94,7 @@ def broadcast_random_state(
 ) -> bool:
     """Broadcast the random states of torch, NumPy and Python from the first rank of an axis, if they differ.
 
-    Random numbers drawn outside of the blocks must be the same on these ranks, even if a script seeds each rank
+    Random numbers drawn outside the blocks must be the same on these ranks, even if a script seeds each rank
     differently. Every rank calls this at the same time, whether or not it has drawn random numbers, because another
     thread of the process may have drawn some.
 
