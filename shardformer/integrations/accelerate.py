@@ -50,7 +50,7 @@ CHECKPOINT_FOLDER = "shardformer"
 
 
 def sharded_model_in(model: Any) -> nn.Module | None:
-    """Return the sharded model inside of a wrapper such as ``torch.compile``, or None if the model is not sharded."""
+    """Return the sharded model inside a wrapper such as ``torch.compile``, or None if the model is not sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in modules if METADATA_ATTRIBUTE in module.__dict__), None)
 
@@ -187,7 +187,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def dispatch_batches(self) -> bool:
-        """False: every rank reads its own part of the data set."""
+        """False, because every rank reads its own part of the data set."""
         return False
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -237,7 +237,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """Wrap an optimizer. That of a sharded model is already where it belongs, for example in host memory."""
+        """Wrap an optimizer without moving it. The optimizer of a sharded model may be in host memory."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +288,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- communication over the data axis
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather each."""
+        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather per tensor."""
 
         def gather_one(x: Tensor) -> Tensor:
             return all_gather(x.reshape(1) if x.dim() == 0 else x.contiguous(), self.context.data, 0, purpose="metrics")
@@ -310,7 +310,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return data[:remainder] if is_last and remainder > 0 else data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce tensors over the data-parallel ranks. Communicates one all-reduce each.
+        """Reduce tensors over the data-parallel ranks. Communicates one all-reduce per tensor.
 
         Args:
             reduction: "sum", "mean", "max" or "none".
@@ -355,7 +355,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what ``save_state`` saved, also under another layout, or what a plain ``Accelerator`` saved.
+        """Load a checkpoint of ``save_state``, under any layout, or of a plain ``Accelerator``.
 
         All ranks call it.
         """
@@ -373,7 +373,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if more or len(optimizers) != 1:
             raise ConfigError(
                 f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to {len(models)} models",
-                remedy="Save it with the Accelerator of ShardFormer, also in one process",
+                remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         model.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})  # saved by DDP
@@ -381,7 +381,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
-        """Hide the sharded models and their optimizers from accelerate. Yield them."""
+        """Hide the sharded models and their optimizers from accelerate in this context, and yield them."""
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]

@@ -1,4 +1,4 @@
-"""Take the adapters off a model, shard the plain model, and put the adapters on the sharded model.
+"""Remove the adapters from a model, shard the plain model, and add the adapters to the sharded model.
 
 The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. The adapters
 then follow the layers that they belong to (``layers.py``). Their parameters get a layout and a gradient reduction.
@@ -57,7 +57,7 @@ def is_loaded() -> bool:
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has wrapped the model or modules of it."""
+    """Whether PEFT has wrapped the model or some of its modules."""
     return is_loaded() and (_is_peft_model(model) or any(map(is_wrapper, model.modules())))
 
 
@@ -144,7 +144,7 @@ def take_off(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdaptedNames:
-    """Names of parameters and buffers before and after the adapters are on the model.
+    """Maps names of parameters and buffers without the adapters to their names with the adapters.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -290,7 +290,8 @@ def _check_forward(model: Any, state: ShardingMetadata) -> None:
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
             f"{kind} of PEFT does not work with pipe={state.context.pipe.size}",
-            rule="It changes the inputs or the loss of the full model, which is on several pipeline stages",
+            rule="This adapter changes the inputs or the loss of the full model, which is divided among "
+            "pipeline stages",
             remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA",
         )
 
@@ -348,8 +349,9 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
         stages = {s for n, _ in base.named_parameters() for s in state.stages.stages_of(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
-                f"The adapter on {path} would be on {len(stages)} pipeline stages, which share this layer",
-                remedy="Remove it from target_modules, or remove the pipe axis",
+                f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages "
+                "share the layer",
+                remedy="Remove the layer from target_modules, or remove the pipe axis",
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
@@ -363,7 +365,7 @@ def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> No
     layout, region = state.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
         raise ConfigError(
-            f"The adapter on {path} has dropout, but each tensor rank has other positions of this replicated layer",
+            f"The adapter on {path} has dropout, but each tensor rank has different positions of this replicated layer",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False",
         )
@@ -387,7 +389,7 @@ def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
 
 
 def _record_names(state: ShardingMetadata, names: AdaptedNames, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Record the new names of the base's parameters and the adapters' names, in the stages of a pipeline too."""
+    """Record the names of all parameters after the adapters were added, in the entries and the pipeline stages."""
     for entry in state.entries:
         entry.name = names.rename(entry.name)
     stages = state.stages
@@ -403,7 +405,7 @@ def _record_names(state: ShardingMetadata, names: AdaptedNames, shapes: Mapping[
 
 
 def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
-    """Record the layout and gradient reduction of new parameters, and drop parameters that are gone.
+    """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that one stage has.
     """
@@ -447,7 +449,7 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
 def _find_region(
     sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the region of a parameter of an adapter: that of the parameters of its base."""
+    """Return the region of an adapter's parameter, which is the region of the parameters of its base."""
     path = names.wrapper_of(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
@@ -455,7 +457,7 @@ def _find_region(
     base = wrapped_module(wrapper)
     if is_tuner(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
         if isinstance(base, Linear1D_Row) and not base.is_inside_adapter:
-            # (IA)^3 multiplies the input of the row, inside of the block, or its output, like a bias
+            # (IA)^3 multiplies the input of the row, inside the block, or its output, like a bias
             if ".ia3_l." in name and not wrapper.is_feedforward:
                 found: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.bias")
                 return found
