@@ -1,4 +1,4 @@
-"""Detection of losses that compare the samples of a batch with each other, such as contrastive losses.
+"""Detects losses that compare the samples of a batch with each other, such as contrastive losses.
 
 Such a loss is not the mean of its micro-batches' losses, because each micro-batch and data rank compares only its own
 samples. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` detects such a loss in the first
@@ -318,10 +318,10 @@ def report_finding(
         return
     if only_normalizes and is_exact:
         warnings.warn(
-            f"The model normalizes by batch statistics (BatchNorm) in train mode, but the batch is divided {division}. "
-            "Each part uses its own statistics, so loss and weights differ from training on one device. Use GroupNorm "
-            "or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm with one micro-batch. "
-            "See docs/engine.md",
+            "The model computes statistics over the batch (BatchNorm in train mode), but the batch is divided "
+            f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
+            "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
+            "with one micro-batch. See docs/engine.md",
             stacklevel=2,
         )
     if only_normalizes:

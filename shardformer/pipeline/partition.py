@@ -114,7 +114,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} describes {stages} instead of {num_stages} pipeline stages", remedy=remedy)
+        raise ConfigError(f"{shown} describes {stages} pipeline stages instead of {num_stages}", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
@@ -149,7 +149,7 @@ def _check_counts(layers: int, num_stages: int) -> None:
     if num_stages > layers:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"{layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
+            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
             remedy=f"Use {which}, or a model with at least {num_stages} layers"
             if layers
             else "Use a model that has layers",
