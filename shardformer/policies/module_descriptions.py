@@ -1,4 +1,4 @@
-"""Describe what sharding replaces in each class of modules, and check the types of the descriptions' fields."""
+"""Descriptions of what sharding replaces in each class of modules, and checks of the types of their fields."""
 
 from __future__ import annotations
 
