@@ -51,7 +51,7 @@ def random_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_random(seed: int, *, cuda: bool = True) -> None:
-    """Seed the random generators of torch, NumPy and Python with the same number."""
+    """Seed the random generators of torch, NumPy and Python with one number."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
