@@ -63,7 +63,7 @@ class VocabParallelLogits(ShardedTensor):
       backward takes the local slice. In-place writes to the logits or a view gather too, and keep the local slice.
 
     Gradients are those of the local shard: ``retain_grad()`` keeps it, and ``grad`` and hooks see it as
-    VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside of torch.
+    VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside torch.
 
     Implementation: a wrapper of the full shape around the local shard, which has the autograd history. The wrapper is
     the output of ``_WrapShard``, so that code that autograd calls with the full logits also has correct gradients. A
