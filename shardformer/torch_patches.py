@@ -112,7 +112,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replace the function that a decorator wraps, also for scripts that have already imported the decorated function.
+    """Replace the function that a decorator wraps, even for scripts that already imported the decorated function.
 
     Args:
         function: the decorated function.
