@@ -38,7 +38,7 @@ class ConfigTable(BaseModel):
     def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings and empty lists, and expand ~ in paths."""
         if value == "" or (value == [] and info.field_name != "freeze") or (isinstance(value, list) and "" in value):
-            raise ValueError("It is empty: write a value, or remove the key")
+            raise ValueError("The value is empty. Write a value, or remove the key")
         if info.field_name not in PATHS:
             return value
         if isinstance(value, list):
@@ -91,7 +91,7 @@ class DataTable(ConfigTable):
     )
     format: Format | None = _config_key(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
-        "the names of the fields, also for .tsv files; `parquet`; `datasets`: the name or the folder of a data set of "
+        "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
         "the library `datasets`; `images`. By default it follows from the suffix, and a folder contains images.",
         None,
     )
@@ -286,7 +286,7 @@ class TrainConfig(ConfigTable):
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
                 f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}",
-                rule="There is one positive weight for each item",
+                rule="Each item needs one positive weight",
                 remedy="Correct the weights",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
@@ -443,13 +443,13 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
     except OSError as error:
         near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
-            f"The config {str(file)!r} cannot be read: {error.strerror or error}",
+            f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"The config {str(file)!r} is not valid TOML: {error}",
-            rule='A table starts with its name in brackets, and contains lines such as steps = 100 or name = "gpt2"',
+            f"The configuration file {str(file)!r} is not valid TOML: {error}",
+            rule='A table starts with its name in brackets, and its lines have the form steps = 100 or name = "gpt2"',
             remedy="Correct the line",
         ) from error
     for change in changes:

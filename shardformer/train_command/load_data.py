@@ -193,7 +193,7 @@ def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
     if isinstance(train, (TokenBlocks, ImageDataset)):
         raise ConfigError(
             "data.group_by_length = true has no effect, because all samples have the same length",
-            remedy="Remove it",
+            remedy="Remove data.group_by_length",
         )
     return LengthGroupedSampler([len(train[index]["input_ids"]) for index in range(len(train))], data.batch_size)
 

@@ -1,4 +1,4 @@
-"""Finds, loads and evaluates trained models: runs, checkpoints, and what ``from_pretrained`` takes."""
+"""Finds, loads and evaluates trained models: runs, checkpoints, and models that ``from_pretrained`` can load."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class TrainedModel:
             return from_pretrained(kind, self.name, config=config)
         except ValueError as error:  # the type has no such class
             raise ConfigError(
-                f"transformers has no {kind.__name__} for {self.name!r}, of type {config.model_type}",
+                f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}",
                 remedy="Pass a model that generates text",
             ) from error
 
@@ -121,8 +121,8 @@ def find_trained_model(source: str) -> TrainedModel:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         raise ConfigError(
-            f"There is no trained model {source!r}: {first_line(error)}",
-            rule=f"It is {SOURCES}",
+            f"{source!r} is not a trained model: {first_line(error)}",
+            rule=f"A trained model is {SOURCES}",
             remedy="Correct the path or name",
         ) from error
 
