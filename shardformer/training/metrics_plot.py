@@ -160,7 +160,7 @@ class LayoutChange(NamedTuple):
 
 
 def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
-    """Return where a run was resumed or changed its parallel layout."""
+    """Return the steps at which a run was resumed or its parallel layout was changed."""
     changes, layout, step = [], "", 0
     for record in records:
         if record.layout and layout:
@@ -189,7 +189,7 @@ def describe_differences(runs: Runs) -> list[str]:
 
 
 def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Return for each run its place among the runs whose curves of a metric coincide, and the number of these runs."""
+    """Return for each run its position among the runs with a coinciding curve, and the number of these runs."""
     series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0
