@@ -337,7 +337,7 @@ class RandomBatches:
     Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
 
     Args:
-        head: a class of transformers. Classes outside of ``HEAD_CLASSES`` receive token ids.
+        head: a class of transformers. Classes outside ``HEAD_CLASSES`` receive token ids.
         vocab_size, num_labels, eos: fields of the model's config.
         batch, sequence: rows, and tokens per row.
         changes: fields of the head's config that differ from the small model's, for the sizes of images and sounds.
