@@ -206,7 +206,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 
 
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
-    """Return the sharded fraction of the weights, and the names of unsharded weights outside of the layers."""
+    """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     parts = set(make_plan(model, policy).sharded_parameter_ids())

@@ -220,7 +220,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ),
         ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not above 0 and up to 1"),
         ("generate {run} hi --temperature 0", "--temperature 0.0 is not above 0"),
-        ("generate {run}/none hi", "There is no trained model"),
+        ("generate {run}/none hi", "is not a trained model"),
         ("export {run}/model out", "is already a model for from_pretrained"),
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
@@ -242,4 +242,4 @@ def test_invalid_uses_raise(
 def test_a_classifier_does_not_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(make_run(tmp_path, "bert"))
     assert run("generate", tmp_path / "run", "hi")[0] == 2
-    assert "does not generate text" in capsys.readouterr().err
+    assert "cannot generate text" in capsys.readouterr().err

@@ -174,7 +174,7 @@ REASONS = {
     "lora_bias": "once per rank",
     "parameter": "target_parameters",
     "tokens": "TrainableTokensWrapper",
-    "saved in a block": "inside of a block",
+    "saved in a block": "inside a block",
     "optimizer": "An optimizer already contains",
     "zero": "after shard_optimizer",
     "quantized": "Linear4bit layers of bitsandbytes, but this process has no GPU",

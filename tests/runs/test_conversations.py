@@ -151,10 +151,10 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
     ("row", "data", "words"),
     [
         ({"messages": [{"role": "user"}]}, {}, r"Row 1 .*A message in the field 'messages' is \{'role': 'user'\}"),
-        ({"messages": CHAT[:2]}, {}, r"No row has an answer within data.sequence_length = 400 tokens"),
+        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first data.sequence_length = 400 tokens"),
         ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer .* = 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
-        ({"q": "words"}, {"prompt": "q"}, r"fields 'q', which are not a conversation"),
+        ({"q": "words"}, {"prompt": "q"}, r"fields 'q' of a row do not contain a conversation"),
     ],
     ids=str,
 )
@@ -245,7 +245,7 @@ def test_a_model_that_mixes_packed_documents_raises(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, conversations()), "sequence_length": 160, "packing": True}
     small = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1}
     made = config(tmp_path, "gpt2", data, model={"name": "mamba2", "config": small})
-    with pytest.raises(ConfigError, match=r"data.packing = true does not fit Mamba2ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"data.packing = true does not support Mamba2ForCausalLM"):
         make_dry_run_report(made)
 
 

@@ -203,7 +203,7 @@ def test_block_that_reads_head_width_is_refused() -> None:
     real, batch = sample(), RandomBatches(sample.head_class)(0)
     with fake_tensors() as copied:
         model = shard_model(copied(real), context=fake_context(tensor=2))
-        with pytest.raises(ConfigError, match="reads the width of its attention heads from the shape of an input"):
+        with pytest.raises(ConfigError, match="computes the size of its attention heads from the shape of an input"):
             model(**copied(batch))
 
 

@@ -82,7 +82,7 @@ def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
 
 
 def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
-    """Use the block input also outside of the linears."""
+    """Use the block input also outside the linears."""
     out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
     return out
 
@@ -137,7 +137,7 @@ def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
-    """Run after a forward that raised inside of the block."""
+    """Run after a forward that raised inside the block."""
     down = block.get_submodule("down")
     handle = down.register_forward_pre_hook(_fail)
     with suppress(ArithmeticError):
