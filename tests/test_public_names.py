@@ -104,7 +104,7 @@ def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
 
 
 def test_policy_methods_with_earlier_names_are_used() -> None:
-    """They would otherwise be ignored silently."""
+    """Methods with these names would otherwise be ignored silently."""
     with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
 
         class Mine(RolePolicy):

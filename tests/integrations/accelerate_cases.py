@@ -89,7 +89,7 @@ class Loop:
 
 
 def train_loop(case: dict[str, Any]) -> dict[str, Any]:
-    """Train, predict, save and continue, and return the differences to one process."""
+    """Train, predict, save and continue, and return the differences from one process."""
     folder, layout = case["folder"], case["layout"]
     options = {name: value for name, value in case.items() if name not in ("folder", "layout")}
     loop = Loop(layout, **options)

@@ -1,4 +1,4 @@
-"""The files in docs/policies.md run unmodified and print the documented output."""
+"""The files in docs/policies.md and docs/derived-policies.md run unmodified and print the documented output."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.verification import verify
 from tests.scripts import PYTHON
 
-PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("policies.md", "derived-policies.md"))
 BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
 FILES = {text.split("\n", 1)[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
 PRINTED = {

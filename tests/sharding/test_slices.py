@@ -135,7 +135,7 @@ def test_nothing_is_saved_under_zero_stage_3(tmp_path: Path) -> None:
 
 
 def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
-    """It can be loaded, copied, compared, computed with and restored in the same layout."""
+    """A shard can be loaded, copied, compared, computed with and restored in the same layout."""
 
     def do(context: ParallelContext) -> None:
         model, batch = sharded(context), torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(3))

@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Its shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
+    """The shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
 
     def __init__(self) -> None:
         super().__init__()
