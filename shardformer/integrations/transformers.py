@@ -438,7 +438,7 @@ UNSUPPORTED = {
     "use_liger_kernel": "Its kernels replace modules of the model, and compute the loss from full logits",
     "auto_find_batch_size": "Ranks would retry with different batch sizes",
 }
-"""Arguments of TrainingArguments that are refused -> reason."""
+"""Arguments of TrainingArguments that are not supported -> reason."""
 FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update parameters during the backward."""
 

@@ -100,7 +100,7 @@ class Finding(IntEnum):
     """Result of one rank's trial: whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
-    INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself refuses it
+    INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself rejects it
     NOT_REPEATABLE = 2  # the same samples have a different loss the second time
     GATHERS = 3  # the loss gathers the samples of other data ranks
     COMPARES = 4  # the loss compares the samples of a batch
@@ -129,7 +129,7 @@ class Trial:
         both: AB.
         sizes: numbers of samples in A and B.
         uses_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
-        rejects_unknown: whether the step refuses losses whose label counts are unknown.
+        rejects_unknown: whether the step rejects losses whose label counts are unknown.
     """
 
     parts: Sequence[Batch]

@@ -316,7 +316,7 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(f"{', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
+            raise InputError(f"The data {', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._chat_format(tokens))

@@ -245,7 +245,7 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        raise InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
+        raise InputError(f"The data {', '.join(names)} contains no rows", remedy="Pass a file with rows")
     return rows
 
 

@@ -137,9 +137,9 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
     problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
-        remedy = f"Start it with {srun}shardformer run --nproc_per_node N script.py"
+        remedy = f"Start the script with {srun}shardformer run --nproc_per_node N script.py"
         problem = "there is only one process"
-    raise ConfigError(f"parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
+    raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:

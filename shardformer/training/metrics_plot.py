@@ -60,7 +60,7 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     files = [find_metrics_file(path) for path in paths]
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
+        raise ConfigError(f"The run {str(twice[0])!r} was passed twice", remedy="Pass each run once")
     return dict(zip(name_runs([Path(path) for path in paths]), map(read_records, files)))
 
 

@@ -289,7 +289,7 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{name} failed: {_error_with_location(error)}",
+            f"The function {name} failed: {_error_with_location(error)}",
             remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1",
         ) from error
 
@@ -658,7 +658,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{name} has required arguments: {signature(function)}",
+            f"The function {name} has required arguments: {signature(function)}",
             remedy="Add default values to its parameters, or wrap it in a function without arguments",
         ) from error
     except ValueError:  # a function written in C may have no signature
@@ -671,7 +671,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"{name} returned {_describe_returned(returned)}",
+            f"The function {name} returned {_describe_returned(returned)}",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
             "functions from the top level of the module",
         )

@@ -145,7 +145,7 @@ def check_target(target: Path, model: Any = None) -> None:
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
         raise ConfigError(
-            f"{target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
+            f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
             remedy="Pass another directory, or move this one away",
         )
     source = getattr(model, "name_or_path", None)
