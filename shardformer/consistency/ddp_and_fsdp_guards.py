@@ -58,7 +58,7 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
 ACCELERATE_PATCH = Patch(
     "accelerate.Accelerator.prepare_model",
     "shardformer.consistency.ddp_and_fsdp_guards",
-    "raises for a sharded model, because accelerate gives every process other batches",
+    "raises for a sharded model, because accelerate passes different batches to all processes",
 )
 SHARDS_MODELS = "shards_models"
 """Attribute of subclasses of accelerate's Accelerator that support sharded models."""

@@ -205,7 +205,9 @@ def test_replicated_attention_is_reported() -> None:
     def said(context: ParallelContext) -> str:
         if context.rank:
             return str(shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context))
-        with pytest.warns(UserWarning, match="each of the 2 ranks of the sequence axis computes it for all positions"):
+        with pytest.warns(
+            UserWarning, match="each of the 2 ranks of the sequence axis therefore computes it for all positions"
+        ):
             model = shardformer.shard_model(copy.deepcopy(plain_of("bloom")), context=context)
         return str(shardformer.describe_sharding(model))
 

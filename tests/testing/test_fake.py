@@ -193,7 +193,7 @@ def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
     sample = SmallModel("llama")
     with fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
-        with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced because"):
+        with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced, because"):
             step(fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
 
 
