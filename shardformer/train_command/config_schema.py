@@ -169,7 +169,7 @@ ParallelTable = create_model(
 
 
 class OptimizerTable(ConfigTable):
-    """The optimizer. Further keys are arguments of its class, such as `betas` and `weight_decay`."""
+    """The optimizer. Further keys are arguments of the optimizer class, such as `betas` and `weight_decay`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
