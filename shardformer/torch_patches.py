@@ -65,7 +65,7 @@ def install_all(patches: Mapping[Patch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches in reverse order, except those of an active ``temporarily`` block.
+    """Remove all patches in reverse order, except the patches of an active ``temporarily`` block.
 
     Sharded models need the patches, so do not continue to train them.
 

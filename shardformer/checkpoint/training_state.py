@@ -178,7 +178,7 @@ def buffer_name(data: int, name: str) -> str:
 
 
 def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
-    """Return, for each rank, the names of the buffers that equal those of data rank 0.
+    """Return, for each rank, the names of the buffers whose values equal those on data rank 0.
 
     Args:
         sums: (data rank, its ``buffer_checksums``) of each rank.

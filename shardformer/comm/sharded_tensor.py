@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """Tensor with the shape of the full tensor, of which this rank stores a shard along one dimension.
+    """Tensor with the shape of the full tensor that stores only this rank's shard along one dimension.
 
     Attributes:
         local: the shard.

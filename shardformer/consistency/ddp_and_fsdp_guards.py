@@ -87,7 +87,7 @@ def _raise_replicated(context: ParallelContext) -> NoReturn:
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError if the running forward is that of a DistributedDataParallel around the sharded model."""
+    """Raise ConfigError if a DistributedDataParallel around the sharded model is running its forward."""
     outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return

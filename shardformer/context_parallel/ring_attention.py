@@ -156,7 +156,7 @@ def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptio
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """Yield the keys and values of this rank, then those of each other rank of the ring.
+    """Yield the keys and values of this rank, then the keys and values of each other rank of the ring.
 
     Each item is (owner, its chunks, its keys and values (2, B, K, n, D)).
     """
@@ -189,7 +189,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
 def _start_exchange(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start ring step ``step``: send the local keys to a later rank, and receive those of an earlier rank."""
+    """Start ring step ``step``: send the local keys to a later rank, and receive keys from an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None

@@ -92,7 +92,7 @@ def get_required_arguments(model: nn.Module) -> list[str]:
 
 
 def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the forward arguments for which no input is generated, as (required, optional tensors)."""
+    """Return the forward arguments that have no generated input, as (required, optional tensors)."""
     known = {name for name, _ in generate_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_arguments(model) if name in others]

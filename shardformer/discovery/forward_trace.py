@@ -197,7 +197,7 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
-        """Find the module through which the input of a group's column-parallel candidates enters."""
+        """Find the module that receives the input of a group's column-parallel candidates."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]

@@ -177,7 +177,7 @@ def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_independent_copy(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of those of its copy.
+    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of its copy.
 
     This happens if a replaced forward or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.

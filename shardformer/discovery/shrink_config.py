@@ -360,7 +360,7 @@ MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
 
 
 def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return those of ``others`` that belong to the same config as ``field``, excluding nested configs."""
+    """Return the fields in ``others`` that belong to the same config as ``field``, excluding nested configs."""
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 

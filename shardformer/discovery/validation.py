@@ -227,7 +227,7 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compare the outputs of the last stage with those of the full model, and run backward on both."""
+    """Compare the outputs of the last stage with the outputs of the full model, and run backward on both."""
     expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:

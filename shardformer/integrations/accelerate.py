@@ -71,7 +71,7 @@ class DataRanks:
 
 
 class SharedOrder(Sampler[Any]):
-    """Sampler that draws the same random order on all ranks: that of the first rank's random state."""
+    """Sampler that draws the same random order on all ranks, from the random state of the first rank."""
 
     def __init__(self, sampler: RandomSampler, world: Axis) -> None:
         self.sampler, self._world = sampler, world

@@ -357,7 +357,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads that of a sharded checkpoint."""
+        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads sharded optimizer states."""
         if any(checkpoint["optimizer_states"]):
             load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 

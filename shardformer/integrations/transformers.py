@@ -211,7 +211,7 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that their mean over the ranks is that of the global batch.
+        """Weight mean losses by their number of labels, so that their mean over the ranks equals the global mean.
 
         Models whose loss is a sum divided by the number of items have no mean losses.
         """

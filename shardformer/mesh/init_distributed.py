@@ -146,7 +146,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Connect restarted processes to a key-value store that is separate from those of earlier attempts.
+    """Connect restarted processes to a key-value store that earlier attempts did not use.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.

@@ -136,7 +136,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and update the tensors of which they are views.
+        """Apply an in-place function to the full logits. If the logits are views, update their base tensors.
 
         Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
         """
@@ -188,7 +188,7 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
 
 
 def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
-    """Replace the values and the autograd history of the logits x with those of the full tensor."""
+    """Replace the values and the autograd history of the logits x with the full tensor's."""
     local = local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
         _ReplaceValues.apply(x, local)

@@ -41,7 +41,7 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
-    """Return the messages of a row: those of its list of messages, or of its prompt and answer.
+    """Return the messages of a row, from its list of messages or from its prompt and answer.
 
     Raises:
         InputError: The row has none of these, or a message has no role and content.

@@ -178,7 +178,7 @@ def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRe
 
 
 def describe_differences(runs: Runs) -> list[str]:
-    """Return a line for each run after the first that compares its losses with those of the first run."""
+    """Return a line for each run after the first that compares its losses with the losses of the first run."""
     (first, records), *others = runs.items()
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [

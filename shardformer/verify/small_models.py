@@ -453,7 +453,7 @@ def num_samples(batch: Mapping[str, Any]) -> float:
 
 
 def _float_outputs(output: Any) -> Iterator[Tensor]:
-    """Yield all floating-point tensors in a nested model output, without those of key-value caches."""
+    """Yield all floating-point tensors in a nested model output, except key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output

@@ -44,7 +44,7 @@ def from_pretrained(
     all_bytes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a transformers model from saved weights, of which each rank reads only its shards in ``shard_model``.
+    """Build a transformers model from saved weights. In ``shard_model``, each rank reads only its shards.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.

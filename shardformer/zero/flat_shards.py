@@ -469,7 +469,7 @@ class FlatShard:
         return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Copy all-gathered values into the parameters of which this rank stores only a slice."""
+        """Copy all-gathered values into the parameters that this rank stores only in part."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))

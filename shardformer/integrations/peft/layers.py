@@ -58,7 +58,7 @@ FULL_DELTA = ("hada_", "lokr_")
 
 
 class AdapterDropout(nn.Module):
-    """Dropout on an input of which each rank has some features or positions, with the mask of one process.
+    """Dropout with the mask of one process, on an input that is sharded over features or positions.
 
     Every rank draws the mask of all features and positions from the shared random state and selects its own.
     Communicates nothing.

@@ -72,7 +72,7 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """Number of hidden features in one row of the grid: all in 2D and 2.5D, those of this depth in 3D."""
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and only those of this depth in 3D."""
         return local_length(self.full, self.grid.contraction)
 
     def num_samples_inside_block(self, x: Tensor) -> int:
