@@ -606,8 +606,8 @@ def _use(how: str) -> Refusal:
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ("token", InputError, ("token 127", "has 127 tokens", "tokenizer")),
-        ("negative token", InputError, ("token -1", "has 127 tokens")),
+        ("token", InputError, ("token id 127", "has 127 tokens", "tokenizer")),
+        ("negative token", InputError, ("token id -1", "has 127 tokens")),
         ("label", InputError, ("127", "126")),
         ("negative label", InputError, ("-2", "-100")),
         ("different batches", InputError, ("2 tensor ranks received different batches", "context.data.rank")),

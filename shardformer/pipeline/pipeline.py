@@ -590,7 +590,7 @@ def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputErr
         numbers = f" ({first}, and rank {ranks[1]} {second})" if value == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"{places} have diverged, because they have different {compared.what}{numbers}",
+            f"{places} have diverged: they have different {compared.what}{numbers}",
             rule=compared.rule,
             remedy=compared.remedy,
         )

@@ -228,7 +228,7 @@ def _main_guard_error(place: str) -> ConfigError:
     return ConfigError(
         f'verify() was called outside `if __name__ == "__main__":`, at {place}',
         rule="verify starts processes that import the script, which would call verify again",
-        remedy='Move the call and the other top-level code of the script under if __name__ == "__main__":',
+        remedy='Move the call and the other top-level code of the script under if __name__ == "__main__":\n',
     )
 
 
