@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
+from tests.integrations.refusals import errors_of
 from tests.integrations.small_models import (
     full_weights,
     largest_difference,
@@ -148,15 +149,7 @@ def refusals() -> dict[str, str]:
         "plain, evaluation": lambda: accelerate.Accelerator(cpu=True).prepare_model(sharded(), evaluation_mode=True),
         "other layout": lambda: Accelerator(cpu=True, parallel={"data": 2}).prepare(sharded()),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        reset_accelerate()
-        try:
-            attempt()
-            found[name] = "no error"
-        except shardformer.ConfigError as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 def helpers(layout: dict[str, Any]) -> dict[str, Any]:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from shardformer.verify.train_both import ForceFp64
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
+from tests.sharding.plain_models import in_fp64, plain_of
 
 STEPS, LEARNING_RATE, SAMPLES, BOUND = 2, 0.1, 3, 1e-10
 Sizes = tuple[int, ...]
@@ -62,17 +62,6 @@ SMALL_GRIDS: list[tuple[str, Sizes]] = [
 ]
 """The same modes in the same order, over at most four ranks."""
 FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
-
-
-def in_fp64(batch: Batch) -> dict[str, Any]:
-    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
-
-
-@cache
-def plain_of(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = SmallModel(family)().double().train()
-    return model
 
 
 def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
