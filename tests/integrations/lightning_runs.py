@@ -201,6 +201,14 @@ class TwoModels(LanguageModel):
         self.head = nn.Linear(2, 2)
 
 
+class SkipsBatches(LanguageModel):
+    def __init__(self) -> None:
+        super().__init__(llama())
+
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None
+
+
 class OwnParameter(LanguageModel):
     def __init__(self) -> None:
         super().__init__(llama())
@@ -211,6 +219,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "automatic_optimization=False": (Manual, dict),
     "belong to ['head', 'model']": (TwoModels, dict),
     "belong to ['model', 'scale']": (OwnParameter, dict),
+    "training_step returned None": (SkipsBatches, dict),
     "sync_batchnorm=True": (lambda: LanguageModel(llama()), lambda: {"sync_batchnorm": True}),
     "StochasticWeightAveraging": (
         lambda: LanguageModel(llama()),

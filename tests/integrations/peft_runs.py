@@ -7,6 +7,7 @@ import json
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from shardformer.comm import CollectiveRecorder
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError
 from shardformer.integrations.peft import from_pretrained, get_peft_model
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.weights.state_dict import full_state_dict
@@ -451,6 +453,27 @@ def adapt_with_peft_itself(context: ParallelContext) -> None:
     peft.get_peft_model(model, config_of("LoRA"))(**batch_of("llama", 0))
 
 
+def shard_different_adapters(context: ParallelContext, **options: int) -> None:
+    """Shard adapters whose options differ between the ranks."""
+    torch.manual_seed(0)
+    own = {name: value + context.rank for name, value in options.items()}
+    shardformer.shard_model(adapted("llama", config_of("LoRA", **own)), context=context)
+
+
+def names_after_deletion() -> tuple[set[str], set[str]]:
+    """Return the adapters' names before an adapter is added, and after it is deleted. It is named like a module."""
+
+    def run(context: ParallelContext) -> tuple[set[str], set[str]]:
+        model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
+        before = set(metadata_of(model).adapters.own)
+        model.add_adapter("model", config_of("LoRA"))
+        assert len(metadata_of(model).adapters.own) == 2 * len(before)
+        model.delete_adapter("model")
+        return before, set(metadata_of(model).adapters.own)
+
+    return run_as_threads(run, tensor=2, in_turn=True)[0]
+
+
 def refusals() -> dict[str, str]:
     lora: dict[str, Any] = {"target_modules": ["q_proj"]}
     cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
@@ -468,6 +491,8 @@ def refusals() -> dict[str, str]:
     found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
     found["quantized"] = error_of(shard_quantized, data=2)
     found["PEFT's own function"] = error_of(adapt_with_peft_itself, data=2)
+    found["different ranks"] = error_of(partial(shard_different_adapters, r=3), data=2)
+    found["different scaling"] = error_of(partial(shard_different_adapters, lora_alpha=6), tensor=2)
     found["zero"] = error_of(adapt_after_zero, data=2)
     return found
 

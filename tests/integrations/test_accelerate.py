@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.accelerate_cases import helpers, refusals, train_loops
+from tests.integrations.accelerate_cases import helpers, optimizer_prepared_after_model, refusals, train_loops
 from tests.integrations.process import IntegrationProcess
 from tests.integrations.refusals import assert_refused
 from tests.integrations.rows import record_difference
@@ -69,7 +69,7 @@ def test_every_feature_equals_one_process_under_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
-def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess) -> None:
+def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess, tmp_path: Path) -> None:
     expected: dict[str, tuple[str, ...]] = {
         "fsdp_plugin": ("fsdp_plugin", "Only one library can shard the model"),
         "deepspeed_plugin": ("deepspeed_plugin", "Only one library can shard the model"),
@@ -78,8 +78,11 @@ def test_other_backends_and_plain_accelerators_are_refused(integrations: Integra
         "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
         "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
         "other layout": ("data=2", "Pass the context of the model"),
+        "two optimizers": ("zero_stage=1", "2 optimizers"),
+        "reduction": ("reduction='min'", "mean"),
+        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
     }
-    assert_refused(integrations(2).run(refusals), expected)
+    assert_refused(integrations(2).run(refusals, str(tmp_path)), expected)
 
 
 @pytest.mark.slow
@@ -96,3 +99,9 @@ def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -
     assert not set(data[0]["order"]) & set(data[1]["order"])
     assert [rank["steps"] for rank in tensor] == [1, 1] and [rank["steps"] for rank in data] == [2, 2]
     assert tensor[0]["reduced"] == [3.0, 3.0, 3.0] and data[0]["reduced"] == [4.0, 2.0, 3.0]
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
+    assert integrations(2).run(optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
