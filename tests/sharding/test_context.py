@@ -32,7 +32,7 @@ from shardformer.verify.small_models import DEFAULT_HEAD, RandomBatches, SmallMo
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
-from tests.sharding.plain_models import in_fp64, plain_of
+from tests.sharding.plain_models import in_fp64, plain_of, train_steps
 
 STEPS, LEARNING_RATE, SAMPLES = 2, 0.1, 4
 FAMILIES = (
@@ -56,21 +56,7 @@ Batch = Mapping[str, Any]
 
 def train(model: nn.Module, batches: list[dict[str, Any]], **pipeline: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of some steps, and the gradients of the first step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses: list[float] = []
-    first: dict[str, Tensor] = {}
-    step = shardformer.Pipeline(model, **pipeline).step if pipeline else None
-    for batch in batches:
-        if step is not None:
-            loss = step(batch)
-        else:
-            loss = model(**batch).loss
-            loss.backward()
-        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, first
+    return train_steps(model, batches, lambda model, batch: model(**batch).loss, LEARNING_RATE, **pipeline)
 
 
 def check(
