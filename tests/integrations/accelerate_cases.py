@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
-from tests.integrations.refusals import errors_of
+from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
     full_weights,
     largest_difference,
@@ -129,7 +129,7 @@ def train_loops(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_loop(case) for case in cases]
 
 
-def refusals(folder: str) -> dict[str, str]:
+def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     import accelerate
     from accelerate.utils import DataLoaderConfiguration
@@ -139,12 +139,6 @@ def refusals(folder: str) -> dict[str, str]:
     def sharded() -> Any:
         return shardformer.shard_model(llama(), context=shardformer.launch_from_torch(tensor=2))
 
-    def prepare_two_optimizers() -> None:
-        model = llama()
-        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (model.model.parameters(), [model.lm_head.weight])]
-        Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1}).prepare(model, *optimizers)
-
-    os.makedirs(os.path.join(folder, "shardformer_0"), exist_ok=True)
     dispatching = DataLoaderConfiguration(dispatch_batches=True)
     attempts: dict[str, Callable[[], Any]] = {
         "fsdp_plugin": lambda: Accelerator(cpu=True, fsdp_plugin=object()),
@@ -154,22 +148,8 @@ def refusals(folder: str) -> dict[str, str]:
         "plain": lambda: accelerate.Accelerator(cpu=True).prepare(sharded()),
         "plain, evaluation": lambda: accelerate.Accelerator(cpu=True).prepare_model(sharded(), evaluation_mode=True),
         "other layout": lambda: Accelerator(cpu=True, parallel={"data": 2}).prepare(sharded()),
-        "two optimizers": prepare_two_optimizers,
-        "reduction": lambda: Accelerator(cpu=True, parallel={"data": 2}).reduce(torch.ones(1), "min"),
-        "load before prepare": lambda: Accelerator(cpu=True, parallel={"data": 2}).load_state(folder),
     }
     return errors_of(attempts)
-
-
-def optimizer_prepared_after_model() -> str:
-    """Return the class of an optimizer that is created from the parameters of a model that ``prepare`` returned."""
-    from shardformer.integrations.accelerate import Accelerator
-
-    reset_accelerate()
-    accelerator = Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1})
-    model = accelerator.prepare(llama())
-    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
-    return type(optimizer.optimizer).__name__
 
 
 def helpers(layout: dict[str, Any]) -> dict[str, Any]:
@@ -197,3 +177,33 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
         "steps": scheduler.last_epoch,
         "reduced": [float(accelerator.reduce(value, how)) for how in ("sum", "mean", "max")],
     }
+
+
+def misuses(folder: str) -> dict[str, str]:
+    """Return the messages of the errors by what is misused."""
+    from shardformer.integrations.accelerate import Accelerator
+
+    def prepare_two_optimizers() -> None:
+        model = llama()
+        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (model.model.parameters(), [model.lm_head.weight])]
+        Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1}).prepare(model, *optimizers)
+
+    os.makedirs(os.path.join(folder, "shardformer_0"), exist_ok=True)
+    return errors_of(
+        {
+            "two optimizers": prepare_two_optimizers,
+            "reduction": lambda: Accelerator(cpu=True, parallel={"data": 2}).reduce(torch.ones(1), "min"),
+            "load before prepare": lambda: Accelerator(cpu=True, parallel={"data": 2}).load_state(folder),
+        }
+    )
+
+
+def optimizer_prepared_after_model() -> str:
+    """Return the class of an optimizer that is created from the parameters of a model that ``prepare`` returned."""
+    from shardformer.integrations.accelerate import Accelerator
+
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1})
+    model = accelerator.prepare(llama())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return type(optimizer.optimizer).__name__

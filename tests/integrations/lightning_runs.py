@@ -201,14 +201,6 @@ class TwoModels(LanguageModel):
         self.head = nn.Linear(2, 2)
 
 
-class SkipsBatches(LanguageModel):
-    def __init__(self) -> None:
-        super().__init__(llama())
-
-    def training_step(self, batch: Any, index: int) -> Any:
-        return None
-
-
 class OwnParameter(LanguageModel):
     def __init__(self) -> None:
         super().__init__(llama())
@@ -219,7 +211,6 @@ REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "automatic_optimization=False": (Manual, dict),
     "belong to ['head', 'model']": (TwoModels, dict),
     "belong to ['model', 'scale']": (OwnParameter, dict),
-    "training_step returned None": (SkipsBatches, dict),
     "sync_batchnorm=True": (lambda: LanguageModel(llama()), lambda: {"sync_batchnorm": True}),
     "StochasticWeightAveraging": (
         lambda: LanguageModel(llama()),
@@ -287,3 +278,15 @@ def fit_twice(first: dict[str, Any] | None, second: dict[str, Any] | None) -> li
     except shardformer.ConfigError as error:
         return str(error)
     return module.losses
+
+
+class SkipsBatches(LanguageModel):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None
+
+
+def skip_batches() -> str:
+    """Return the error of a training step without a loss on data ranks."""
+    with pytest.raises(shardformer.ConfigError) as error:
+        trainer_of({}).fit(SkipsBatches(llama()), loader({}, token_rows()))
+    return str(error.value)

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from tests.integrations.accelerate_cases import helpers, optimizer_prepared_after_model, refusals, train_loops
+from tests.integrations import accelerate_cases as cases
+from tests.integrations.accelerate_cases import helpers, refusals, train_loops
 from tests.integrations.process import IntegrationProcess
-from tests.integrations.refusals import assert_refused
 from tests.integrations.rows import record_difference
 
 BOUND = 1e-5
@@ -69,8 +69,10 @@ def test_every_feature_equals_one_process_under_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
-def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    expected: dict[str, tuple[str, ...]] = {
+def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess) -> None:
+    first, second = integrations(2).run(refusals)
+    assert first == second
+    for name, parts in {
         "fsdp_plugin": ("fsdp_plugin", "Only one library can shard the model"),
         "deepspeed_plugin": ("deepspeed_plugin", "Only one library can shard the model"),
         "dispatch_batches": ("dispatch_batches=True", "same part"),
@@ -78,11 +80,8 @@ def test_other_backends_and_plain_accelerators_are_refused(integrations: Integra
         "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
         "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
         "other layout": ("data=2", "Pass the context of the model"),
-        "two optimizers": ("zero_stage=1", "2 optimizers"),
-        "reduction": ("reduction='min'", "mean"),
-        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
-    }
-    assert_refused(integrations(2).run(refusals, str(tmp_path)), expected)
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
 
 
 @pytest.mark.slow
@@ -103,5 +102,18 @@ def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -
 
 @pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
+def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    first, second = integrations(2).run(cases.misuses, str(tmp_path))
+    assert first == second
+    for name, parts in {
+        "two optimizers": ("zero_stage=1", "2 optimizers"),
+        "reduction": ("reduction='min'", "mean"),
+        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
 def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
-    assert integrations(2).run(optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
+    assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2

@@ -10,7 +10,6 @@ import pytest
 
 from tests.integrations import trainer_uses as uses
 from tests.integrations.process import IntegrationProcess
-from tests.integrations.refusals import assert_refused
 from tests.integrations.rows import record_difference
 from tests.integrations.trainer_cases import LOGGED, Case, resume_all, train_all
 
@@ -131,7 +130,9 @@ def test_combinations_of_axes_equal_one_process(integrations: IntegrationProcess
 def test_arguments_that_cannot_work_are_refused_before_training(
     integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
-    expected: dict[str, tuple[str, ...]] = {
+    first, second = integrations(2).run(uses.refusals, str(tmp_path))
+    assert first == second
+    for name, parts in {
         "pipe and label smoothing": ("label_smoothing_factor with pipe=2", "the model's own loss"),
         "pipe and compute_loss": ("compute_loss with pipe=2", "the model's own loss"),
         "sequence and generate": ("predict_with_generate=True", "sequence=2"),
@@ -142,8 +143,8 @@ def test_arguments_that_cannot_work_are_refused_before_training(
         "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
         "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
         "other layout": ("parallel requests data=2", "the context has data=1"),
-    }
-    assert_refused(integrations(2).run(uses.refusals, str(tmp_path)), expected)
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
 
 
 @pytest.mark.slow

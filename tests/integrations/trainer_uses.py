@@ -12,7 +12,7 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ParallelConfig
-from tests.integrations.refusals import errors_of
+from tests.integrations.errors import errors_of
 from tests.integrations.small_models import gpt2, llama, t5, token_rows
 from tests.integrations.trainer_cases import reset_accelerate
 
