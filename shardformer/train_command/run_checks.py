@@ -18,7 +18,6 @@ from shardformer.errors import ConfigError, first_line
 from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, replace_text
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import copy_materialized, is_lazy
-from shardformer.sharding.describe import align_columns
 from shardformer.train_command.build import lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, format_toml
 from shardformer.train_command.conversations import IGNORED
@@ -108,7 +107,8 @@ def format_changes(changes: Mapping[str, tuple[Any, Any]]) -> list[str]:
     """Format changed settings as a table with the option, its value before, and its value now."""
     rows = [("option", "before", "now")]
     rows += [(key, _format_value(before), _format_value(now)) for key, (before, now) in changes.items()]
-    return [f"  {line}" for line in align_columns(rows)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [f"  {key:<{widths[0]}}  {before:<{widths[1]}}  {now}" for key, before, now in rows]
 
 
 def _changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -58,6 +58,25 @@ def test_losses_norms_predictions_and_resumed_loops_equal_one_process(
 
 
 @pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    first, second = integrations(2).run(cases.misuses, str(tmp_path))
+    assert first == second
+    for name, parts in {
+        "two optimizers": ("zero_stage=1", "2 optimizers"),
+        "reduction": ("reduction='min'", "mean"),
+        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
+    assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("trains under all layouts")
 @pytest.mark.parametrize("feature", FEATURES)
@@ -98,22 +117,3 @@ def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -
     assert not set(data[0]["order"]) & set(data[1]["order"])
     assert [rank["steps"] for rank in tensor] == [1, 1] and [rank["steps"] for rank in data] == [2, 2]
     assert tensor[0]["reduced"] == [3.0, 3.0, 3.0] and data[0]["reduced"] == [4.0, 2.0, 3.0]
-
-
-@pytest.mark.slow
-@pytest.mark.above_budget("may start the workers")
-def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    first, second = integrations(2).run(cases.misuses, str(tmp_path))
-    assert first == second
-    for name, parts in {
-        "two optimizers": ("zero_stage=1", "2 optimizers"),
-        "reduction": ("reduction='min'", "mean"),
-        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
-    }.items():
-        assert all(part in first[name] for part in parts), (name, first[name])
-
-
-@pytest.mark.slow
-@pytest.mark.above_budget("may start the workers")
-def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
-    assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
