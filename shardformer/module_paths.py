@@ -31,6 +31,11 @@ def resolve_path(prefix: str, name: str) -> str:
     return name[1:] if name.startswith(".") else join_path(prefix, name)
 
 
+def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of all parameters and buffers of a model, without duplicates."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def find_configs(model: nn.Module) -> list[Any]:
     """Return the distinct ``config`` objects of all modules in a model."""
     configs = [getattr(module, "config", None) for module in model.modules()]

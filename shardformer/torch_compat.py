@@ -207,6 +207,12 @@ def has_data(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def has_meta_tensors(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of a model is on the meta device."""
+    with DisableTorchFunction():  # inside LazyInit tensors report another device
+        return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
+
+
 def to_list(x: Tensor) -> Any:
     """Return ``x.tolist()``, or nested lists of ones for a meta or fake tensor."""
     if has_data(x):

@@ -48,7 +48,7 @@ def evaluate(
 
     found = _find_model(model, config, list(changes or []))
     assert found.run is not None
-    if found.run.data.validation is None and found.run.data.validation_split is None:
+    if not found.run.data.has_validation:
         raise ConfigError(
             f"The run of {model!r} has no validation data",
             remedy="Specify the validation data, for example with --set data.validation=test.jsonl",

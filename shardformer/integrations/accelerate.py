@@ -11,6 +11,7 @@ Rank 0 of all processes still prints and writes files.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -33,7 +34,8 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_choice
+from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
@@ -47,6 +49,8 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 OTHER_BACKENDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
 CHECKPOINT_FOLDER = "shardformer"
 """Prefix of the folders of a saved state that contain the checkpoints of sharded models."""
+PLAIN_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
+"""Files in which accelerate saves the weights of a model."""
 
 
 def sharded_model_in(model: Any) -> nn.Module | None:
@@ -205,17 +209,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
         """
         objects = list(args)
-        for model in [each for each in args if isinstance(each, nn.Module)]:
-            own = [each for each in objects if isinstance(each, Optimizer) and _trains(each, model)]
+        for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
+            own = [each for each in objects if _is_unprepared_optimizer(each) and _trains(each, model)]
             if (replaced := self._shard(model, own)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
     def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
         """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
-        if getattr(model, "_is_accelerate_prepared", False):
-            return None
         sharded = sharded_model_in(model)
+        if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
+            raise ConfigError(
+                f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
+                "model in an accelerate loop",
+                rule="ZeRO combines them into one optimizer, which a loop over the optimizers would step several times",
+                remedy="Use one optimizer with several parameter groups, or shardformer.initialize",
+            )
         if sharded is None:
             engine = initialize(model, list(optimizers) or None, None, parallel=self.config, policy=self.policy,
                                 context=self.context)  # fmt: skip
@@ -315,6 +324,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         Args:
             reduction: "sum", "mean", "max" or "none".
         """
+        check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
 
         def reduce_one(x: Tensor) -> Tensor:
             if reduction == "none":
@@ -351,7 +361,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with self._without_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
-            save_checkpoint(model, _checkpoint_folder(folder, number), optimizers)  # replaces an older one
+            place = _checkpoint_folder(folder, number)
+            save_checkpoint(model, place, optimizers)  # replaces an older one
+            release(Path(place), model)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
@@ -363,16 +375,23 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
             input_dir = os.path.join(checkpoints, max(folders, key=lambda name: int(name.rpartition("_")[2])))
         with self._without_sharded_models() as models:
+            num_saved, is_plain = _count_saved_models(input_dir)
+            if input_dir is not None and num_saved != len(models):
+                raise ConfigError(
+                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models are prepared",
+                    remedy="Call load_state after prepare, with all models that were prepared when it was saved",
+                )
             super().load_state(input_dir, load_kwargs, **kwargs)
         assert input_dir is not None
-        if os.path.isdir(_checkpoint_folder(input_dir, 0)):
+        if not is_plain:
             for number, (model, optimizers) in enumerate(models):
                 load_checkpoint(model, _checkpoint_folder(input_dir, number), optimizers)
             return
-        folder, (model, optimizers), *more = Path(input_dir), *models
-        if more or len(optimizers) != 1:
+        folder, (model, optimizers) = Path(input_dir), models[0]
+        if len(optimizers) != 1:
             raise ConfigError(
-                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to {len(models)} models",
+                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to "
+                f"{len(optimizers)} optimizers",
                 remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
@@ -399,9 +418,21 @@ def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
 
 
+def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
+    """Return the number of models in a saved state, and whether a plain ``Accelerator`` saved it."""
+    names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
+    sharded = sum(name.startswith(f"{CHECKPOINT_FOLDER}_") for name in names)
+    plain = sum(bool(PLAIN_WEIGHTS.fullmatch(name)) for name in names)
+    return sharded or plain, not sharded and plain > 0
+
+
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _is_unprepared_optimizer(value: Any) -> bool:
+    return isinstance(value, Optimizer) and not getattr(value, "_is_accelerate_prepared", False)
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:

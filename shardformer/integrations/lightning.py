@@ -280,6 +280,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         finally:
             weights.stop()
         loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise ConfigError(
+                f"training_step returned None on data-parallel rank {data.rank} of {data.size}",
+                rule="A rank that skips a batch does not take part in reducing the gradients of the others",
+                remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training",
+            )
         weights.scale_loss(0, loss)
         weights.finish()
         return output

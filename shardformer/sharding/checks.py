@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import tensor_hooks_of
+from shardformer.torch_compat import has_meta_tensors, tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -174,7 +174,8 @@ def check_can_be_sharded(model: nn.Module) -> None:
             f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained",
             remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed",
         )
-    check_recipes(model)
+    if has_meta_tensors(model):
+        check_recipes(model)
 
 
 def make_checked_plan(
@@ -206,7 +207,7 @@ def make_checked_plan(
         check_norms(model)
     if config.enable_jit_fused:
         check_activations(model, config.resolve_context().device)
-    with record_changes(model):
+    with record_changes(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
     if policy.changes_classes_or_ties:

@@ -134,8 +134,9 @@ def _group_parameters(
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     """Return the factor of the learning rate of each parameter.
 
-    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Parameters before the list in
-    the order of registration, such as embeddings, belong to the layer before the first one.
+    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside of a layer, such as
+    experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
+    layer before the first one.
 
     Raises:
         ConfigError: A pattern matches no parameter, or the model has no stack of layers.
@@ -157,7 +158,11 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
 
 def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Return the number of layers between each parameter and the end of the longest stack of layers."""
-    stacks = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    stacks: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        is_in_layer = any(len(stack) > 1 and path.startswith(f"{outer}.") for outer, stack in stacks.items())
+        if isinstance(module, nn.ModuleList) and not is_in_layer:
+            stacks[path] = module
     path = max(stacks, key=lambda path: len(stacks[path]), default=None)
     if path is None or len(stacks[path]) < 2:
         raise ConfigError(

@@ -23,7 +23,7 @@ Task = Literal[
     "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
     "regression", "preference", "image_classification",
 ]  # fmt: skip
-Format = Literal["text", "jsonl", "csv", "parquet", "csv", "parquet", "datasets", "images"]
+Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
@@ -156,6 +156,10 @@ class DataTable(ConfigTable):
     drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
     num_workers: int = _config_key("Data loading processes per training process.", 0, ge=0)
 
+    @property
+    def has_validation(self) -> bool:
+        return any(value is not None for value in (self.validation, self.validation_split, self.validation_fraction))
+
 
 ParallelTable = create_model(
     "ParallelTable",
@@ -270,8 +274,7 @@ class TrainConfig(ConfigTable):
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
-        validations = (data.validation, data.validation_split, data.validation_fraction)
-        if training.validate_every is not None and all(value is None for value in validations):
+        if training.validate_every is not None and not data.has_validation:
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires data.validation",
                 remedy="Set data.validation, or remove validate_every",
@@ -406,7 +409,7 @@ TRAINER_KEYS = {
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.retention",
     "output_dir": "folder, above all tables",
-    "logging_dir": "hooks.tensor_board.folder", "logging_steps": "hooks.json_lines.every",
+    "logging_dir": "hooks.tensor_board.directory", "logging_steps": "hooks.json_lines.every",
     "report_to": "hooks.tensor_board = true", "data_seed": "seed, above all tables",
     "num_labels": "model.config.num_labels. By default it follows from the data",
     "zero": "parallel.zero_stage", "deepspeed": "parallel.zero_stage", "fsdp": "parallel.zero_stage = 3",

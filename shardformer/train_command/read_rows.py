@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +25,6 @@ _CONVERT = (
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One data source and the format of its files. ``data.weights`` mixes several sources."""
-
-    names: Sequence[str]
-    format: str
 
 
 def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:

@@ -31,6 +31,7 @@ from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
 from shardformer.training.hooks import Metrics
 from shardformer.training.initialize import initialize
+from shardformer.training.sample_order import length_or_none
 from shardformer.training.trainer import HOOKS, Trainer
 from shardformer.transformers_compat import load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
@@ -190,4 +191,5 @@ def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
     validation = create_data_loader(data.validation, engine.context, **options)
     values = Trainer(engine, hooks).evaluate(validation)
     found_values = {name.removeprefix("validation/"): value for name, value in values.items()}
-    return {**found_values, "samples": len(data.validation)} if engine.is_first else None
+    count = length_or_none(data.validation)  # None for a stream
+    return {**found_values, **({} if count is None else {"samples": count})} if engine.is_first else None

@@ -17,18 +17,10 @@ from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
+from tests.runs.small_run import MODEL_AND_DATA
 from tests.scripts import SHARDFORMER
 
-RUN = """
-[model]
-name = "gpt2"
-random = true
-config = { n_embd = 16, n_layer = 2, n_head = 2 }
-[data]
-train = "text.txt"
-sequence_length = 16
-batch_size = 4
-[training]
+RUN = f"""{MODEL_AND_DATA}[training]
 steps = 4
 export = true
 """

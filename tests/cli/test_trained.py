@@ -161,6 +161,25 @@ def test_all_layouts_give_the_values_of_the_run(
         assert values == pytest.approx(alone, rel=2e-6), changes
 
 
+@pytest.mark.parametrize("kind", ["fraction", "stream"])
+def test_other_validation_data_give_the_values_of_the_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path, [{"text": f"{number} words " * 9} for number in range(20)])
+    forms: dict[str, dict[str, Any]] = {
+        "fraction": {"validation_fraction": 0.3},
+        "stream": {"validation": rows, "streaming": True},
+    }
+    data = {"train": rows, **forms[kind]}
+    run_training(config(tmp_path, "gpt2", data, training={"steps": 2}, hooks={"progress": False}))
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "run", "--json")[0] == 0
+    values = json.loads(capsys.readouterr().out)
+    record = [each.values for each in read_records(tmp_path / "run") if "validation/loss" in each.values][-1]
+    assert values["loss"] == record["validation/loss"]
+    assert ("samples" in values) == (kind == "fraction")
+
+
 def test_a_language_model_has_a_perplexity_without_a_hook(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("evaluate", trained, "--set", "hooks.metrics=false", "--json")[0] == 0
     values = json.loads(capsys.readouterr().out)

@@ -95,6 +95,11 @@ def test_metrics_count_data_parallel_ranks(integrations: IntegrationProcess, par
         assert decisions == [False, True]
 
 
+def test_a_skipped_batch_raises_on_data_ranks(integrations: IntegrationProcess) -> None:
+    errors = integrations(2).run(call, "skip_batches")
+    assert all(f"training_step returned None on data-parallel rank {rank}" in text for rank, text in enumerate(errors))
+
+
 def test_a_checkpoint_resumes_under_another_layout(integrations: IntegrationProcess, tmp_path: Path) -> None:
     saved, folder = {"tensor": 2}, tmp_path / "last.ckpt"
     integrations(2).run(call, "save", folder, saved)

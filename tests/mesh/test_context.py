@@ -95,9 +95,9 @@ def test_all_reduce_runs_along_the_axis(pool4: WorkerPool) -> None:
 
 def words() -> tuple[list[str], bool, bool]:
     context = ParallelContext.from_world({"tensor": 2})
-    twin = copy.deepcopy(context)
+    duplicate = copy.deepcopy(context)
     texts = [str(context), str(context.tensor), str(ParallelContext.from_group(context.data)), str(context.device)]
-    return texts, twin is context, copy.deepcopy(context.tensor) is context.tensor
+    return texts, duplicate is context, copy.deepcopy(context.tensor) is context.tensor
 
 
 def test_context_has_str_and_deepcopies_to_itself(pool4: WorkerPool) -> None:

@@ -105,6 +105,14 @@ def test_the_input_of_an_instruction_follows_it(tmp_path: Path) -> None:
     assert "system\nCount.<|im_end|>" in text and "user\nAdd.\n\n1 and 2<|im_end|>" in text
 
 
+def test_rows_without_an_answer_are_counted_in_all_sources(tmp_path: Path) -> None:
+    short, long = conversations(2), [{"messages": [{**CHAT[1], "content": "q" * 200}, CHAT[2]]}]
+    train = [write_rows(tmp_path, short + long, "a.jsonl"), write_rows(tmp_path, short, "b.jsonl")]
+    data = {"train": train, "weights": [1, 1], "validation": write_rows(tmp_path, short + 2 * long, "c.jsonl")}
+    found = load_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
+    assert found.skipped == "3 of 9 rows are left out, because they have no answer within 90 tokens"
+
+
 def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
     sample = first_sample(tmp_path, {"prompt": "2+2=", "completion": "4"}, chat_template="none")
     assert sample["input_ids"].tolist() == [*b"2+2=4", 256]

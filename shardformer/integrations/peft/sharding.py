@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
-from shardformer.consistency.initial_weights import sync_initial_weights
+from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
@@ -51,14 +51,9 @@ INNER = {"original_module", "base_layer"}
 HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
-def is_loaded() -> bool:
-    """Whether the process has imported PEFT. Without it no model has adapters."""
-    return "peft" in sys.modules
-
-
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has wrapped the model or some of its modules."""
-    return is_loaded() and (_is_peft_model(model) or any(map(is_wrapper, model.modules())))
+    """Whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
+    return _is_peft_model(model) or any(map(is_wrapper, model.modules()))
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -95,7 +90,7 @@ def calls_model(tuner: nn.Module) -> bool:
 
 def inner_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT wraps, or the model itself."""
-    return model.get_base_model() if is_loaded() and _is_peft_model(model) else model  # type: ignore[operator]
+    return model.get_base_model() if "peft" in sys.modules and _is_peft_model(model) else model  # type: ignore[operator]
 
 
 def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
@@ -179,6 +174,11 @@ class AdaptedNames:
             owner = owner.rpartition(".")[0]
         return owner or None
 
+    def adapter_of(self, name: str) -> str:
+        """Return the name of the adapter that has a parameter: that of its entry in a table of the wrapper."""
+        parts = name.removeprefix(f"{self.wrapper_of(name)}.").split(".")
+        return parts[1] if len(parts) > 1 else ""
+
 
 def shard_with_adapters(
     model: nn.Module,
@@ -239,7 +239,7 @@ def put_on_adapters(
         model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
         referenced: ids of the parameters to which something else, such as an optimizer, refers.
 
-    Communicates checksums of the adapters, and their values if they differ between ranks.
+    Communicates a hash of the adapters' settings, checksums, and their values if these differ between ranks.
     """
     state = metadata_of(sharded)
     _check_forward(model, state)
@@ -250,6 +250,8 @@ def put_on_adapters(
     own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
     known = state.by_param()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
+    adapters = {"prompts": nn.ModuleList(_modules_outside(model, sharded)), **wrappers}
+    collective_call(state.context, lambda: _fingerprint(adapters), lambda lines: lines, action="add these adapters")
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
     shapes = {
         f"{path}.{name}": tuple(x.shape)
@@ -274,6 +276,15 @@ def put_on_adapters(
     if state.stages is not None and any(map(_draws_random_numbers, own.modules())):
         state.stages.uses_random = True
     update_metadata(model, sharded, names)
+
+
+def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
+    """Describe adapters by lines of text that must be identical on all ranks: settings and shapes."""
+    return [
+        f"{path} {line}"
+        for path, adapter in adapters.items()
+        for line in (*model_fingerprint(adapter), f"scaling={getattr(adapter, 'scaling', None)}")
+    ]
 
 
 def _draws_random_numbers(module: nn.Module) -> bool:
@@ -470,7 +481,8 @@ def _find_region(
 def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
     """Remove an adapter that PEFT deleted from the metadata."""
     state = metadata_of(sharded)
-    gone = {name for name in state.adapters.own if adapter_name in name.split(".")}
+    names: AdaptedNames = state.adapters
+    gone = {name for name in names.own if names.adapter_of(name) == adapter_name}
     state.adapters.own -= gone
     if state.stages is not None:
         state.stages.drop_tensors(gone.__contains__)

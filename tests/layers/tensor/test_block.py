@@ -162,10 +162,10 @@ def without_gradient_before(block: nn.Module, x: Tensor) -> Tensor:
 
 def of_a_copy(block: nn.Module, x: Tensor) -> Tensor:
     block(x)
-    twin = copy.deepcopy(block)
-    for p, q in zip(block.parameters(), twin.parameters(), strict=True):
+    duplicate = copy.deepcopy(block)
+    for p, q in zip(block.parameters(), duplicate.parameters(), strict=True):
         q.register_hook(lambda grad, p=p: setattr(p, "grad", grad))
-    out: Tensor = twin(x)
+    out: Tensor = duplicate(x)
     return out
 
 
