@@ -127,6 +127,22 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def gemma() -> Any:
+    """A model whose embedding scales its vectors and is tied to the head."""
+    config = transformers.Gemma3TextConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=6,
+        max_position_embeddings=32,
+        **SMALL,
+    )
+    return transformers.Gemma3ForCausalLM(config)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -136,6 +152,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gptj": gptj,
     "opt": opt,
     "mixtral": mixtral,
+    "gemma": gemma,
 }
 
 

@@ -83,8 +83,13 @@ def test_adapters_can_be_added_after_sharding(integrations: IntegrationProcess, 
 
 
 def test_files_are_those_of_one_process(integrations: IntegrationProcess) -> None:
-    for feature, layout in (("DoRA", "tensor"), ("LoRA", "sequence parallel and pipeline")):
-        found = integrations(1).run(runs.files_named, feature, layout)[0]
+    cases = [
+        ("DoRA", "tensor", "llama"),
+        ("LoRA", "sequence parallel and pipeline", "llama"),
+        ("modules_to_save", "tensor", "gemma"),
+    ]
+    for feature, layout, model in cases:
+        found = integrations(1).run(runs.files_named, feature, layout, model)[0]
         assert max(found.values()) < BOUND, (feature, layout, found)
         assert found["adapter file"] == found["config"] == found["loaded in one process"] == 0.0
 

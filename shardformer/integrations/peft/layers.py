@@ -383,7 +383,7 @@ def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
         return plain
     trains: Sequence[bool] = [p.requires_grad for p in plain.parameters()]
     new = type(original).from_native_module(plain, original.axis, split=original.split)
-    for name in ("gather_output", "skip_bias_add", "sums_later"):
+    for name in ("gather_output", "skip_bias_add", "sums_later", "factor"):
         if name in vars(original):
             vars(new)[name] = vars(original)[name]
     for param, flag in zip(new.parameters(), trains, strict=True):
