@@ -336,6 +336,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
         return recursively_apply(reduce_one, to_full_tensors(tensor), error_on_other_type=True)
 
+    def check_trigger(self) -> bool:
+        """Whether ``set_trigger`` was called on any of all processes. Communicates one number over all of them."""
+        flag = torch.zeros((), device=self.device) if self.flag_tensor is None else self.flag_tensor.float()
+        self.flag_tensor = None
+        return bool(all_reduce(flag, world_axis(self.context), op="max", purpose="metrics") > 0)
+
     def pad_across_processes(self, tensor: Any, *args: Any, **kwargs: Any) -> Any:
         """Pad tensors to the largest size of all ranks. Gathers sharded logits first."""
         return super().pad_across_processes(to_full_tensors(tensor), *args, **kwargs)

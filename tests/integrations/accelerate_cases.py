@@ -167,6 +167,8 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
     prepared.step()
     with accelerator.split_between_processes(["a", "b", "c"]) as part:
         split = list(part)
+    if accelerator.is_main_process:
+        accelerator.set_trigger()
     value = torch.tensor(1.0 + 2 * accelerator.process_index) if accelerator.num_processes > 1 else torch.tensor(3.0)
     return {
         "num_processes": accelerator.num_processes,
@@ -176,6 +178,7 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
         "order": [int(x) for batch in loader for x in batch],
         "steps": scheduler.last_epoch,
         "reduced": [float(accelerator.reduce(value, how)) for how in ("sum", "mean", "max")],
+        "triggered": [accelerator.check_trigger(), accelerator.check_trigger()],
     }
 
 

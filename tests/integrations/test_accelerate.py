@@ -117,3 +117,4 @@ def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -
     assert not set(data[0]["order"]) & set(data[1]["order"])
     assert [rank["steps"] for rank in tensor] == [1, 1] and [rank["steps"] for rank in data] == [2, 2]
     assert tensor[0]["reduced"] == [3.0, 3.0, 3.0] and data[0]["reduced"] == [4.0, 2.0, 3.0]
+    assert [rank["triggered"] for rank in tensor + data] == [[True, False]] * 4  # by the first of all processes
