@@ -227,6 +227,8 @@ def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:
     if kind == "LoraConfig":
         settings = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     of_model = {"gpt2": {"fan_in_fan_out": True}, "bert": {"task_type": "SEQ_CLS"}}.get(model_name, {})
+    if model_name == "gemma":  # PEFT would copy all norms whose names end with "norm"
+        of_model = {"modules_to_save": ["lm_head", "embed_tokens"]}
     if model_name == "mixtral":  # all-linear would include the experts
         of_model = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
     return getattr(peft, kind)(**{**settings, **of_model, **options})
