@@ -10,7 +10,8 @@ for other subclasses of ``transformers.Trainer``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from torch.optim import Optimizer
 from torch.overrides import TorchFunctionMode
 
 from shardformer.checkpoint.plain_state import load_plain_optimizer_state, plain_optimizer_state
-from shardformer.comm.collectives import all_reduce
+from shardformer.comm.collectives import all_gather, all_reduce
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
@@ -79,6 +80,7 @@ class ShardedTrainer:
         self.parallel, self.policy = ParallelConfig.of(parallel), policy
         sharded = sharded_model_in(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
+        self._loss_mean = LossMean(self.context.data)
         check_arguments(args, self.parallel)
         super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
@@ -90,7 +92,7 @@ class ShardedTrainer:
         self._check_loss(self.context.pipe.size)
         self._shard(self.model)
         if self.label_smoother is not None:
-            self.label_smoother = DataParallelSmoother(self.label_smoother, self.context.data)
+            self.label_smoother = DataParallelSmoother(self.label_smoother, self._loss_mean)
 
     def _shard(self, model: Any) -> None:
         """Shard a plain model, together with the optimizer that the user passed."""
@@ -134,15 +136,18 @@ class ShardedTrainer:
         """Return 1, because the accelerator counts data-parallel ranks."""
         return 1
 
-    def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
+    def _get_num_items_in_batch(self, batch_samples: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the mean number of items of the data-parallel ranks.
 
         Each rank divides its loss by it, and the mean over the ranks is the loss of the global batch. Trainer uses the
         sum, and multiplies the loss by the number of processes, even if the model ignores the number of items.
         """
-        items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
+        if self._loss_mean.has_no_samples:
+            batch_samples = [_ignore_labels(batch) for batch in batch_samples]
+        items = super()._get_num_items_in_batch(batch_samples, *args, **kwargs)  # type: ignore[misc]
         is_summed = items is not None and self.args.average_tokens_across_devices
-        return items / self.context.data.size if is_summed else items
+        self._loss_mean.items = items / self.context.data.size if is_summed else None
+        return self._loss_mean.items if is_summed else items
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
         before = self.args.average_tokens_across_devices
@@ -186,6 +191,10 @@ class ShardedTrainer:
         with self._counting(self.context.data.size, self.args.process_index):  # for the speed in the log
             return super().evaluate(*args, **kwargs)  # type: ignore[misc]
 
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with self._counting(self.context.data.size, self.args.process_index):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
     # --- one step
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -217,17 +226,43 @@ class ShardedTrainer:
         """
         stack = super().compute_loss_context_manager()  # type: ignore[misc]
         if self.context.data.size > 1 and self.args.average_tokens_across_devices:
-            stack.enter_context(WeightedMeanLosses(self.context.data))
+            stack.enter_context(WeightedMeanLosses(self._loss_mean))
         return stack
 
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, ignore_keys: Any = None, **options: Any
     ) -> Any:
-        """Evaluate a batch. Gathers the logits of all ranks that share it, unless only the loss is needed."""
+        """Evaluate a batch. Gathers the logits of all ranks that share it, unless only the loss is needed.
+
+        The loss is that of the global batch, without the samples that fill up the last batch of the data set.
+        """
         if self.has_stages:
             return self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
         step = super().prediction_step  # type: ignore[misc]
-        return to_full_tensors(step(model, inputs, prediction_loss_only, ignore_keys, **options))
+        mean = self._loss_mean
+        real = self._real_samples(inputs)
+        if real is None:
+            with mean.of_samples(None):
+                loss, *outputs = to_full_tensors(step(model, inputs, prediction_loss_only, ignore_keys, **options))
+                return mean.over_ranks(loss), *outputs
+        outputs = [None, None]
+        if not prediction_loss_only:
+            _, *outputs = to_full_tensors(step(model, inputs, False, ignore_keys, **options))
+        with mean.of_samples(real):
+            loss, *_ = step(model, _first_samples(inputs, max(real, 1)), True, ignore_keys, **options)
+            return mean.over_ranks(to_full_tensors(loss)), *outputs
+
+    def _real_samples(self, inputs: Any) -> int | None:
+        """Return the number of this rank's samples in the last batch of the data set, without those that fill it up.
+
+        None for other batches, and for those whose rows are not samples.
+        """
+        state, data = self.accelerator.gradient_state, self.context.data
+        size = self.args.eval_batch_size
+        is_filled = data.size > 1 and state.end_of_dataloader and state.remainder > 0
+        if not is_filled or transformers.trainer_pt_utils.find_batch_size(inputs) != size:
+            return None
+        return int(min(max(state.remainder - data.rank * size, 0), size))
 
     # --- pipeline stages
 
@@ -260,7 +295,10 @@ class ShardedTrainer:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if not self.has_stages:
-            loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+            with self._loss_mean.of_samples(None):
+                loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+                if self.args.average_tokens_across_devices:
+                    self._loss_mean.check_weights(inputs.get("labels"))
             return loss
         model.train()
         with self.accelerator.autocast():
@@ -280,8 +318,10 @@ class ShardedTrainer:
         loss = None
         with self.accelerator.autocast():
             if labels:
-                items = self._get_num_items_in_batch([inputs], self.args.device)
-                loss = self.pipeline.evaluate(self._stage_inputs(inputs, items)).detach()
+                real = self._real_samples(inputs)
+                counted = inputs if real is None else _ignore_labels(inputs, real)
+                items = self._get_num_items_in_batch([counted], self.args.device)
+                loss = self.pipeline.evaluate(self._stage_inputs(counted, items)).detach()
             if prediction_loss_only:
                 return loss, None, None
             output = self.pipeline.forward(self._stage_inputs(inputs, None), gather=True)
@@ -358,45 +398,141 @@ class ShardedTrainer:
         super()._issue_warnings_after_load(type(load_result)(really, load_result.unexpected_keys))  # type: ignore[misc]
 
 
-def mean_over_data(mean: Tensor, count: float, data: Axis) -> Tensor:
-    """Weight the mean of ``count`` values so that the average over the data ranks is the mean over all values.
+class LossMean:
+    """Mean of losses over the data-parallel ranks, as one process computes it for the global batch.
 
-    Communicates one number.
+    Args:
+        data: axis of the data-parallel ranks.
+
+    Attributes:
+        items: mean number of items of the ranks, by which models divide the sum of their losses.
     """
-    total = float(all_reduce(torch.tensor(float(count), device=mean.device), data, purpose="loss"))
-    if not total:
-        return mean  # NaN, as in one process
-    return mean * (count * data.size / total) if count else mean.nan_to_num() * 0.0
+
+    def __init__(self, data: Axis) -> None:
+        self._data = data
+        self._samples: int | None = None
+        self._is_weighted = self._has_warned = False
+        self.items: Any = None
+
+    @property
+    def has_no_samples(self) -> bool:
+        """Whether all samples of this rank only fill up the last batch."""
+        return self._samples == 0
+
+    @contextmanager
+    def of_samples(self, count: int | None) -> Iterator[None]:
+        """Set the number of samples of this rank's batch in this context; None if all ranks have as many."""
+        self._samples, self._is_weighted = count, False
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def see(self, args: Any) -> None:
+        """Remember that the loss is divided by ``items``."""
+        self._is_weighted |= self.items is not None and any(each is self.items for each in args)
+
+    def weigh(self, mean: Tensor, count: float) -> Tensor:
+        """Weight the mean of ``count`` values so that the average over the ranks is the mean over all values.
+
+        Communicates one number.
+        """
+        if self._data.size == 1:
+            return mean
+        self._is_weighted = True
+        count = 0.0 if self.has_no_samples else count
+        total = self._sum(torch.tensor(float(count), device=mean.device))
+        if not total:
+            return mean  # NaN, as in one process
+        return mean * (count * self._data.size / total) if count else mean.nan_to_num() * 0.0
+
+    def check_weights(self, labels: Any) -> None:
+        """Warn once if a loss without weights is averaged over ranks with different numbers of labels.
+
+        Communicates the numbers of labels if the loss has no weights.
+        """
+        if self._is_weighted or self._has_warned or self._data.size == 1 or not isinstance(labels, Tensor):
+            return
+        counts = all_gather(labels.ne(-100).sum().reshape(1), self._data, 0, purpose="loss").tolist()
+        if len(set(counts)) > 1:
+            self._has_warned = True
+            warnings.warn(
+                f"The loss is averaged over data-parallel ranks that have {counts} labels, so their labels have "
+                "different weights, unlike in one process. Use a mean loss of torch.nn.functional, or divide the sum "
+                "of the losses by num_items_in_batch. TrainingArguments(average_tokens_across_devices=False) disables "
+                "this warning.",
+                stacklevel=2,
+            )
+
+    def over_ranks(self, loss: Any) -> Any:
+        """Return the loss of the global batch. A loss without weights has the weight of its samples.
+
+        Communicates at most two numbers.
+        """
+        if loss is None or self._data.size == 1:
+            return loss
+        if self._samples is not None and not self._is_weighted:
+            loss = self.weigh(loss, self._samples)
+        elif self.has_no_samples:
+            loss = loss.nan_to_num() * 0.0
+        return all_reduce(loss.clone(), self._data, purpose="loss") / self._data.size
+
+    def _sum(self, number: Tensor) -> float:
+        return float(all_reduce(number, self._data, purpose="loss"))
 
 
 class WeightedMeanLosses(TorchFunctionMode):
     """Mode in which a mean loss of ``torch.nn.functional`` is weighted by its labels in the global batch."""
 
-    def __init__(self, data: Axis) -> None:
+    def __init__(self, mean: LossMean) -> None:
         super().__init__()
-        self._data = data
+        self._mean = mean
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self._mean.see((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
-        return mean_over_data(call.compute(), float(call.compute_count()), self._data)
+        return self._mean.weigh(call.compute(), float(call.compute_count()))
 
 
 class DataParallelSmoother:
     """Trainer's label smoother, whose mean over the labels of a rank is weighted by their number."""
 
-    def __init__(self, smoother: Any, data: Axis) -> None:
-        self._smoother, self._data = smoother, data
+    def __init__(self, smoother: Any, mean: LossMean) -> None:
+        self._smoother, self._mean = smoother, mean
 
     def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
         logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
         full = {"logits": to_full_tensors(logits)}  # the smoother writes into results of sharded logits
         loss: Tensor = self._smoother(full, labels, shift_labels=shift_labels, **options)
-        if options.get("num_items_in_batch") is not None or self._data.size == 1:
+        if options.get("num_items_in_batch") is not None:
             return loss
         counted = labels[..., 1:] if shift_labels else labels
-        return mean_over_data(loss, float(counted.ne(self._smoother.ignore_index).sum()), self._data)
+        return self._mean.weigh(loss, float(counted.ne(self._smoother.ignore_index).sum()))
+
+
+def _first_samples(inputs: Any, count: int) -> Any:
+    """Return the first samples of a batch: the first rows of its tensors, and the first items of its lists."""
+    size = transformers.trainer_pt_utils.find_batch_size(inputs)
+
+    def first(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: first(each) for name, each in value.items()}
+        is_tensor = isinstance(value, Tensor) and value.dim() > 0
+        return value[:count] if (is_tensor or isinstance(value, list)) and len(value) == size else value
+
+    return first(inputs)
+
+
+def _ignore_labels(inputs: Any, first: int = 0) -> Any:
+    """Return a batch of which only the labels of the first samples count."""
+    found = dict(inputs)
+    for name in ("labels", "shift_labels"):
+        if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():
+            found[name] = found[name].clone()
+            found[name][first:] = -100
+    return found
 
 
 class SavedState:

@@ -165,3 +165,13 @@ def test_model_init_own_optimizer_and_plain_modules_train(integrations: Integrat
     alone = integrations(1).run(uses.other_ways_to_start, str(tmp_path / "one"))[0]
     for name, losses in alone.items():
         assert results[0][name] == pytest.approx(losses, rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_a_loss_without_weights_warns_of_different_numbers_of_labels(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    for found in integrations(2).run(uses.warnings_of_own_losses, str(tmp_path)):
+        assert len(found["Masked"]) == 1 and "num_items_in_batch" in found["Masked"][0]
+        assert found["Mean"] == found["Items"] == []

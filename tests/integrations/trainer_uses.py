@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -124,3 +125,38 @@ def other_ways_to_start(folder: str) -> dict[str, list[float]]:
         "own optimizer and ZeRO": losses({"data": 2, "zero_stage": 1}, model=llama(), own=True),
         "plain module": losses({"data": 2, "zero_stage": 2}, model=Scorer()),
     }
+
+
+def warnings_of_own_losses(folder: str) -> dict[str, list[str]]:
+    """Train with losses of a user's ``compute_loss``, and return the warnings of different numbers of labels."""
+    from shardformer.integrations.transformers import Trainer
+
+    class Masked(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            labels = inputs["labels"]
+            losses = nn.functional.cross_entropy(
+                model(inputs["input_ids"]).logits.transpose(1, 2), labels.clamp(min=0), reduction="none"
+            )
+            return (losses * labels.ne(-100)).sum() / labels.ne(-100).sum()
+
+    class Mean(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            logits = model(inputs["input_ids"]).logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1), inputs["labels"].flatten())
+
+    class Items(Trainer):
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any, **kwargs: Any) -> Any:
+            logits = model(inputs["input_ids"]).logits.flatten(0, 1)
+            total = nn.functional.cross_entropy(logits, inputs["labels"].flatten(), reduction="sum")
+            return total / num_items_in_batch
+
+    found = {}
+    for kind in (Masked, Mean, Items):
+        reset_accelerate()
+        options: dict[str, Any] = dict(use_cpu=True, report_to=[], max_steps=2, log_level="error", disable_tqdm=True)
+        args = transformers.TrainingArguments(folder, per_device_train_batch_size=4, save_strategy="no", **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            Trainer.train(kind(llama(), args, train_dataset=token_rows(), parallel={"data": 2}))
+        found[kind.__name__] = [str(each.message) for each in caught if "different weights" in str(each.message)]
+    return found
