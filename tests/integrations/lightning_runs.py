@@ -209,8 +209,8 @@ class OwnParameter(LanguageModel):
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "automatic_optimization=False": (Manual, dict),
-    "belong to ['head', 'model']": (TwoModels, dict),
-    "belong to ['model', 'scale']": (OwnParameter, dict),
+    "belong to the attributes ['head', 'model']": (TwoModels, dict),
+    "belong to the attributes ['model', 'scale']": (OwnParameter, dict),
     "sync_batchnorm=True": (lambda: LanguageModel(llama()), lambda: {"sync_batchnorm": True}),
     "StochasticWeightAveraging": (
         lambda: LanguageModel(llama()),

@@ -27,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 REFUSED = (
     "automatic_optimization=False",
-    "belong to ['head', 'model']",
-    "belong to ['model', 'scale']",
+    "belong to the attributes ['head', 'model']",
+    "belong to the attributes ['model', 'scale']",
     "sync_batchnorm=True",
     "StochasticWeightAveraging",
     "AsyncCheckpointIO",
