@@ -104,7 +104,7 @@ def compare(
 SEQUENCE = {"enable_sequence_parallelism": True}
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=9)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -295,6 +295,7 @@ def test_recompilation_limit_is_reported_with_the_reason() -> None:
     assert max(run_as_threads(do, data=1)) < BOUND
 
 
+@pytest.mark.full
 def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context, compile=BACKEND)

@@ -34,7 +34,6 @@ SAMPLE = [
     ("modules_to_save", "sequence parallel and pipeline", "llama", "before"),
     ("IA3", "tensor", "llama", "after"),
     ("LoRA", "sequence parallel", "gptj", "before"),
-    ("DoRA, dropout", "compiled", "llama", "before"),
 ]
 LATE_PIPELINE = ("pipeline", "after")
 """The comparison fills adapters after sharding, which a pipeline stage cannot do."""
