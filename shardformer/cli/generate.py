@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardformer.cli._options import silence_transformers
 from shardformer.cli.run import launch_processes
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, first_line
+
+if TYPE_CHECKING:
+    from shardformer.train_command.trained_model import TrainedModel
 
 OPTION_GROUPS = {
+    "Prompt": ("raw", "chat", "system"),
     "Generation": ("max_new_tokens", "temperature", "top_k", "top_p", "seed"),
     "Layout": ("tensor",),
     "Output": ("as_json",),
@@ -28,7 +33,22 @@ def generate(
             "Face hub.",
         ),
     ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    prompt: Annotated[
+        str,
+        typer.Argument(
+            metavar="PROMPT", help="The text to continue, or for a run on conversations the message to answer."
+        ),
+    ],
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template of the run.")
+    ] = False,
+    chat: Annotated[
+        bool,
+        typer.Option("--chat", help="Apply the chat template of the tokenizer. By default for a run on conversations."),
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, in a chat template.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
@@ -41,11 +61,14 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Seed of the samples.")] = 0,
     tensor: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that each hold a shard of a layer.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print prompt, text and token ids as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the prompt, the input of the model, the text and its tokens as JSON.")
+    ] = False,
 ) -> None:
     """Continue PROMPT with a trained model, which may be sharded over several processes.
 
-    The tokens equal those of generate() of transformers in one process.
+    If the run trained on conversations, PROMPT is a message of the user in its chat template, and the answer is
+    printed. The tokens equal those of generate() of transformers in one process.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
@@ -56,15 +79,73 @@ def generate(
     _check_sampling(options)
     found = find_trained_model(model)
     tokenizer = found.load_processor()
-    ids = _encode(tokenizer, prompt, found.model_config, max_new_tokens)
+    text_in = _render(found, tokenizer, prompt, system=system, raw=raw, chat=chat)
+    is_chat = text_in is not None
+    ids = _encode(tokenizer, prompt if text_in is None else text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build(), model)
     launch_processes(context, tensor)
     engine = found.load(ParallelConfig(tensor=tensor))
-    tokens = _generate(engine, ids, seed, {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options})
+    stop = _end_of_answer(engine.model, tokenizer) if is_chat else {}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
+    tokens = _generate(engine, ids, seed, options)
     if engine.is_first:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        shown = text if found.model_config.is_encoder_decoder else f"{prompt}{text}"
-        print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}) if as_json else shown, flush=True)
+        for end in stop.get("stop_strings", ()):
+            text = text.removesuffix(end)
+        result = {"prompt": prompt, "chat_template": is_chat, "input": text_in or prompt, "text": text}
+        shown = text if found.model_config.is_encoder_decoder or is_chat else f"{prompt}{text}"
+        if is_chat and not as_json:
+            note = "The prompt is a user message in the chat template. --raw continues it as it is."
+            print(note, file=sys.stderr, flush=True)
+        print(json.dumps({**result, "tokens": tokens}) if as_json else shown, flush=True)
+
+
+def _render(
+    found: TrainedModel, tokenizer: Any, prompt: str, *, system: str | None, raw: bool, chat: bool
+) -> str | None:
+    """Return the prompt as a conversation in the chat template, or None if the prompt is continued as it is."""
+    if not prompt:
+        raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
+    if raw and chat:
+        raise ConfigError("--raw and --chat cannot both be set", remedy="Remove one of them")
+    if raw or not (chat or found.chat_template is not None):
+        if system is not None:
+            raise ConfigError(
+                f"--system {system!r:.60} has no effect without a chat template",
+                rule="It is applied to runs on conversations, unless --raw is set",
+                remedy="Remove --raw" if raw else "Remove --system, or add --chat for the template of the tokenizer",
+            )
+        return None
+    if getattr(tokenizer, "chat_template", None) is None:
+        raise ConfigError(f"The tokenizer of {found.name!r} has no chat template", remedy="Remove --chat")
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    try:
+        found: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return found
+    except Exception as error:  # templates raise their own errors
+        raise InputError(
+            f"The chat template does not accept the messages {messages!r:.120}: {first_line(error)}",
+            remedy="Remove --system, or write the text of the conversation yourself and add --raw",
+        ) from error
+
+
+def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the options of ``generate`` that stop after the text with which the chat template ends an answer."""
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
+    end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
+    ids = model.generation_config.eos_token_id
+    ends = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    options: dict[str, Any] = {"eos_token_id": sorted({token for token in ends if token is not None})}
+    if end and end != tokenizer.eos_token:
+        options |= {"stop_strings": [end], "tokenizer": tokenizer}
+    return options
 
 
 def _check_sampling(options: dict[str, float]) -> None:
@@ -76,15 +157,14 @@ def _check_sampling(options: dict[str, float]) -> None:
             raise ConfigError(f"{flag} {options[name]} is not {limit}", remedy=f"Use {flag} 0.8, or remove it")
 
 
-def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int) -> Any:
-    """Return the token ids of a prompt (1, S). Raises InputError if it is empty or too long."""
+def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
+    """Return the token ids of a prompt (1, S). Raises InputError if it is too long."""
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
         raise ConfigError("The model has no tokenizer, so it does not generate text", remedy="Pass a language model")
-    if not prompt:
-        raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
+    ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     most = max_positions(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from shardformer.errors import ConfigError, InputError
@@ -19,7 +18,7 @@ from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.packing import pack_lengths
 from shardformer.train_command.run import build_trainer, run_training
-from tests.runs.files import config, write_rows, write_text
+from tests.runs.files import config, save_word_tokenizer, write_rows, write_text
 from tests.runs.test_run import losses_of
 
 QUESTION, ANSWER = "How are you?", "Well, thanks."
@@ -112,20 +111,8 @@ def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def word_tokenizer(tmp_path: Path) -> transformers.PreTrainedTokenizerFast:
-    words = ["<s>", "</s>", "[u]", "[a]", "hello", "there", "you", "too", "again", "?"]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="?",
-        additional_special_tokens=["[u]", "[a]"],
-    )  # fmt: skip
-    found.chat_template = (
-        "<s>{% for m in messages %}{{ '[u] ' if m.role == 'user' else '[a] ' }}{{ m.content }} "
-        "{% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
-    )
-    found.save_pretrained(tmp_path / "tokenizer")
-    return found
+def word_tokenizer(tmp_path: Path) -> Any:
+    return save_word_tokenizer(tmp_path / "tokenizer")
 
 
 def test_labels_follow_the_template_of_the_tokenizer(word_tokenizer: Any, tmp_path: Path) -> None:
