@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError, check_names
 from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
-from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records
+from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records, value_to_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -461,12 +461,48 @@ def metrics_summary(runs: Runs) -> list[dict[str, str]]:
     return [{"run": run, **_summarize_run(records)} for run, records in runs.items()]
 
 
+def metrics_as_json(runs: Runs) -> dict[str, Any]:
+    """Return the summary of each run, and the differences of their losses, as plain values for JSON.
+
+    For each metric, "last" is the value of the last step. "min", "min_step", "max" and "mean" ignore NaN and infinite
+    values.
+    """
+    found = []
+    for run, records in runs.items():
+        recorded = {name: None for record in records for name in record.values}
+        metrics = {name: _summarize_metric(records, name) for name in recorded}
+        changes = [change._asdict() for change in layout_changes(records)]
+        found.append({"run": run, **_progress(records), "metrics": metrics, "layout_changes": changes})
+    (first, one), *others = runs.items()
+    differences = [
+        {"run": run, "other": first, "relative": each[0], "steps": each[1]}
+        for run, records in others
+        if (each := loss_difference(one, records)) is not None
+    ]
+    return {"runs": found, "loss_differences": differences}
+
+
+def _progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
+    return {
+        "step": max((record.step for record in records), default=0),
+        "seconds": value_to_json(records[-1].seconds if records else 0.0),
+    }
+
+
+def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, Any]:
+    series = metric_series(records, name)
+    found: dict[str, Any] = {"last": value_to_json(series[1][-1])}
+    steps, values = drop_nonfinite(series)
+    if len(values):
+        found |= {"min": float(values.min()), "min_step": int(steps[values.argmin()])}
+        found |= {"max": float(values.max()), "mean": float(values.mean())}
+    return found
+
+
 def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
     losses = {name: metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
-    cells = {
-        "step": str(max((record.step for record in records), default=0)),
-        "time": _format_duration(records[-1].seconds if records else 0.0),
-    }
+    progress = _progress(records)
+    cells = {"step": str(progress["step"]), "time": _format_duration(float(progress["seconds"]))}
     for name, values in losses.items():
         shown = name.replace("/", " ")
         best = values[np.isfinite(values)]

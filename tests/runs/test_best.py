@@ -25,19 +25,19 @@ from tests.runs.files import SMALL, config, write_text
 from tests.trainer.hooks.runs import engine_of, pairs, weights_of
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-STEPS, EVERY = 24, 3
+STEPS, EVERY = 14, 2
 
 
-def overfitted(folder: Path, steps: int = STEPS, **tables: Any) -> TrainConfig:
+def overfitted(where: Path, steps: int = STEPS, **tables: Any) -> TrainConfig:
     """A run whose validation loss gets worse before its end."""
-    data = {"train": write_text(folder, times=6), "validation": str(folder / "validation.txt"), "batch_size": 8}
-    (folder / "validation.txt").write_text("a lazy dog jumps and sleeps over the fox. then it runs. " * 3)
+    data = {"train": write_text(where, times=6), "validation": str(where / "validation.txt"), "batch_size": 8}
+    (where / "validation.txt").write_text("a lazy dog jumps and sleeps over the fox. then it runs. " * 3)
     best = tables.pop("best", {"load_best": True, "retention": 1})
     hooks = {"progress": False, "throughput": False, "checkpoint": best}
     training = {"steps": steps, "validate_every": EVERY, "export": True}
     model = {"config": SMALL["gpt2"] | NO_DROPOUT}
-    optimizer = {"lr": 2e-2}
-    return config(folder, "gpt2", data, model=model, hooks=hooks, training=training, optimizer=optimizer, **tables)
+    tables = {"training": training, "optimizer": {"lr": 3e-2}, "model": model, "hooks": hooks, **tables}
+    return config(where, "gpt2", data, **tables)
 
 
 def best_step(made: TrainConfig) -> int:
