@@ -192,8 +192,8 @@ def derive_policy(
     Args:
         model: a model, or a transformers config, of which the first architecture is used.
         batch: arguments of one forward, by name or in order, required if the inputs are not just tokens, images or
-            audio. It must fit the reduced model. A copy of the model is used instead if the model has up to 20 million parameters and
-            its config cannot be reduced.
+            audio. It must fit the reduced model. A copy of the model is used instead if the model has up to 20 million
+            parameters and its config cannot be reduced.
 
     Returns:
         A policy that can be passed to ``shard_model``. Printed, it is Python source.
