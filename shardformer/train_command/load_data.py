@@ -145,7 +145,11 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     )
     validation = None
     if has_validation:
-        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+        try:
+            sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+        except InputError as error:
+            what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
+            raise InputError(what, rule=error.rule, remedy=error.remedy) from error
         is_stream = length_or_none(sources[0]) is None
         validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
     is_padded = tokens is not None and not isinstance(train, TokenBlocks)
@@ -283,7 +287,7 @@ class _DatasetBuilder:
     def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
-            samples = encode_conversations(rows, data, self._chat_format(tokens))
+            samples = list(encode_conversations(rows, data, self._chat_format(tokens)))
             self._count_skipped(len(rows) - len(samples), len(rows))
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
@@ -328,9 +332,8 @@ class _DatasetBuilder:
 
 
 def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> Any:
-    for row in rows:
-        samples = SampleDataset(encode_conversations([row], data, chat, allow_none=True))
-        yield from (samples[index] for index in range(len(samples)))
+    for sample in encode_conversations(rows, data, chat):
+        yield SampleDataset([sample])[0]
 
 
 def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:

@@ -183,6 +183,8 @@ def describe_differences(runs: Runs) -> list[str]:
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [
         f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
+        if each[0]
+        else f"{run}: loss equal to {first} ({each[1]} steps)"
         for run, each in found
         if each is not None
     ]
@@ -418,11 +420,8 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         first = next(iter(runs))
         for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
             found = loss_difference(runs[first], records) if run != first else None
-            equal = (
-                f" (loss within {found[0]:.0e} of {_shorten_run_name(first, 30)})"
-                if found and found[0] <= _EQUAL
-                else ""
-            )
+            how = "equal to" if found and found[0] == 0 else f"within {found[0]:.0e} of" if found else ""
+            equal = f" (loss {how} {_shorten_run_name(first, 30)})" if found and found[0] <= _EQUAL else ""
             entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
     trained = [(name, metric_series(records, name)) for records in runs.values() for name in names]
     validated = [metric_series(records, VALIDATION + name) for records in runs.values() for name in names]

@@ -141,6 +141,17 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
         ({"messages": CHAT[:2]}, {}, r"No row has an answer within data.sequence_length = 400 tokens"),
         ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer .* = 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
+        (
+            {"messages": "[]"},
+            {},
+            r"Row 1 .*has '\[\]' in the field 'messages', which is not a list of messages.*as JSON",
+        ),
+        ({"messages": None, "text": None}, {}, r"Row 1 .*has None in the field 'messages'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {},
+            r"Row 1 .*has a part that is not a text",
+        ),
         ({"q": "words"}, {"prompt": "q"}, r"fields 'q', which are not a conversation"),
     ],
     ids=str,
@@ -148,6 +159,19 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
 def test_rows_that_are_no_conversation_raise(row: Any, data: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
         first_sample(tmp_path, row, **data)
+
+
+def test_the_texts_of_a_message_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Well, "}, {"type": "text", "text": "thanks."}]
+    row = {"messages": [CHAT[1], {"role": "assistant", "content": parts}], "text": None}
+    assert trained_text(first_sample(tmp_path, row)) == f"{ANSWER}<|im_end|>\n"
+
+
+def test_an_error_of_a_template_is_reported(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InputError, match=r"Row 1 .*does not accept the conversation .*: roles must alternate"):
+        first_sample(tmp_path, {"messages": CHAT}, chat_template=str(template))
 
 
 def test_a_tokenizer_without_a_template_raises(word_tokenizer: Any, tmp_path: Path) -> None:
