@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 from pathlib import Path
 from typing import Any
@@ -59,16 +60,11 @@ def steps_in(folder: Path) -> list[str]:
 @pytest.mark.parametrize(
     "parallel", [{"data": 2, "zero_stage": 1}, {"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str
 )
-def test_the_weights_of_the_best_step_are_exported(
-    parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_the_weights_of_the_best_step_are_exported(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:
     made = overfitted(tmp_path, parallel=parallel)
     pool2.run(run_training, made)
-    output = capfd.readouterr().out
     step = best_step(made)
     assert steps_in(made.path / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
-    assert f"Trained up to step {STEPS} in" in output
-    assert f"/step-{step:08}, validation/loss " in output and "run/model, of the best checkpoint" in output
     only = overfitted(tmp_path, step, parallel=parallel, folder=str(tmp_path / "only"))
     pool2.run(run_training, only)
     torch.testing.assert_close(exported(made.path), exported(only.path), rtol=0, atol=0)
@@ -80,12 +76,18 @@ def stop_after(made: TrainConfig, steps: int) -> None:
     """Train the first steps of a longer run."""
     trainer, data = build_trainer(made, made.layout, ParallelContext.of({}))
     trainer.fit(steps=steps, validation=data.validation, validate_every=EVERY)
+    del trainer
+    gc.collect()  # releases the lock of the folder
 
 
-def test_a_resumed_run_keeps_the_best_checkpoint_under_another_layout(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_best_checkpoint_under_another_layout(
+    pool2: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     whole = overfitted(tmp_path, folder=str(tmp_path / "whole"))
     run_training(whole)
-    step = best_step(whole)
+    output, step = capsys.readouterr().out, best_step(whole)
+    assert f"Trained up to step {STEPS} in" in output
+    assert f"/step-{step:08}, validation/loss " in output and "whole/model, of the best checkpoint" in output
     cut = overfitted(tmp_path)
     stop_after(cut, step + 1)
     assert steps_in(cut.path / "checkpoints") == [f"step-{step:08}", f"step-{step + 1:08}"]
