@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardformer.pipeline.schedules import ActionKind, Schedule
+    from shardformer.pipeline.schedules import ActionKind, Schedule, Timeline
 
 MAX_MICRO_BATCHES = 2**14  # maximum number of micro-batches in a picture, over all stages
 MAX_CELLS = 2**15
@@ -75,7 +75,7 @@ def draw(
         _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
-    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, schedule_as_text, timeline_as_json
+    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_as_json
     from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
 
     if out is not None:
@@ -88,13 +88,18 @@ def draw(
     if as_json:
         print(json.dumps(timeline_as_json(chosen, timeline)))
         return
-    console = Console(highlight=False)
-    text = schedule_as_text(chosen, timeline, console.width)
-    console.print(_color_schedule(text, chosen))
+    _print_schedule(Console(highlight=False), chosen, timeline)
+    if out is not None:
+        Console(highlight=False).print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
+
+
+def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) -> None:
+    from shardformer.pipeline.schedule_chart import schedule_as_text
+
+    text = schedule_as_text(schedule, timeline, console.width)
+    console.print(_color_schedule(text, schedule))
     if "is not shown" in text:
         console.print("\nA wider terminal or --out FILE.svg shows the whole schedule.", soft_wrap=True)
-    if out is not None:
-        console.print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
 
 
 def _is_passed(context: typer.Context, name: str) -> bool:

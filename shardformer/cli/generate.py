@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from shardformer.train_command.trained_model import TrainedModel
 
 OPTION_GROUPS = {
-    "Prompt": ("raw", "chat", "system"),
+    "Prompt": ("raw", "system"),
     "Generation": ("max_new_tokens", "temperature", "top_k", "top_p", "seed"),
     "Layout": ("tensor",),
     "Output": ("as_json",),
@@ -42,12 +42,8 @@ def generate(
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template of the run.")
     ] = False,
-    chat: Annotated[
-        bool,
-        typer.Option("--chat", help="Apply the chat template of the tokenizer. By default for a run on conversations."),
-    ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, in a chat template.")
+        str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, for a run on conversations.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
@@ -79,7 +75,7 @@ def generate(
     _check_sampling(options)
     found = find_trained_model(model)
     tokenizer = found.load_processor()
-    text_in = _render(found, tokenizer, prompt, system=system, raw=raw, chat=chat)
+    text_in = _render(found, tokenizer, prompt, system, raw)
     is_chat = text_in is not None
     ids = _encode(tokenizer, prompt if text_in is None else text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build(), model)
@@ -93,31 +89,31 @@ def generate(
         for end in stop.get("stop_strings", ()):
             text = text.removesuffix(end)
         result = {"prompt": prompt, "chat_template": is_chat, "input": text_in or prompt, "text": text}
-        shown = text if found.model_config.is_encoder_decoder or is_chat else f"{prompt}{text}"
-        if is_chat and not as_json:
-            note = "The prompt is a user message in the chat template. --raw continues it as it is."
-            print(note, file=sys.stderr, flush=True)
-        print(json.dumps({**result, "tokens": tokens}) if as_json else shown, flush=True)
+        _print_result({**result, "tokens": tokens}, as_json, engine.model.config.is_encoder_decoder or is_chat)
 
 
-def _render(
-    found: TrainedModel, tokenizer: Any, prompt: str, *, system: str | None, raw: bool, chat: bool
-) -> str | None:
+def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
+    if result["chat_template"]:
+        note = "The prompt is a user message in the chat template. --raw continues it as it is."
+        print(note, file=sys.stderr, flush=True)
+    print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
+
+
+def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> str | None:
     """Return the prompt as a conversation in the chat template, or None if the prompt is continued as it is."""
     if not prompt:
         raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
-    if raw and chat:
-        raise ConfigError("--raw and --chat cannot both be set", remedy="Remove one of them")
-    if raw or not (chat or found.chat_template is not None):
+    if raw or found.chat_template is None:
         if system is not None:
             raise ConfigError(
                 f"--system {system!r:.60} has no effect without a chat template",
-                rule="It is applied to runs on conversations, unless --raw is set",
-                remedy="Remove --raw" if raw else "Remove --system, or add --chat for the template of the tokenizer",
+                rule="It is applied to a run on conversations, unless --raw is set",
+                remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
             )
         return None
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ConfigError(f"The tokenizer of {found.name!r} has no chat template", remedy="Remove --chat")
     messages = [] if system is None else [{"role": "system", "content": system}]
     return _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
 

@@ -140,18 +140,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
     train = _mix(config, [builder.build(each, False) for each in rows])
-    has_validation = any(
-        value is not None for value in (data.validation, data.validation_split, data.validation_fraction)
-    )
-    validation = None
-    if has_validation:
-        try:
-            sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
-        except InputError as error:
-            what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
-            raise InputError(what, rule=error.rule, remedy=error.remedy) from error
-        is_stream = length_or_none(sources[0]) is None
-        validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
+    validation = _load_validation(config, builder)
     is_padded = tokens is not None and not isinstance(train, TokenBlocks)
     is_preference = model.task == "preference"
     return TrainingData(
@@ -171,6 +160,20 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         adds_end=tokens is not None and adds_end_token(config),
         chat_template=builder.chat_template,
     )
+
+
+def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
+    """Return the validation data, or None. Its errors name it."""
+    data = config.data
+    if all(value is None for value in (data.validation, data.validation_split, data.validation_fraction)):
+        return None
+    try:
+        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+    except InputError as error:
+        what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
+        raise InputError(what, rule=error.rule, remedy=error.remedy) from error
+    is_stream = length_or_none(sources[0]) is None
+    return sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
 
 
 def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:

@@ -144,10 +144,10 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
         rows.append(("Checkpoint", str(newest)))
     hook = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint)), None)
     step = trainer.step if hook is None else hook.trained_steps
-    is_best = hook is not None and hook.load_best and hook.best_step is not None
+    is_best = hook is not None and hook.loads_best and hook.best_step is not None
     if hook is not None and hook.best_step is not None:
         folder = _relative(step_folder(hook.directory, hook.best_step))
-        rows.append(("Best", f"{folder}, {hook.metric} {hook.best:.6g}"))
+        rows.append(("Best", f"{folder}, {hook.metric} {hook.best_value:.6g}"))
     if config.training.export:
         rows.append(("Model", str(config.path / EXPORT_FOLDER) + ", of the best checkpoint" * is_best))
     records = hook_folder(config, "json_lines")

@@ -140,7 +140,7 @@ def _find_model_of_run(path: Path, source: str) -> TrainedModel:
     assert found.checkpoint is not None and found.run is not None
     best = _hook_states(found.checkpoint).get(Checkpoint.__name__)
     options = found.run.hooks.get("checkpoint")
-    if best is None or not isinstance(options, dict) or not options.get("load_best"):
+    if best is None or not isinstance(options, dict) or options.get("best") != "load":
         return found
     folder = step_folder(checkpoints, best["best_step"] or 0)
     return replace(found, checkpoint=folder) if folder.is_dir() else found

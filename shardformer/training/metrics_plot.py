@@ -470,7 +470,7 @@ def metrics_as_json(runs: Runs) -> dict[str, Any]:
     for run, records in runs.items():
         recorded = {name: None for record in records for name in record.values}
         metrics = {name: _summarize_metric(records, name) for name in recorded}
-        changes = [change._asdict() for change in layout_changes(records)]
+        changes = [{"step": change.step, "text": change.text} for change in layout_changes(records)]
         found.append({"run": run, **_progress(records), "metrics": metrics, "layout_changes": changes})
     (first, one), *others = runs.items()
     differences = [

@@ -288,12 +288,6 @@ def test_a_run_on_conversations_answers_in_its_chat_template(chat: Path, capsys:
     assert shown(chat, "--raw", capsys=capsys) == f"again{found['text']}\n"
 
 
-def test_a_folder_applies_its_template_on_request(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert not answer(chat / "model", capsys=capsys)["chat_template"]
-    found = answer(chat / "model", "--chat", capsys=capsys)
-    assert (found["chat_template"], found["text"]) == (True, "you too")
-
-
 def test_an_answer_in_bytes_ends_at_the_marker_of_the_template(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -310,8 +304,6 @@ def test_an_answer_in_bytes_ends_at_the_marker_of_the_template(
     ("words", "message"),
     [
         ("generate {run} hi --system x", "--system 'x' has no effect without a chat template"),
-        ("generate {run} hi --raw --chat", "--raw and --chat cannot both be set"),
-        ("generate {run} hi --chat", "has no chat template. Remove --chat"),
         ("generate {chat} hi --raw --system x", "Remove --raw"),
         ("generate {chat} ''", "The prompt '' is empty"),
     ],

@@ -33,7 +33,7 @@ def overfitted(where: Path, steps: int = STEPS, **tables: Any) -> TrainConfig:
     """A run whose validation loss gets worse before its end."""
     data = {"train": write_text(where, times=6), "validation": str(where / "validation.txt"), "batch_size": 8}
     (where / "validation.txt").write_text("a lazy dog jumps and sleeps over the fox. then it runs. " * 3)
-    best = tables.pop("best", {"load_best": True, "retention": 1})
+    best = tables.pop("best", {"best": "load", "retention": 1})
     hooks = {"progress": False, "throughput": False, "checkpoint": best}
     training = {"steps": steps, "validate_every": EVERY, "export": True}
     model = {"config": SMALL["gpt2"] | NO_DROPOUT}
@@ -99,8 +99,8 @@ def test_a_resumed_run_keeps_the_best_checkpoint_under_another_layout(
     torch.testing.assert_close(exported(cut.path), exported(whole.path), rtol=0, atol=0)
 
 
-def test_without_load_best_the_last_weights_are_exported(tmp_path: Path) -> None:
-    kept, plain = overfitted(tmp_path, best={"keep_best": True, "retention": 1}), overfitted(tmp_path, best={})
+def test_a_best_checkpoint_that_is_only_kept_is_not_exported(tmp_path: Path) -> None:
+    kept, plain = overfitted(tmp_path, best={"best": "keep", "retention": 1}), overfitted(tmp_path, best={})
     run_training(kept)
     step = best_step(kept)
     assert steps_in(kept.path / "checkpoints") == [f"step-{step:08}", f"step-{STEPS:08}"]
@@ -124,7 +124,7 @@ class Values(Hook):
 
 def trained(folder: Path, values: list[float], metric: str = "validation/loss", **options: Any) -> Any:
     """Return the checkpoint hook, the engine, and the weights after each step, with a validation after each step."""
-    engine, hook = engine_of(), Checkpoint(folder, load_best=True, metric=metric, **options)
+    engine, hook = engine_of(), Checkpoint(folder, best="load", metric=metric, **options)
     said = Values(values, metric)
     Trainer(engine, [said, hook]).fit(steps=engine.steps + len(values), validation=pairs(3), validate_every=1)
     return hook, engine, said.weights
@@ -146,7 +146,12 @@ def test_the_engine_has_the_best_weights_after_fit(
     values: list[float], options: dict[str, Any], step: int, tmp_path: Path
 ) -> None:
     hook, engine, weights = trained(tmp_path, values, retention=1, **options)
-    assert (hook.best_step, hook.best, hook.trained_steps, engine.steps) == (step, values[step - 1], len(values), step)
+    assert (hook.best_step, hook.best_value, hook.trained_steps, engine.steps) == (
+        step,
+        values[step - 1],
+        len(values),
+        step,
+    )
     torch.testing.assert_close(weights_of(engine), weights[step], rtol=0, atol=0)
     kept = {f"step-{step:08}", f"step-{len(values):08}"}
     assert {*steps_in(tmp_path)} == kept
@@ -154,16 +159,16 @@ def test_the_engine_has_the_best_weights_after_fit(
 
 def test_a_checkpoint_of_another_metric_is_not_compared(tmp_path: Path) -> None:
     trained(tmp_path, [1, 2])
-    hook = Checkpoint(tmp_path, keep_best=True, metric="validation/f1", mode="max")
+    hook = Checkpoint(tmp_path, best="keep", metric="validation/f1", mode="max")
     said = Values([0.5], "validation/f1")
     Trainer(engine_of(), [said, hook]).fit(steps=3, validation=pairs(3), validate_every=1)
-    assert (hook.best, hook.best_step) == (0.5, 3)
+    assert (hook.best_value, hook.best_step) == (0.5, 3)
 
 
 def test_an_evaluation_outside_of_fit_changes_nothing(tmp_path: Path) -> None:
     hook, engine, _ = trained(tmp_path, [2, 1, 3])
     Trainer(engine, [Values([0.1]), hook]).evaluate(pairs(3))
-    assert (hook.best, hook.best_step) == (1, 2)
+    assert (hook.best_value, hook.best_step) == (1, 2)
 
 
 def test_a_missing_best_checkpoint_is_reported(tmp_path: Path) -> None:
@@ -171,10 +176,10 @@ def test_a_missing_best_checkpoint_is_reported(tmp_path: Path) -> None:
 
     trained(tmp_path, [1, 2])
     shutil.rmtree(tmp_path / "step-00000001")
-    hook = Checkpoint(tmp_path, load_best=True)
+    hook = Checkpoint(tmp_path, best="load")
     with pytest.warns(UserWarning, match=r"step-00000001 no longer exists"):
         Trainer(engine_of(), [Values([5]), hook]).fit(steps=3, validation=pairs(3), validate_every=1)
-    assert (hook.best, hook.best_step) == (5, 3)
+    assert (hook.best_value, hook.best_step) == (5, 3)
 
 
 def test_a_metric_that_is_never_a_number_is_reported(tmp_path: Path) -> None:
@@ -185,10 +190,11 @@ def test_a_metric_that_is_never_a_number_is_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"metric": "validation/f1"}, "has no effect without keep_best"),
-        ({"mode": "max"}, "has no effect without keep_best"),
-        ({"metric": "validation/f1", "keep_best": True}, "requires mode='min' or mode='max'"),
-        ({"mode": "more", "load_best": True}, "mode"),
+        ({"metric": "validation/f1"}, "has no effect without best='keep'"),
+        ({"mode": "max"}, "has no effect without best='keep'"),
+        ({"metric": "validation/f1", "best": "keep"}, "requires mode='min' or mode='max'"),
+        ({"mode": "more", "best": "load"}, "mode"),
+        ({"best": True}, "Checkpoint.best"),
     ],
     ids=str,
 )
@@ -199,7 +205,7 @@ def test_invalid_arguments_raise(options: dict[str, Any], words: str, tmp_path: 
 
 def test_a_run_without_validation_raises(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="Checkpoint requires validation data"):
-        Trainer(engine_of(), [Checkpoint(tmp_path, load_best=True)]).fit(steps=1)
+        Trainer(engine_of(), [Checkpoint(tmp_path, best="load")]).fit(steps=1)
 
 
 def test_retention_may_name_steps(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ import time
 import warnings
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from shardformer.checkpoint.directory import step_folder
 from shardformer.checkpoint.retention import CheckpointRetention
@@ -25,6 +25,7 @@ from shardformer.training.hook import (
     read_metric,
 )
 
+Best = Literal["keep", "load"]
 DEFAULT_METRIC = "validation/loss"
 LOSSES = (DEFAULT_METRIC, "validation/perplexity")
 """Metrics of which a lower value is better."""
@@ -40,14 +41,14 @@ class Checkpoint(Hook):
     A restarted run resumes from the newest complete checkpoint in the directory, also in the middle of an epoch, and
     restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
-    With ``keep_best`` or ``load_best``, a checkpoint is also saved after each validation with the best value of
+    With ``best``, a checkpoint is also saved after each validation with the best value of
     ``metric`` so far, and kept in addition to those of ``retention``. A resumed run continues to compare.
 
     Saving communicates as ``Engine.save`` does, and loading the best checkpoint as ``Engine.load`` does. To find it, a
     validation communicates one number.
 
     Attributes:
-        best: Best value of ``metric`` so far, or None.
+        best_value: Best value of ``metric`` so far, or None.
         best_step: Step of the best checkpoint, or None.
     """
 
@@ -67,10 +68,11 @@ class Checkpoint(Hook):
         resume: Annotated[
             bool, "Resume from the checkpoints in the directory. If false, it must not contain checkpoints."
         ] = True,
-        keep_best: Annotated[bool, "Keep the checkpoint with the best value of `metric`. Requires validation."] = False,
-        load_best: Annotated[
-            bool, "At the end of the run, load the best checkpoint, which is then exported. Includes `keep_best`."
-        ] = False,
+        best: Annotated[
+            Best | None,
+            '"keep": keep the checkpoint with the best value of `metric`. "load": also load it at the end of the run, '
+            "to export it. Both require validation data.",
+        ] = None,
         metric: Annotated[
             str,
             "Name in `trainer.values` of the metric of the best checkpoint. A hook that computes it, such as "
@@ -89,9 +91,9 @@ class Checkpoint(Hook):
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
         self.retention, self.in_background = CheckpointRetention.of(retention), in_background
-        self.keep_best, self.load_best = keep_best or load_best, load_best
-        self.metric, self.mode = metric, _check_mode(metric, mode, self.keep_best)
-        self.best: float | None = None
+        self.keeps_best, self.loads_best = best is not None, best == "load"
+        self.metric, self.mode = metric, _check_best(best, metric, mode)
+        self.best_value: float | None = None
         self.best_step: int | None = None
         self.trained_steps = 0
         self._saved: tuple[int, int | None] = (-1, None)  # step, and the best step in the state of this hook
@@ -99,7 +101,7 @@ class Checkpoint(Hook):
         self._engine: Any = None
 
     def setup(self, trainer: TrainerProtocol) -> None:
-        if self.keep_best:
+        if self.keeps_best:
             check_has_validation(self, trainer)
         self._engine = trainer.engine
         trainer.on_save(self._save)
@@ -146,18 +148,18 @@ class Checkpoint(Hook):
             trainer.save()
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        if not self.keep_best or self._engine is None:  # None: Trainer.evaluate, not Trainer.fit
+        if not self.keeps_best or self._engine is None:  # None: Trainer.evaluate, not Trainer.fit
             return
         value = read_metric(self, self.metric, trainer)
         trainer.agree()
         value = run_on_first_rank(lambda: value, trainer.engine.world, "Comparing with the best checkpoint")
-        if is_improved(value, self.best, self.mode):
-            self.best, self.best_step = value, trainer.step
+        if is_improved(value, self.best_value, self.mode):
+            self.best_value, self.best_step = value, trainer.step
             trainer.save()
 
     def after_fit(self, trainer: TrainerProtocol) -> None:
         self.trained_steps, self._engine = trainer.step, None
-        if not self.load_best or trainer.was_interrupted:
+        if not self.loads_best or trainer.was_interrupted:
             return
         if self.best_step is not None and self.best_step != trainer.step:
             trainer.agree()
@@ -169,13 +171,13 @@ class Checkpoint(Hook):
         self._engine = None
 
     def state(self) -> Any:
-        if not self.keep_best:
+        if not self.keeps_best:
             return None
-        return {"metric": self.metric, "mode": self.mode, "best": self.best, "best_step": self.best_step}
+        return {"metric": self.metric, "mode": self.mode, "best_value": self.best_value, "best_step": self.best_step}
 
     def load_state(self, state: Any) -> None:
-        is_same = self.keep_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
-        self.best, self.best_step = (state["best"], state["best_step"]) if is_same else (None, None)
+        is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
+        self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
 
     def _check_best_exists(self, trainer: TrainerProtocol) -> None:
         """Forget the best checkpoint of the resumed run, with a warning, if it no longer exists."""
@@ -184,7 +186,7 @@ class Checkpoint(Hook):
         folder = step_folder(self.directory, self.best_step)
         if run_on_first_rank(folder.is_dir, trainer.engine.world, f"Looking into {self.directory}"):
             return
-        self.best = self.best_step = None
+        self.best_value = self.best_step = None
         if trainer.is_first:
             text = f"The best checkpoint {folder} no longer exists. Only validations from now on are compared"
             warnings.warn(text, stacklevel=2)
@@ -204,14 +206,16 @@ class Checkpoint(Hook):
         )
 
 
-def _check_mode(metric: str, mode: Mode | None, keep_best: bool) -> Mode:
-    """Return whether a lower or a higher value of a metric is better."""
+def _check_best(best: Best | None, metric: str, mode: Mode | None) -> Mode:
+    """Check the options of the best checkpoint, and return whether a lower or a higher value is better."""
+    if best is not None:
+        check_choice("Checkpoint.best", best, get_args(Best))
     if mode is not None:
         check_choice("Checkpoint.mode", mode, get_args(Mode))
-    if not keep_best and (metric != DEFAULT_METRIC or mode is not None):
+    if best is None and (metric != DEFAULT_METRIC or mode is not None):
         raise ConfigError(
-            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without keep_best=True or load_best=True",
-            remedy="Add keep_best=True to keep the best checkpoint, or load_best=True to also load it at the end",
+            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without best='keep' or best='load'",
+            remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end",
         )
     if mode is None and metric not in LOSSES:
         raise ConfigError(
