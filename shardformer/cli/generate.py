@@ -70,9 +70,7 @@ def generate(
     from shardformer.config import ParallelConfig
     from shardformer.train_command.trained_model import find_trained_model
 
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options = {name: value for name, value in sampling.items() if value is not None}
-    _check_sampling(options)
+    options = _check_sampling({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     found = find_trained_model(model)
     tokenizer = found.load_processor()
     text_in = _render(found, tokenizer, prompt, system, raw)
@@ -144,13 +142,15 @@ def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
     return options
 
 
-def _check_sampling(options: dict[str, float]) -> None:
-    """Raise ConfigError for a temperature or a probability outside of its range."""
+def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
+    """Return the options that were passed. Raise ConfigError for a value outside of its range."""
+    options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
             flag = f"--{name.replace('_', '-')}"
             limit = "above 0" if most > 1 else "above 0 and up to 1"
             raise ConfigError(f"{flag} {options[name]} is not {limit}", remedy=f"Use {flag} 0.8, or remove it")
+    return options
 
 
 def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
