@@ -73,9 +73,8 @@ def generate(
     options = _check_sampling({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     found = find_trained_model(model)
     tokenizer = found.load_processor()
-    text_in = _render(found, tokenizer, prompt, system, raw)
-    is_chat = text_in is not None
-    ids = _encode(tokenizer, prompt if text_in is None else text_in, found.model_config, max_new_tokens, is_chat)
+    is_chat, text_in = _render(found, tokenizer, prompt, system, raw)
+    ids = _encode(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build(), model)
     launch_processes(context, tensor)
     engine = found.load(ParallelConfig(tensor=tensor))
@@ -84,9 +83,8 @@ def generate(
     tokens = _generate(engine, ids, seed, options)
     if engine.is_first:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        for end in stop.get("stop_strings", ()):
-            text = text.removesuffix(end)
-        result = {"prompt": prompt, "chat_template": is_chat, "input": text_in or prompt, "text": text}
+        text = text.removesuffix(*stop.get("stop_strings", [""]))
+        result = {"prompt": prompt, "chat_template": is_chat, "input": text_in, "text": text}
         _print_result({**result, "tokens": tokens}, as_json, engine.model.config.is_encoder_decoder or is_chat)
 
 
@@ -100,8 +98,8 @@ def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> Non
     print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
 
 
-def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> str | None:
-    """Return the prompt as a conversation in the chat template, or None if the prompt is continued as it is."""
+def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> tuple[bool, str]:
+    """Return whether the prompt is a message in the chat template, and the text that the model continues."""
     if not prompt:
         raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
     if raw or found.chat_template is None:
@@ -111,9 +109,9 @@ def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None
                 rule="It is applied to a run on conversations, unless --raw is set",
                 remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
             )
-        return None
+        return False, prompt
     messages = [] if system is None else [{"role": "system", "content": system}]
-    return _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
+    return True, _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
 
 
 def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
