@@ -23,22 +23,24 @@ OPTION_GROUPS = {
 }
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The folder of a run, a checkpoint, a folder written by save_pretrained, or a name on the Hugging Face "
+        "hub.",
+    ),
+]
+PromptArgument = Annotated[
+    str,
+    typer.Argument(metavar="PROMPT", help="The text to continue, or for a run on conversations the message to answer."),
+]
+
+
 def generate(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="The folder of a run, a checkpoint, a folder written by save_pretrained, or a name on the Hugging "
-            "Face hub.",
-        ),
-    ],
-    prompt: Annotated[
-        str,
-        typer.Argument(
-            metavar="PROMPT", help="The text to continue, or for a run on conversations the message to answer."
-        ),
-    ],
+    model: ModelArgument,
+    prompt: PromptArgument,
     raw: Annotated[
         bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template of the run.")
     ] = False,
