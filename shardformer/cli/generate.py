@@ -143,7 +143,7 @@ def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
 
 
 def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
-    """Return the options that were passed. Raise ConfigError for a value outside of its range."""
+    """Return the options that were passed. Raise ConfigError for a value outside its range."""
     options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
@@ -158,7 +158,7 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int,
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
-        raise ConfigError("The model has no tokenizer, so it does not generate text", remedy="Pass a language model")
+        raise ConfigError("The model has no tokenizer, so it cannot generate text", remedy="Pass a language model")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     most = max_positions(model_config)
@@ -174,7 +174,7 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int,
 def _check_can_generate(model: Any, name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
-            f"The {type(model).__name__} of {name!r} does not generate text",
+            f"The {type(model).__name__} of {name!r} cannot generate text",
             remedy="Pass a model with a language modeling head",
         )
 

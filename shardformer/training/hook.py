@@ -68,7 +68,7 @@ def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
         name = type(hook).__name__
         raise InputError(
             f"{name} cannot find the metric {metric!r} in trainer.values",
-            rule=f"The hook that computes a metric must come before {name}",
+            rule=f"A hook that computes a metric must be listed before {name}",
             remedy=did_you_mean(metric, trainer.values),
         )
     return trainer.values[metric]

@@ -38,7 +38,7 @@ class Checkpoint(Hook):
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
-    A restarted run resumes from the newest complete checkpoint in the directory, also in the middle of an epoch, and
+    A restarted run resumes from the newest complete checkpoint in the directory, even in the middle of an epoch, and
     restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
     With ``best``, a checkpoint is also saved after each validation with the best value of
