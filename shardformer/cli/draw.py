@@ -152,8 +152,8 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
             remedy="Draw a smaller grid with the same pattern, such as 4x4",
         )
     if as_json:
-        ranks = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
-        print(json.dumps({"mode": mode, "ranks": ranks, "sent_per_layer": dict(grid_communication(mode, sizes))}))
+        all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
+        print(json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(grid_communication(mode, sizes))}))
         return
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: index of the shard / number of shards.")
     third = "row, column" if mode == "2d" else "row, column, depth"

@@ -87,7 +87,7 @@ def generate(
         text = tokenizer.decode(tokens, skip_special_tokens=True)
         text = text.removesuffix(*stop.get("stop_strings", [""]))
         result = {"prompt": prompt, "chat_template": is_chat, "input": text_in, "text": text}
-        _print_result({**result, "tokens": tokens}, as_json, engine.model.config.is_encoder_decoder or is_chat)
+        _print_result({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
 
 
 def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:

@@ -165,7 +165,7 @@ def test_a_checkpoint_of_another_metric_is_not_compared(tmp_path: Path) -> None:
     assert (hook.best_value, hook.best_step) == (0.5, 3)
 
 
-def test_an_evaluation_outside_of_fit_changes_nothing(tmp_path: Path) -> None:
+def test_an_evaluation_outside_fit_changes_nothing(tmp_path: Path) -> None:
     hook, engine, _ = trained(tmp_path, [2, 1, 3])
     Trainer(engine, [Values([0.1]), hook]).evaluate(pairs(3))
     assert (hook.best_value, hook.best_step) == (1, 2)

@@ -282,7 +282,10 @@ def test_streams_that_cannot_be_read_raise(data: Any, training: Any, words: str,
         ("", "contains no rows"),
         ('{"text": "a"}\n{"text": "b"\n', "cannot be read as jsonl"),
         ('{"text": "words"}\n{"text": null}\n', "Row 2 of the stream has None in the field 'text'"),
-        ('{"messages": [{"role": "user", "content": "a"}]}\n', "No row has an answer within its first data.sequence_length"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            "No row has an answer within its first data.sequence_length",
+        ),
     ],
     ids=["empty", "broken", "null", "no answer"],
 )
