@@ -1,0 +1,176 @@
+"""``SFTTrainer``, ``DPOTrainer`` and other trainers of TRL for models that ShardFormer shards.
+
+>>> from shardformer.integrations.trl import SFTTrainer                                     # doctest: +SKIP
+>>> trainer = SFTTrainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
+
+TRL's trainers multiply hidden states by the weight of the head themselves (``add_fused_lm_head``). On a head that is
+sharded over the vocabulary this weight is a slice, so here the head computes the logits, and log-probabilities,
+entropies and hits are reduced over the ranks. ``ShardedTRLTrainer`` is a mixin for other trainers of TRL.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import accelerate.utils
+import torch
+import trl
+from torch import Tensor, nn
+
+from shardformer import torch_patches
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.config import ParallelConfig
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
+from shardformer.errors import ConfigError
+from shardformer.integrations.accelerate import Accelerator, sharded_model_in
+from shardformer.integrations.transformers import ShardedTrainer, transformers
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
+from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
+from shardformer.training.initialize import initialize
+from shardformer.torch_patches import Patch
+
+# B batch, S sequence, T tokens, H hidden, V vocabulary
+
+FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
+"""Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
+
+
+class ShardedTRLTrainer(ShardedTrainer):
+    """Mixin that shards the models of a trainer of TRL: ``class MyTrainer(ShardedTRLTrainer, trl.TheirTrainer)``.
+
+    Takes the arguments of the trainer class, and ``parallel``, ``policy`` and ``context`` of ``ShardedTrainer``.
+    Reference models and reward models are sharded over the same ranks.
+
+    Raises:
+        ConfigError: The layout or an argument is not supported. Raised before training.
+    """
+
+    loss_is_scaled_for_ga: bool | None
+
+    def __init__(
+        self,
+        *positional: Any,
+        parallel: Any = None,
+        policy: Any = None,
+        context: ParallelContext | None = None,
+        **options: Any,
+    ) -> None:
+        mro = type(self).__mro__
+        theirs: Any = mro[mro.index(ShardedTrainer) + 1]
+        names = [name for name in inspect.signature(theirs).parameters]
+        arguments = {**dict(zip(names, positional, strict=False)), **options}
+        super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__ = ModelSharder
+
+    def _shard(self, model: Any) -> None:
+        with fused_heads_on_shards(model):
+            super()._shard(model)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs:
+            labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
+            count = labels.ne(-100).sum()
+            num_items_in_batch = all_reduce(count, self.context.data, purpose="loss") / self.context.data.size
+        return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+
+class ModelSharder(Accelerator):
+    """Accelerator that shards the models that a trainer only evaluates: reference, teacher and reward models."""
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
+            with fused_heads_on_shards(model):
+                initialize(model, None, parallel=self.config, context=self.context)
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+
+# --- the fused head
+
+
+@contextmanager
+def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
+    """Remove TRL's fused heads while the model is sharded, and put them back for the sharded model."""
+    fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
+    for module in fused:
+        del module.__dict__["forward"]
+    yield
+    for module, forward in fused.items():
+        module.forward = MethodType(_on_shards(forward.__func__, module), module)
+
+
+def _is_fused(forward: Any) -> bool:
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
+    """Return TRL's fused forward, which calls ``score_tokens`` instead of its own function."""
+    code = fused.__code__
+    if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
+        raise ConfigError(
+            f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head",
+            remedy="Use trl 1.16, or only the data axis",
+        )
+    replaced = {
+        FUSED_FUNCTION: SimpleNamespace(
+            apply=partial(score_tokens, model.get_output_embeddings, fused.__globals__[FUSED_FUNCTION].apply)
+        ),
+        "_use_triton": lambda device: False,  # which would select positions, and gather a sharded sequence for it
+        "__name__": __name__,
+    }
+    cells = dict(zip(code.co_freevars, fused.__closure__ or (), strict=True))
+    cells["original_forward"] = type(next(iter(cells.values())))(model.forward)
+    copied = FunctionType(code, {**fused.__globals__, **replaced}, fused.__name__, fused.__defaults__, tuple(cells.values()))
+    copied.__kwdefaults__ = fused.__kwdefaults__
+    copied.__dict__.update(fused.__dict__)
+    return copied
+
+
+def score_tokens(
+    get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
+    temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
+) -> Any:  # fmt: skip
+    """Return log-probabilities, entropies and further statistics of the labels, like TRL's fused function.
+
+    Communicates on a sharded head as ``vocab_parallel_statistics``, and what the head communicates.
+    """
+    if isinstance(hidden_TH, SequenceShardedTensor):
+        rows = hidden_TH.rows
+        local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
+        found = score_tokens(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
+        return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
+    head = get_head()
+    layers = [module for module in head.modules() if isinstance(module, ParallelModule)]
+    if not any(spec.is_sharded for layer in layers for spec in layer.shard_specs.values()):
+        return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
+    logits_TV = head(hidden_TH)
+    axis, bounds = Axis("tensor"), (0, logits_TV.shape[-1])
+    if isinstance(logits_TV, VocabParallelLogits):
+        axis, bounds, logits_TV = logits_TV.axis, logits_TV.bounds, local_shard(logits_TV)
+    if (scale, softcap, temperature) != (1.0, None, 1.0):
+        logits_TV = logits_TV.float() * scale
+        logits_TV = (logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)) / temperature
+    return tuple(vocab_parallel_statistics(logits_TV, labels_T, axis, bounds, outputs))
+
+
+class SFTTrainer(ShardedTRLTrainer, trl.SFTTrainer):  # type: ignore[misc]
+    """TRL's ``SFTTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class DPOTrainer(ShardedTRLTrainer, trl.DPOTrainer):  # type: ignore[misc]
+    """TRL's ``DPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class RewardTrainer(ShardedTRLTrainer, trl.RewardTrainer):  # type: ignore[misc]
+    """TRL's ``RewardTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""

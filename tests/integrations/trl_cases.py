@@ -1,0 +1,198 @@
+"""Runs of TRL's trainers, plain or sharded, which the tests compare. The functions run on the workers."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from shardformer.config import ParallelConfig
+from tests.integrations.small_models import VOCAB, full_weights, gpt2, largest_difference, llama, weight_difference
+from tests.integrations.trainer_cases import reset_accelerate
+
+GLOBAL_BATCH = 8
+SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
+CHAT = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}"
+    "{% generation %}w2 {{ m['content'] }} </s> {% endgeneration %}"
+    "{% else %}w1 {{ m['content'] }} {% endif %}{% endfor %}"
+)
+LOGGED = {
+    "sft": ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy", "num_tokens"),
+    "dpo": ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "rewards/chosen", "rewards/rejected",
+            "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "logits/chosen"),
+    "reward": ("loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"),
+}  # fmt: skip
+"""Trainer -> numbers of its log that must equal those of one process."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One training configuration under one layout.
+
+    Args:
+        rows: format of the rows, see ``data_set``.
+        peft: whether to train a LoRA adapter.
+    """
+
+    layout: dict[str, Any]
+    kind: str = "sft"
+    model: str = "llama"
+    rows: str = "text"
+    options: dict[str, Any] = field(default_factory=dict)
+    peft: bool = False
+
+    @property
+    def name(self) -> str:
+        """Name of the training configuration, which the run in one process has, too."""
+        options = (f"{key}-{value}" for key, value in self.options.items())
+        return "_".join([self.kind, self.model, self.rows, "peft" if self.peft else "full", *options]).replace("/", "")
+
+    @property
+    def folder(self) -> str:
+        return "_".join([self.name, *(f"{key}-{value}" for key, value in self.layout.items())])
+
+    @property
+    def plain(self) -> Case:
+        """The same training in one process."""
+        return Case({}, self.kind, self.model, self.rows, self.options, self.peft)
+
+
+def tokenizer() -> Any:
+    """Return a tokenizer with one token for each word, and a chat template that marks what assistants say."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = [*SPECIAL, *(f"w{number}" for number in range(VOCAB - len(SPECIAL)))]
+    made = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="<unk>"))
+    made.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    names = dict(pad_token="<pad>", bos_token="<s>", eos_token="</s>", unk_token="<unk>")
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, chat_template=CHAT, **names)
+
+
+def data_set(rows: str, count: int, seed: int) -> Any:
+    """Return random texts of different lengths.
+
+    Args:
+        rows: "text", "completion" (of a prompt), "chat", "pairs" (of completions of a prompt), or "ranked" (texts).
+    """
+    import datasets
+
+    datasets.disable_progress_bars()
+    draw = random.Random(seed)
+
+    def text(shortest: int = 2, longest: int = 9) -> str:
+        return " ".join(f"w{draw.randrange(VOCAB - len(SPECIAL))}" for _ in range(draw.randint(shortest, longest)))
+
+    def row() -> dict[str, Any]:
+        if rows == "chat":
+            turns = [("user", text(1, 3)), ("assistant", text(1, 6))] * draw.randint(1, 2)
+            return {"messages": [{"role": role, "content": content} for role, content in turns]}
+        if rows == "pairs":
+            return {"prompt": text(1, 4), "chosen": " " + text(1, 6), "rejected": " " + text(1, 6)}
+        if rows == "ranked":
+            return {"chosen": text(), "rejected": text()}
+        return {"prompt": text(1, 4), "completion": " " + text(1, 6)} if rows == "completion" else {"text": text()}
+
+    return datasets.Dataset.from_list([row() for _ in range(count)])
+
+
+def reward_model(seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**llama().config.to_dict(), num_labels=1))
+
+
+MODELS = {"llama": llama, "gpt2": gpt2, "reward": reward_model}
+
+
+def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
+    """Create a plain trainer if the case has no layout, and a sharded one otherwise."""
+    import trl
+
+    import shardformer.integrations.trl as integration
+
+    reset_accelerate()
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[case.kind]
+    data, accumulation = case.layout.get("data", 1), case.options.get("gradient_accumulation_steps", 1)
+    settings: dict[str, Any] = {
+        "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
+        "per_device_eval_batch_size": GLOBAL_BATCH // data,
+        "max_steps": 4,
+        "learning_rate": 1e-2,
+        "adam_epsilon": 1e-3,  # otherwise rounding errors decide the sign of steps whose gradient is almost 0
+        "logging_steps": 1,
+        "report_to": [],
+        "use_cpu": True,
+        "bf16": False,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "seed": 0,
+        "max_grad_norm": 0.5,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "log_level": "error",
+        **case.options,
+    }
+    args = getattr(trl, f"{name}Config")(folder, **settings)
+    options: dict[str, Any] = {"processing_class": tokenizer()}
+    options |= {"train_dataset": data_set(case.rows, 40, 1), "eval_dataset": data_set(case.rows, GLOBAL_BATCH, 3)}
+    if case.layout:
+        options |= {"parallel": ParallelConfig(**case.layout)}
+    if case.peft:
+        import peft
+
+        targets = ["q_proj", "v_proj", "down_proj"]
+        options |= {"peft_config": peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)}
+    if case.kind == "dpo" and not case.peft and not case.options.get("precompute_ref_log_probs"):
+        options |= {"ref_model": MODELS[case.model](5)}
+    trainer = getattr(integration if case.layout else trl, f"{name}Trainer")(MODELS[case.model](seed), args=args, **options)
+    trainer.remove_callback(transformers.PrinterCallback)
+    return trainer
+
+
+def logged(trainer: Any, kind: str) -> dict[str, list[float]]:
+    names = [*LOGGED[kind], *(f"eval_{name}" for name in LOGGED[kind] if name not in ("grad_norm", "learning_rate"))]
+    history = trainer.state.log_history
+    return {name: [float(entry[name]) for entry in history if name in entry] for name in names}
+
+
+def train(case: Case, root: str) -> dict[str, float]:
+    """Train 4 steps. Save the weights and logs in one process; otherwise compare with them, and resume twice.
+
+    Resumes in the middle of the epoch: from the own checkpoint, and from that of the plain trainer.
+    """
+    place = os.path.join(root, case.folder)
+    if int(os.environ["RANK"]) == 0:
+        shutil.rmtree(place, ignore_errors=True)
+    torch.distributed.barrier()
+    trainer = make_trainer(place, case)
+    trainer.train()
+    weights, logs = full_weights(trainer.model), logged(trainer, case.kind)
+    reference = os.path.join(root, f"{case.name}.pt")
+    if not case.layout:
+        torch.save((weights, logs), reference)
+        return {}
+    weights_1, logs_1 = torch.load(reference)
+    found = {name: largest_difference(logs[name], logs_1[name]) for name in logs}
+    found["weights"] = weight_difference(weights, weights_1)
+    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
+        again = make_trainer(f"{place}_{name}", case, seed=9)
+        again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
+        found[name] = weight_difference(full_weights(again.model), weights_1)
+        shutil.rmtree(f"{place}_{name}", ignore_errors=True)
+    return found
+
+
+def train_all(cases: Sequence[Case], root: str) -> list[dict[str, float]]:
+    return [train(case, root) for case in cases]
+
+
+def files_of(case: Case, root: str) -> list[str]:
+    """Return the names of the files of the last checkpoint."""
+    return sorted(path.name for path in Path(root, case.folder, "checkpoint-4").iterdir())
