@@ -13,7 +13,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
-from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
+from shardformer.discovery.token_dependence import check_packing
 from shardformer.errors import ConfigError
 from shardformer.integrations.accelerate import Accelerator, sharded_model_in
 from shardformer.integrations.transformers import ShardedTrainer, transformers
@@ -35,7 +35,6 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
 from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
 from shardformer.training.initialize import initialize
-from shardformer.torch_patches import Patch
 
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 
@@ -67,7 +66,37 @@ class ShardedTRLTrainer(ShardedTrainer):
         theirs: Any = mro[mro.index(ShardedTrainer) + 1]
         names = [name for name in inspect.signature(theirs).parameters]
         arguments = {**dict(zip(names, positional, strict=False)), **options}
+        check_trl_arguments(arguments.get("args"))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
+        self._count_data_ranks()
+
+    def _count_data_ranks(self) -> None:
+        """Replace what TRL has computed from the number of processes, which counts ranks that share a batch."""
+        args, data = self.args, self.context.data
+        process = int(self.accelerator.state.process_index)
+        if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
+            accelerate.utils.set_seed(args.seed + data.rank)
+        if getattr(args, "steps_per_generation", None) is None:
+            return
+        args.generation_batch_size = args.per_device_train_batch_size * data.size * args.steps_per_generation
+        if args.generation_batch_size % args.num_generations:
+            raise ConfigError(
+                f"num_generations={args.num_generations} does not divide the {args.generation_batch_size} completions "
+                f"of per_device_train_batch_size={args.per_device_train_batch_size} on {data.size} data-parallel ranks",
+                remedy="Increase per_device_train_batch_size, which is the batch size of a data-parallel rank",
+            )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
@@ -75,7 +104,19 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def _shard(self, model: Any) -> None:
         with fused_heads_on_shards(model):
+            if getattr(self, "padding_free", False):
+                self._check_packing(model)
             super()._shard(model)
+        guard_weights(self.sharded_model, self.model.get_output_embeddings, type(self))
+
+    def _check_packing(self, model: Any) -> None:
+        what = "padding_free=True, which packing sets,"
+        if sharded_model_in(model) is not None:
+            raise ConfigError(
+                f"{what} cannot be checked on a sharded {type(model).__name__}",
+                remedy="Pass the plain model to the trainer, with parallel=ParallelConfig(...)",
+            )
+        check_packing(model, what, "Set packing=False and padding_free=False")
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs:
@@ -92,7 +133,110 @@ class ModelSharder(Accelerator):
         if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
             with fused_heads_on_shards(model):
                 initialize(model, None, parallel=self.config, context=self.context)
+            guard_weights(model, model.get_output_embeddings, type(self))
         return super().prepare_model(model, device_placement, evaluation_mode)
+
+
+UNSUPPORTED = {
+    "use_vllm": "The engine would need the full weights after each step. Generate with the sharded model instead",
+    "use_transformers_continuous_batching": "Its scheduler runs on each rank on its own",
+    "use_transformers_paged": "Its scheduler runs on each rank on its own",
+    "activation_offloading": "Use ParallelConfig(activation_offload=...) instead",
+}
+"""Arguments of TRL's configurations that are refused -> reason."""
+
+
+def check_trl_arguments(args: Any) -> None:
+    """Raise ConfigError for an argument of a configuration of TRL that does not work with a sharded model."""
+    for name, reason in UNSUPPORTED.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(
+                f"{type(args).__name__}({name}={value!r}) is not supported", rule=reason, remedy=f"Remove {name}"
+            )
+
+
+# --- functions of accelerate that communicate over all processes
+
+_ACCELERATORS: list[Accelerator] = []
+
+
+@contextmanager
+def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
+    """Make ``gather``, ``gather_object`` and ``reduce`` of accelerate.utils communicate over the data-parallel ranks.
+
+    Trainers that generate call them to collect the rewards of all processes.
+    """
+    replaced = {
+        "gather": lambda *args, **kwargs: _ACCELERATORS[-1].gather(*args, **kwargs),
+        "gather_object": lambda values: _gather_objects(values, _ACCELERATORS[-1]),
+        "reduce": lambda *args, **kwargs: _ACCELERATORS[-1].reduce(*args, **kwargs),
+    }
+
+    def apply() -> torch_patches.Undo:
+        undo = []
+        for name, new in replaced.items():
+            original = getattr(accelerate.utils, name)
+            for module in list(sys.modules.values()):
+                is_own = getattr(module, "__name__", "accelerate.").startswith("accelerate.")
+                if vars(module).get(name) is original and (module is accelerate.utils or not is_own):
+                    undo.append(torch_patches.replace_attribute(module, name, new))
+        return torch_patches.all_of(*undo)
+
+    patch = torch_patches.Patch(
+        "accelerate.utils.gather, gather_object, reduce", __name__, "they count ranks with the same batch"
+    )
+    _ACCELERATORS.append(accelerator)
+    try:
+        with torch_patches.temporarily(patch, apply):
+            yield
+    finally:
+        _ACCELERATORS.pop()
+
+
+def _gather_objects(values: Any, accelerator: Accelerator) -> list[Any]:
+    return [value for of_rank in all_gather_objects(values, accelerator.context.data) for value in of_rank]
+
+
+# --- weights that a trainer may not read
+
+
+def guard_weights(model: nn.Module, get_head: Any, trainer: type) -> None:
+    """Raise an error if TRL or the class of a trainer reads a weight of a sharded head, of which each rank has a slice.
+
+    The trainer would compute with the slice as if it were the full weight.
+    """
+    modules = {kind.__module__ for kind in trainer.__mro__}
+    head = get_head()
+    for layer in () if head is None else sharded_layers(head):
+        properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+
+
+def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "__getattr__":  # of a module that wraps the layer
+        frame = frame.f_back
+    reader = frame.f_globals.get("__name__", "")
+    is_trainer = reader in modules and reader.partition(".")[0] not in (
+        "shardformer",
+        "transformers",
+        "torch",
+        "builtins",
+    )
+    if is_trainer or reader.startswith("trl."):
+        raise ConfigError(
+            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary",
+            rule="Each rank has a slice of it, so the result would be wrong",
+            remedy="Use the logits of the model, or a layout without the tensor axis",
+        )
+    return layer._parameters[name]
+
+
+def sharded_layers(module: nn.Module) -> list[ParallelModule]:
+    """Return the parallel layers in a module that store slices of parameters."""
+    layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
+    return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
 
 
 # --- the fused head
@@ -131,7 +275,8 @@ def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
     }
     cells = dict(zip(code.co_freevars, fused.__closure__ or (), strict=True))
     cells["original_forward"] = type(next(iter(cells.values())))(model.forward)
-    copied = FunctionType(code, {**fused.__globals__, **replaced}, fused.__name__, fused.__defaults__, tuple(cells.values()))
+    globals_ = {**fused.__globals__, **replaced}
+    copied = FunctionType(code, globals_, fused.__name__, fused.__defaults__, tuple(cells.values()))
     copied.__kwdefaults__ = fused.__kwdefaults__
     copied.__dict__.update(fused.__dict__)
     return copied
@@ -151,8 +296,7 @@ def score_tokens(
         found = score_tokens(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
         return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
     head = get_head()
-    layers = [module for module in head.modules() if isinstance(module, ParallelModule)]
-    if not any(spec.is_sharded for layer in layers for spec in layer.shard_specs.values()):
+    if not sharded_layers(head):
         return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)
     axis, bounds = Axis("tensor"), (0, logits_TV.shape[-1])
@@ -174,3 +318,7 @@ class DPOTrainer(ShardedTRLTrainer, trl.DPOTrainer):  # type: ignore[misc]
 
 class RewardTrainer(ShardedTRLTrainer, trl.RewardTrainer):  # type: ignore[misc]
     """TRL's ``RewardTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class GRPOTrainer(ShardedTRLTrainer, trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's ``GRPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""

@@ -6,7 +6,7 @@ import os
 import random
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,8 @@ LOGGED = {
     "dpo": ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "rewards/chosen", "rewards/rejected",
             "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "logits/chosen"),
     "reward": ("loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"),
+    "grpo": ("loss", "grad_norm", "num_tokens", "reward", "reward_std", "completions/mean_length", "entropy",
+             "rewards/count_distinct/mean", "clip_ratio/region_mean", "frac_reward_zero_std"),
 }  # fmt: skip
 """Trainer -> numbers of its log that must equal those of one process."""
 
@@ -40,6 +42,7 @@ class Case:
     Args:
         rows: format of the rows, see ``data_set``.
         peft: whether to train a LoRA adapter.
+        plain_ranks: number of processes of the plain run. With more than one, TRL draws other completions.
     """
 
     layout: dict[str, Any]
@@ -48,12 +51,15 @@ class Case:
     rows: str = "text"
     options: dict[str, Any] = field(default_factory=dict)
     peft: bool = False
+    plain_ranks: int = 1
 
     @property
     def name(self) -> str:
         """Name of the training configuration, which the run in one process has, too."""
         options = (f"{key}-{value}" for key, value in self.options.items())
-        return "_".join([self.kind, self.model, self.rows, "peft" if self.peft else "full", *options]).replace("/", "")
+        return "_".join(
+            [self.kind, self.model, self.rows, "peft" if self.peft else "full", str(self.plain_ranks), *options]
+        )
 
     @property
     def folder(self) -> str:
@@ -62,7 +68,7 @@ class Case:
     @property
     def plain(self) -> Case:
         """The same training in one process."""
-        return Case({}, self.kind, self.model, self.rows, self.options, self.peft)
+        return replace(self, layout={})
 
 
 def tokenizer() -> Any:
@@ -80,7 +86,8 @@ def data_set(rows: str, count: int, seed: int) -> Any:
     """Return random texts of different lengths.
 
     Args:
-        rows: "text", "completion" (of a prompt), "chat", "pairs" (of completions of a prompt), or "ranked" (texts).
+        rows: "text", "completion" (of a prompt), "chat", "pairs" (of completions of a prompt), "ranked" (texts), or
+            "prompts".
     """
     import datasets
 
@@ -96,6 +103,8 @@ def data_set(rows: str, count: int, seed: int) -> Any:
             return {"messages": [{"role": role, "content": content} for role, content in turns]}
         if rows == "pairs":
             return {"prompt": text(1, 4), "chosen": " " + text(1, 6), "rejected": " " + text(1, 6)}
+        if rows == "prompts":
+            return {"prompt": text(1, 5)}
         if rows == "ranked":
             return {"chosen": text(), "rejected": text()}
         return {"prompt": text(1, 4), "completion": " " + text(1, 6)} if rows == "completion" else {"text": text()}
@@ -105,7 +114,14 @@ def data_set(rows: str, count: int, seed: int) -> Any:
 
 def reward_model(seed: int = 0) -> Any:
     torch.manual_seed(seed)
-    return transformers.LlamaForSequenceClassification(transformers.LlamaConfig(**llama().config.to_dict(), num_labels=1))
+    return transformers.LlamaForSequenceClassification(
+        transformers.LlamaConfig(**llama().config.to_dict(), num_labels=1)
+    )
+
+
+def count_distinct(completions: list[str], **_: Any) -> list[float]:
+    """Reward of completions: the number of their distinct words."""
+    return [float(len(set(text.split()))) for text in completions]
 
 
 MODELS = {"llama": llama, "gpt2": gpt2, "reward": reward_model}
@@ -118,8 +134,9 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
     import shardformer.integrations.trl as integration
 
     reset_accelerate()
-    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward"}[case.kind]
-    data, accumulation = case.layout.get("data", 1), case.options.get("gradient_accumulation_steps", 1)
+    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[case.kind]
+    data = case.layout.get("data", 1) if case.layout else case.plain_ranks
+    accumulation = case.options.get("gradient_accumulation_steps", 1)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
         "per_device_eval_batch_size": GLOBAL_BATCH // data,
@@ -137,11 +154,13 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "log_level": "error",
+        **({"max_completion_length": 6, "num_generations": 4} if case.kind == "grpo" else {}),
         **case.options,
     }
     args = getattr(trl, f"{name}Config")(folder, **settings)
     options: dict[str, Any] = {"processing_class": tokenizer()}
-    options |= {"train_dataset": data_set(case.rows, 40, 1), "eval_dataset": data_set(case.rows, GLOBAL_BATCH, 3)}
+    count = 160 if case.options.get("packing") else 40
+    options |= {"train_dataset": data_set(case.rows, count, 1), "eval_dataset": data_set(case.rows, GLOBAL_BATCH, 3)}
     if case.layout:
         options |= {"parallel": ParallelConfig(**case.layout)}
     if case.peft:
@@ -149,9 +168,13 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
 
         targets = ["q_proj", "v_proj", "down_proj"]
         options |= {"peft_config": peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)}
+    if case.kind == "grpo":
+        options |= {"reward_funcs": [count_distinct]}
     if case.kind == "dpo" and not case.peft and not case.options.get("precompute_ref_log_probs"):
         options |= {"ref_model": MODELS[case.model](5)}
-    trainer = getattr(integration if case.layout else trl, f"{name}Trainer")(MODELS[case.model](seed), args=args, **options)
+    trainer = getattr(integration if case.layout else trl, f"{name}Trainer")(
+        MODELS[case.model](seed), args=args, **options
+    )
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
