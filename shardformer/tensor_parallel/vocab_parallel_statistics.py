@@ -115,6 +115,7 @@ class _Statistics(Function):
                 is_local_t1 = column_t1 == label_T[rows, None]
                 out_tv.scatter_add_(1, column_t1, torch.where(is_local_t1, weight_t1, 0.0).to(out_tv.dtype))
             if grad_entropy is not None:
+                log_p_tv.clamp_(min=torch.finfo(max_T.dtype).min)  # a probability of 0 adds 0, not NaN
                 out_tv -= grad_entropy[rows, None] * p_tv * (log_p_tv + entropy_T[rows, None])
             grad_Tv[rows] = out_tv.to(grad_Tv.dtype)
         return grad_Tv, None, None
