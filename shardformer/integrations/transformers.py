@@ -80,7 +80,10 @@ class ShardedTrainer:
         sharded = sharded_model_in(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         check_arguments(args, self.parallel)
-        super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        if others:
+            super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        else:  # args is not the second argument of all trainers
+            super().__init__(model, args=args, **options)  # type: ignore[call-arg]
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",

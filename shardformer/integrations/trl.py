@@ -22,6 +22,7 @@ import accelerate.utils
 import torch
 import trl
 from torch import Tensor, nn
+from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
@@ -30,6 +31,7 @@ from shardformer.discovery.token_dependence import check_packing
 from shardformer.errors import ConfigError
 from shardformer.integrations.accelerate import Accelerator, sharded_model_in
 from shardformer.integrations.transformers import ShardedTrainer, transformers
+from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
@@ -40,6 +42,9 @@ from shardformer.training.initialize import initialize
 
 FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
 """Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
+
+DOCUMENT_BOUNDS = {*FlashAttentionKwargs.__annotations__, "seq_idx"}
+"""Arguments of kernels for packed rows. The attention over a sharded sequence reads the ``position_ids`` instead."""
 
 
 class ShardedTRLTrainer(ShardedTrainer):
@@ -104,10 +109,10 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def _shard(self, model: Any) -> None:
         with fused_heads_on_shards(model):
-            if getattr(self, "padding_free", False):
+            if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
                 self._check_packing(model)
             super()._shard(model)
-        guard_weights(self.sharded_model, self.model.get_output_embeddings, type(self))
+        guard_weights(self.sharded_model, type(self))
 
     def _check_packing(self, model: Any) -> None:
         what = "padding_free=True, which packing sets,"
@@ -118,11 +123,18 @@ class ShardedTRLTrainer(ShardedTrainer):
             )
         check_packing(model, what, "Set packing=False and padding_free=False")
 
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        if sharded_model_in(self.model) is None:
+            self._shard(self.model)
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
         if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs:
             labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
             count = labels.ne(-100).sum()
             num_items_in_batch = all_reduce(count, self.context.data, purpose="loss") / self.context.data.size
+        if self.context.sequence.size > 1 and inputs.get("position_ids") is not None:
+            inputs = {name: value for name, value in inputs.items() if name not in DOCUMENT_BOUNDS}
         return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
 
@@ -133,7 +145,7 @@ class ModelSharder(Accelerator):
         if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
             with fused_heads_on_shards(model):
                 initialize(model, None, parallel=self.config, context=self.context)
-            guard_weights(model, model.get_output_embeddings, type(self))
+            guard_weights(model, type(self))
         return super().prepare_model(model, device_placement, evaluation_mode)
 
 
@@ -200,17 +212,19 @@ def _gather_objects(values: Any, accelerator: Accelerator) -> list[Any]:
 # --- weights that a trainer may not read
 
 
-def guard_weights(model: nn.Module, get_head: Any, trainer: type) -> None:
+def guard_weights(model: Any, trainer: type) -> None:
     """Raise an error if TRL or the class of a trainer reads a weight of a sharded head, of which each rank has a slice.
 
     The trainer would compute with the slice as if it were the full weight.
     """
     modules = {kind.__module__ for kind in trainer.__mro__}
-    head = get_head()
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
     for layer in () if head is None else sharded_layers(head):
         properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+    metadata_of(model).on_adapted(model)  # the checks of the forward accept the new class
 
 
 def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
@@ -261,6 +275,8 @@ def _is_fused(forward: Any) -> bool:
 def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
     """Return TRL's fused forward, which calls ``score_tokens`` instead of its own function."""
     code = fused.__code__
+    if fused.__globals__["__name__"] == __name__:
+        return fused
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
             f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head",

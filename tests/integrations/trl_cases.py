@@ -18,6 +18,8 @@ from tests.integrations.small_models import VOCAB, full_weights, gpt2, largest_d
 from tests.integrations.trainer_cases import reset_accelerate
 
 GLOBAL_BATCH = 8
+GENERATING = ("grpo", "rloo")
+"""Trainers that generate completions."""
 SPECIAL = ["<pad>", "<s>", "</s>", "<unk>"]
 CHAT = (
     "{% for m in messages %}{% if m['role'] == 'assistant' %}"
@@ -29,6 +31,8 @@ LOGGED = {
     "dpo": ("loss", "grad_norm", "entropy", "mean_token_accuracy", "num_tokens", "rewards/chosen", "rewards/rejected",
             "rewards/accuracies", "rewards/margins", "logps/chosen", "logps/rejected", "logits/chosen"),
     "reward": ("loss", "grad_norm", "num_tokens", "min_reward", "mean_reward", "max_reward", "accuracy", "margin"),
+    "kto": ("loss", "grad_norm", "num_tokens", "rewards/chosen", "rewards/rejected", "logps/chosen", "kl"),
+    "rloo": ("loss", "grad_norm", "num_tokens", "reward", "reward_std", "completions/mean_length", "entropy"),
     "grpo": ("loss", "grad_norm", "num_tokens", "reward", "reward_std", "completions/mean_length", "entropy",
              "rewards/count_distinct/mean", "clip_ratio/region_mean", "frac_reward_zero_std"),
 }  # fmt: skip
@@ -86,8 +90,8 @@ def data_set(rows: str, count: int, seed: int) -> Any:
     """Return random texts of different lengths.
 
     Args:
-        rows: "text", "completion" (of a prompt), "chat", "pairs" (of completions of a prompt), "ranked" (texts), or
-            "prompts".
+        rows: "text", "completion" (of a prompt), "chat", "pairs" (of completions of a prompt), "judged" (completions),
+            "ranked" (texts), or "prompts".
     """
     import datasets
 
@@ -105,11 +109,23 @@ def data_set(rows: str, count: int, seed: int) -> Any:
             return {"prompt": text(1, 4), "chosen": " " + text(1, 6), "rejected": " " + text(1, 6)}
         if rows == "prompts":
             return {"prompt": text(1, 5)}
+        if rows == "judged":
+            return {"prompt": text(1, 4), "completion": " " + text(1, 6), "label": draw.random() < 0.5}
         if rows == "ranked":
             return {"chosen": text(), "rejected": text()}
         return {"prompt": text(1, 4), "completion": " " + text(1, 6)} if rows == "completion" else {"text": text()}
 
     return datasets.Dataset.from_list([row() for _ in range(count)])
+
+
+def on_disk(rows: Any, folder: str) -> Any:
+    """Return a data set that the first rank writes to a folder."""
+    import datasets
+
+    if int(os.environ["RANK"]) == 0:
+        rows.save_to_disk(folder)
+    torch.distributed.barrier()
+    return datasets.load_from_disk(folder)
 
 
 def reward_model(seed: int = 0) -> Any:
@@ -134,14 +150,14 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
     import shardformer.integrations.trl as integration
 
     reset_accelerate()
-    name = {"sft": "SFT", "dpo": "DPO", "reward": "Reward", "grpo": "GRPO"}[case.kind]
+    name = case.kind.capitalize() if case.kind == "reward" else case.kind.upper()
     data = case.layout.get("data", 1) if case.layout else case.plain_ranks
     accumulation = case.options.get("gradient_accumulation_steps", 1)
     settings: dict[str, Any] = {
         "per_device_train_batch_size": GLOBAL_BATCH // data // accumulation,
         "per_device_eval_batch_size": GLOBAL_BATCH // data,
         "max_steps": 4,
-        "learning_rate": 1e-2,
+        "learning_rate": 1e-2 if case.kind == "sft" else 1e-3,
         "adam_epsilon": 1e-3,  # otherwise rounding errors decide the sign of steps whose gradient is almost 0
         "logging_steps": 1,
         "report_to": [],
@@ -154,13 +170,15 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
         "eval_strategy": "steps",
         "eval_steps": 2,
         "log_level": "error",
-        **({"max_completion_length": 6, "num_generations": 4} if case.kind == "grpo" else {}),
+        **({"max_completion_length": 6, "num_generations": 4} if case.kind in GENERATING else {}),
         **case.options,
     }
     args = getattr(trl, f"{name}Config")(folder, **settings)
     options: dict[str, Any] = {"processing_class": tokenizer()}
     count = 160 if case.options.get("packing") else 40
     options |= {"train_dataset": data_set(case.rows, count, 1), "eval_dataset": data_set(case.rows, GLOBAL_BATCH, 3)}
+    if case.options.get("precompute_ref_log_probs"):  # all ranks read the computed values from a file
+        options |= {name: on_disk(options[name], f"{folder}_{name}") for name in ("train_dataset", "eval_dataset")}
     if case.layout:
         options |= {"parallel": ParallelConfig(**case.layout)}
     if case.peft:
@@ -168,13 +186,13 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
 
         targets = ["q_proj", "v_proj", "down_proj"]
         options |= {"peft_config": peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)}
-    if case.kind == "grpo":
+    if case.kind in GENERATING:
         options |= {"reward_funcs": [count_distinct]}
-    if case.kind == "dpo" and not case.peft and not case.options.get("precompute_ref_log_probs"):
+    if case.kind in ("dpo", "kto") and not case.peft and not case.options.get("precompute_ref_log_probs"):
         options |= {"ref_model": MODELS[case.model](5)}
-    trainer = getattr(integration if case.layout else trl, f"{name}Trainer")(
-        MODELS[case.model](seed), args=args, **options
-    )
+    theirs: Any = getattr(trl, f"{name}Trainer")
+    mixed = getattr(integration, f"{name}Trainer", None) or type(name, (integration.ShardedTRLTrainer, theirs), {})
+    trainer = (mixed if case.layout else theirs)(MODELS[case.model](seed), args=args, **options)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -205,7 +223,8 @@ def train(case: Case, root: str) -> dict[str, float]:
     found = {name: largest_difference(logs[name], logs_1[name]) for name in logs}
     found["weights"] = weight_difference(weights, weights_1)
     for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
-        again = make_trainer(f"{place}_{name}", case, seed=9)
+        seed = 0 if case.peft else 9  # adapters are saved without the model
+        again = make_trainer(f"{place}_{name}", case, seed)
         again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
         found[name] = weight_difference(full_weights(again.model), weights_1)
         shutil.rmtree(f"{place}_{name}", ignore_errors=True)
