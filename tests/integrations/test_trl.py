@@ -113,3 +113,35 @@ def test_every_feature_equals_one_process_under_every_layout(
 @pytest.mark.parametrize("feature", ["SFT, completions", "DPO"])
 def test_combinations_of_axes_equal_one_process(feature: str, integrations: IntegrationProcess, tmp_path: Path) -> None:
     check(integrations, tmp_path, [(feature, layout) for layout in COMBINED], 4)
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    first, second = integrations(2).run(uses.refusals, str(tmp_path))
+    assert first == second
+    for name, parts in {
+        "pipe": ("SFTTrainer.compute_loss with pipe=2", "the model's own loss"),
+        "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
+        "generations": ("num_generations=8 does not divide the 4 completions", "per_device_train_batch_size=4"),
+        "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
+        "packing a sharded model": ("padding_free=True", "Pass the plain model"),
+        "head": ("trl_uses.compute_loss reads the weight of the head", "a slice of it"),
+        "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the head"),
+        "plain": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+        "plain evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("generates with four ranks")
+def test_ranks_that_share_a_model_generate_the_same_completions(
+    integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    layout = {"tensor": 2, "data": 2}
+    completions = integrations(4).run(uses.completions_of_ranks, layout, str(tmp_path))
+    by_data = [completions[:2], completions[2:]]
+    assert all(first == second for first, second in by_data)
+    assert by_data[0][0] != by_data[1][0]
