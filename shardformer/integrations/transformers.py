@@ -54,6 +54,7 @@ class ShardedTrainer:
         ConfigError: The layout or an argument is not supported. Raised before training.
     """
 
+    replaces_fused_heads = False
     # attributes and methods of the Trainer class
     args: Any
     model: Any
@@ -76,6 +77,12 @@ class ShardedTrainer:
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
+        if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
+            raise ConfigError(
+                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL",
+                rule="TRL computes log-probabilities from the weight of the head, of which each rank has a slice",
+                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class",
+            )
         self.parallel, self.policy = ParallelConfig.of(parallel), policy
         sharded = sharded_model_in(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)

@@ -57,7 +57,9 @@ class ShardedTRLTrainer(ShardedTrainer):
         ConfigError: The layout or an argument is not supported. Raised before training.
     """
 
+    replaces_fused_heads = True
     loss_is_scaled_for_ga: bool | None
+    current_gradient_accumulation_steps: int
 
     def __init__(
         self,
@@ -67,13 +69,19 @@ class ShardedTRLTrainer(ShardedTrainer):
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
-        mro = type(self).__mro__
-        theirs: Any = mro[mro.index(ShardedTrainer) + 1]
-        names = [name for name in inspect.signature(theirs).parameters]
-        arguments = {**dict(zip(names, positional, strict=False)), **options}
+        arguments = {**dict(zip(self._argument_names(), positional, strict=False)), **options}
         check_trl_arguments(arguments.get("args"))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
         self._count_data_ranks()
+
+    @classmethod
+    def _argument_names(cls) -> list[str]:
+        """Return the names of the positional arguments of the trainer class."""
+        for theirs in cls.__mro__[cls.__mro__.index(ShardedTrainer) + 1 :]:
+            parameters = list(inspect.signature(theirs).parameters.values())
+            if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+                break
+        return [parameter.name for parameter in parameters]
 
     def _count_data_ranks(self) -> None:
         """Replace what TRL has computed from the number of processes, which counts ranks that share a batch."""
@@ -105,7 +113,7 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
-        self.accelerator.__class__ = ModelSharder
+        self.accelerator.__class__, self.accelerator.trained = ModelSharder, type(self.model)
 
     def _shard(self, model: Any) -> None:
         with fused_heads_on_shards(model):
@@ -129,10 +137,14 @@ class ShardedTRLTrainer(ShardedTrainer):
         return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
-        if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs:
-            labels = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][..., 1:]
-            count = labels.ne(-100).sum()
-            num_items_in_batch = all_reduce(count, self.context.data, purpose="loss") / self.context.data.size
+        data = self.context.data
+        if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs and data.size > 1:
+            peft = getattr(self.model, "active_peft_config", None)  # a virtual token predicts the first label
+            first = 0 if getattr(peft, "is_prompt_learning", False) else 1
+            count = inputs["labels"][..., first:].ne(-100).sum()
+            num_items_in_batch = all_reduce(count, data, purpose="loss") / data.size
+            if not model.training:
+                self.current_gradient_accumulation_steps = 1  # training sets it before each step
         if self.context.sequence.size > 1 and inputs.get("position_ids") is not None:
             inputs = {name: value for name, value in inputs.items() if name not in DOCUMENT_BOUNDS}
         return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
@@ -141,10 +153,13 @@ class ShardedTRLTrainer(ShardedTrainer):
 class ModelSharder(Accelerator):
     """Accelerator that shards the models that a trainer only evaluates: reference, teacher and reward models."""
 
+    trained: type
+
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
         if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
             with fused_heads_on_shards(model):
-                initialize(model, None, parallel=self.config, context=self.context)
+                policy = self.policy if isinstance(model, self.trained) else None
+                initialize(model, None, parallel=self.config, policy=policy, context=self.context)
             guard_weights(model, type(self))
         return super().prepare_model(model, device_placement, evaluation_mode)
 
@@ -189,8 +204,9 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
         for name, new in replaced.items():
             original = getattr(accelerate.utils, name)
             for module in list(sys.modules.values()):
-                is_own = getattr(module, "__name__", "accelerate.").startswith("accelerate.")
-                if vars(module).get(name) is original and (module is accelerate.utils or not is_own):
+                is_theirs = str(getattr(module, "__name__", "")).startswith("accelerate.")
+                has_it = getattr(module, "__dict__", {}).get(name) is original
+                if has_it and (module is accelerate.utils or not is_theirs):
                     undo.append(torch_patches.replace_attribute(module, name, new))
         return torch_patches.all_of(*undo)
 

@@ -126,6 +126,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
         "generations": ("num_generations=8 does not divide the 4 completions", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
         "packing a sharded model": ("padding_free=True", "Pass the plain model"),
+        "mixin of Trainer": ("ShardedTRLTrainer",),
         "head": ("trl_uses.compute_loss reads the weight of the head", "a slice of it"),
         "distillation": ("trl.trainer.distillation_trainer", "reads the weight of the head"),
         "plain": ("sharded over", "shardformer.integrations.transformers.Trainer"),

@@ -23,6 +23,7 @@ def refusals(folder: str) -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     import trl
 
+    from shardformer.integrations.transformers import ShardedTrainer
     from shardformer.integrations.trl import GRPOTrainer, SFTTrainer, ShardedTRLTrainer
 
     class ReadsHead(SFTTrainer):
@@ -62,6 +63,7 @@ def refusals(folder: str) -> dict[str, str]:
         "generations": lambda: grpo({"tensor": 2}, num_generations=8),
         "packing": lambda: sft(model=mixing_model(), packing=True, max_length=16),
         "packing a sharded model": lambda: sft(model=sharded(), packing=True, max_length=16),
+        "mixin of Trainer": lambda: sft(type("Mixed", (ShardedTrainer, trl.SFTTrainer), {})),
         "head": lambda: sft(ReadsHead).train(),
         "distillation": lambda: distill().train(),
         "plain": lambda: sft(trl.SFTTrainer, sharded()).train(),
