@@ -10,7 +10,7 @@ for other subclasses of ``transformers.Trainer``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -214,7 +214,8 @@ class ShardedTrainer:
 
     def floating_point_ops(self, inputs: Any) -> float:
         """6 times the non-embedding parameters times the tokens. Trainer sums it over all processes."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(tokens, Tensor):
             return 0
         copies = self.args.world_size // self.context.data.size

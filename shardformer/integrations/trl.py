@@ -3,9 +3,9 @@
 >>> from shardformer.integrations.trl import SFTTrainer                                     # doctest: +SKIP
 >>> trainer = SFTTrainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
 
-TRL's trainers multiply hidden states by the weight of the head themselves (``add_fused_lm_head``). On a head that is
-sharded over the vocabulary this weight is a slice, so here the head computes the logits, and log-probabilities,
-entropies and hits are reduced over the ranks. ``ShardedTRLTrainer`` is a mixin for other trainers of TRL.
+TRL's trainers multiply hidden states by the weight of the head themselves (``add_fused_lm_head``). If the head is
+sharded over the vocabulary, each rank has a slice of this weight. Here the head computes the logits, which stay
+sharded, and a few numbers per token are reduced over the ranks. ``ShardedTRLTrainer`` is a mixin for other trainers.
 """
 
 from __future__ import annotations

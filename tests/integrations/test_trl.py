@@ -41,7 +41,7 @@ FEATURES: dict[str, dict[str, Any]] = {
     "KTO": {"kind": "kto", "rows": "judged"},
     "GRPO": PROMPTS,
     "GRPO, reference": {**PROMPTS, "options": {"beta": 0.1}},
-    "RLOO": {**PROMPTS, "kind": "rloo"},
+    "RLOO": {**PROMPTS, "kind": "rloo", "options": {"beta": 0.0}},
 }
 """Feature -> arguments of the case."""
 LAYOUTS: list[dict[str, Any]] = [
@@ -63,13 +63,14 @@ SAMPLE = [
     ("SFT, packing", {"data": 2, "zero_stage": 1}),
     ("DPO", {"tensor": 2}),
 ]
-GENERATING = ("GRPO", "RLOO")
+PER_RANK = ("GRPO", "RLOO", "KTO")
+"""TRL draws the completions of each process separately, and pairs texts within its batch."""
 
 
 def case_of(feature: str, layout: dict[str, Any]) -> Case:
-    """Return a case. Data-parallel ranks draw completions of their own, so the plain run has as many processes."""
-    is_generating = feature.startswith(GENERATING)
-    return Case(layout, **FEATURES[feature], plain_ranks=layout.get("data", 1) if is_generating else 1)
+    """Return a case, whose plain run has several processes if the results of TRL depend on their number."""
+    plain_ranks = layout.get("data", 1) if feature.startswith(PER_RANK) else 1
+    return Case(layout, **FEATURES[feature], plain_ranks=plain_ranks)
 
 
 def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, dict[str, Any]]], ranks: int) -> None:

@@ -14,7 +14,7 @@ import torch
 import transformers
 
 from shardformer.config import ParallelConfig
-from tests.integrations.small_models import VOCAB, full_weights, gpt2, largest_difference, llama, weight_difference
+from tests.integrations.small_models import VOCAB, full_weights, gpt2, llama, weight_difference
 from tests.integrations.trainer_cases import reset_accelerate
 
 GLOBAL_BATCH = 8
@@ -188,11 +188,17 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
         options |= {"peft_config": peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)}
     if case.kind in GENERATING:
         options |= {"reward_funcs": [count_distinct]}
+    model = MODELS[case.model](seed)
+    if case.options.get("beta") and case.kind in GENERATING:  # loads the reference model
+        model.config._name_or_path = f"{folder}_reference"
+        if int(os.environ["RANK"]) == 0:
+            llama(5).save_pretrained(model.config._name_or_path)
+        torch.distributed.barrier()
     if case.kind in ("dpo", "kto") and not case.peft and not case.options.get("precompute_ref_log_probs"):
         options |= {"ref_model": MODELS[case.model](5)}
     theirs: Any = getattr(trl, f"{name}Trainer")
     mixed = getattr(integration, f"{name}Trainer", None) or type(name, (integration.ShardedTRLTrainer, theirs), {})
-    trainer = (mixed if case.layout else theirs)(MODELS[case.model](seed), args=args, **options)
+    trainer = (mixed if case.layout else theirs)(model, args=args, **options)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -201,6 +207,22 @@ def logged(trainer: Any, kind: str) -> dict[str, list[float]]:
     names = [*LOGGED[kind], *(f"eval_{name}" for name in LOGGED[kind] if name not in ("grad_norm", "learning_rate"))]
     history = trainer.state.log_history
     return {name: [float(entry[name]) for entry in history if name in entry] for name in names}
+
+
+def metric_difference(name: str, logs: dict[str, list[float]], logs_1: dict[str, list[float]]) -> float:
+    """Return the largest difference, relative to the largest value.
+
+    Some metrics are means that almost cancel out, and have the rounding errors of their summands: rewards are beta (0.1)
+    times a difference of log-probabilities.
+    """
+    ours, reference = logs[name], logs_1[name]
+    scale = max(map(abs, reference), default=0.0)
+    if name.rpartition("eval_")[2].startswith(("rewards/", "kl")) and "logps/chosen" in logs_1:
+        scale = max(scale, 0.1 * max(map(abs, logs_1["logps/chosen"])))
+    if name.endswith("_reward") and "max_reward" in logs_1:
+        scale = max(scale, *map(abs, logs_1["max_reward"]))
+    assert len(ours) == len(reference) > 0, name
+    return max(abs(a - b) for a, b in zip(ours, reference, strict=True)) / max(scale, 1e-12)
 
 
 def train(case: Case, root: str) -> dict[str, float]:
@@ -220,7 +242,7 @@ def train(case: Case, root: str) -> dict[str, float]:
         torch.save((weights, logs), reference)
         return {}
     weights_1, logs_1 = torch.load(reference)
-    found = {name: largest_difference(logs[name], logs_1[name]) for name in logs}
+    found = {name: metric_difference(name, logs, logs_1) for name in logs}
     found["weights"] = weight_difference(weights, weights_1)
     for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
         seed = 0 if case.peft else 9  # adapters are saved without the model

@@ -1,4 +1,4 @@
-"""What the trainers of TRL refuse, and what they share between ranks. The functions run on the workers."""
+"""What the trainers of TRL refuse, and what their ranks share. Runs on the workers."""
 
 from __future__ import annotations
 
