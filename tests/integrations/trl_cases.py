@@ -212,7 +212,7 @@ def logged(trainer: Any, kind: str) -> dict[str, list[float]]:
 def metric_difference(name: str, logs: dict[str, list[float]], logs_1: dict[str, list[float]]) -> float:
     """Return the largest difference, relative to the largest value.
 
-    Some metrics are means that almost cancel out, and have the rounding errors of their summands: rewards are beta (0.1)
+    Some metrics are differences or means close to 0, with the rounding errors of their terms. Rewards are beta (0.1)
     times a difference of log-probabilities.
     """
     ours, reference = logs[name], logs_1[name]

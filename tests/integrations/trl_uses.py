@@ -1,4 +1,4 @@
-"""What the trainers of TRL refuse, and what their ranks share. Runs on the workers."""
+"""Settings that the trainers of TRL refuse, and completions of their ranks. Runs on the workers."""
 
 from __future__ import annotations
 
