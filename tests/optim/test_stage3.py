@@ -41,6 +41,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "bound"),

@@ -160,7 +160,7 @@ def test_larger_grids_equal_one_process(family: str, mode: str, sizes: Sizes) ->
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(cover="mode")
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
 def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
@@ -198,7 +198,7 @@ def test_unsupported_mode_of_a_family_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
     [("llama", "2d", (1, 2)), ("t5", "2d", (2, 1)), ("whisper", "3d", (2, 1, 2)), ("blip-2", "2d", (2, 1))],
@@ -593,7 +593,7 @@ def test_examples_of_the_grid_page_run(pool4: WorkerPool) -> None:
     assert losses == pytest.approx([losses[0]] * 4)
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes", "training"),
     [

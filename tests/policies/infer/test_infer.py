@@ -112,7 +112,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(cover="need")
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
@@ -325,7 +325,7 @@ OTHER_STATES = {
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=4, first=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
     native: Any = getattr(transformers, name)

@@ -107,6 +107,7 @@ def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     run_as_threads(do, tensor=2)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(
     "make",
     [of_class(OverFeatures), patched(OverFeatures.forward), closed_over, lambda: OwnLlama(plain().config)],
