@@ -184,8 +184,6 @@ def check_trl_arguments(args: Any) -> None:
 
 # --- functions of accelerate that communicate over all processes
 
-_ACCELERATORS: list[Accelerator] = []
-
 
 @contextmanager
 def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
@@ -193,36 +191,40 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     Trainers that generate call them to collect the rewards of all processes.
     """
-    replaced = {
-        "gather": lambda *args, **kwargs: _ACCELERATORS[-1].gather(*args, **kwargs),
-        "gather_object": lambda values: _gather_objects(values, _ACCELERATORS[-1]),
-        "reduce": lambda *args, **kwargs: _ACCELERATORS[-1].reduce(*args, **kwargs),
-    }
+    data = accelerator.context.data
+
+    def gather_object(values: Any) -> list[Any]:
+        return [value for of_rank in all_gather_objects(values, data) for value in of_rank]
+
+    replaced = {"gather": accelerator.gather, "gather_object": gather_object, "reduce": accelerator.reduce}
+
+    originals = {name: getattr(accelerate.utils, name) for name in replaced}
 
     def apply() -> torch_patches.Undo:
-        undo = []
         for name, new in replaced.items():
-            original = getattr(accelerate.utils, name)
-            for module in list(sys.modules.values()):
-                is_theirs = str(getattr(module, "__name__", "")).startswith("accelerate.")
-                has_it = getattr(module, "__dict__", {}).get(name) is original
-                if has_it and (module is accelerate.utils or not is_theirs):
-                    undo.append(torch_patches.replace_attribute(module, name, new))
-        return torch_patches.all_of(*undo)
+            _rebind(name, originals[name], new)
+
+        def undo() -> None:
+            for name, new in replaced.items():
+                _rebind(name, new, originals[name])
+
+        return undo
 
     patch = torch_patches.Patch(
-        "accelerate.utils.gather, gather_object, reduce", __name__, "they count ranks with the same batch"
+        "accelerate.utils.gather, gather_object and reduce",
+        f"{__name__}.gathers_over_data of accelerator {id(accelerator)}",
+        "they collect from all processes, also from those that have the same batch",
     )
-    _ACCELERATORS.append(accelerator)
-    try:
-        with torch_patches.temporarily(patch, apply):
-            yield
-    finally:
-        _ACCELERATORS.pop()
+    with torch_patches.temporarily(patch, apply):
+        yield
 
 
-def _gather_objects(values: Any, accelerator: Accelerator) -> list[Any]:
-    return [value for of_rank in all_gather_objects(values, accelerator.context.data) for value in of_rank]
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Replace a function of accelerate.utils in all modules that have imported it, except in accelerate itself."""
+    for module in list(sys.modules.values()):
+        is_theirs = str(getattr(module, "__name__", "")).startswith("accelerate.") and module is not accelerate.utils
+        if not is_theirs and getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
 
 
 # --- weights that a trainer may not read
