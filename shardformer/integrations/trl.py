@@ -91,13 +91,19 @@ class ShardedTRLTrainer(ShardedTrainer):
             accelerate.utils.set_seed(args.seed + data.rank)
         if getattr(args, "steps_per_generation", None) is None:
             return
-        args.generation_batch_size = args.per_device_train_batch_size * data.size * args.steps_per_generation
-        if args.generation_batch_size % args.num_generations:
-            raise ConfigError(
-                f"num_generations={args.num_generations} does not divide the {args.generation_batch_size} completions "
-                f"of per_device_train_batch_size={args.per_device_train_batch_size} on {data.size} data-parallel ranks",
-                remedy="Increase per_device_train_batch_size, which is the batch size of a data-parallel rank",
-            )
+        train, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
+        args.generation_batch_size = train * data.size * args.steps_per_generation
+        groups = [("per_device_train_batch_size", train, args.steps_per_generation, args.num_generations)]
+        if args.eval_strategy != "no":
+            in_eval = getattr(args, "num_generations_eval", None) or args.num_generations
+            groups.append(("per_device_eval_batch_size", evaluated, 1, in_eval))
+        for name, size, steps, generations in groups:
+            if size * data.size * steps % generations:
+                raise ConfigError(
+                    f"{generations} generations per prompt do not divide the {size * data.size * steps} completions of "
+                    f"{name}={size} on {data.size} data-parallel ranks",
+                    remedy=f"Increase {name}, which is the batch size of a data-parallel rank",
+                )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
         with gathers_over_data(self.accelerator):

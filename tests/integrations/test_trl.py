@@ -124,7 +124,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
     for name, parts in {
         "pipe": ("SFTTrainer.compute_loss with pipe=2", "the model's own loss"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
-        "generations": ("num_generations=8 does not divide the 4 completions", "per_device_train_batch_size=4"),
+        "generations": ("8 generations per prompt do not divide the 4 completions", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
         "packing a sharded model": ("padding_free=True", "Pass the plain model"),
         "mixin of Trainer": ("ShardedTRLTrainer",),
