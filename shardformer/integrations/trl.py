@@ -18,11 +18,9 @@ from functools import partial
 from types import FunctionType, MethodType, SimpleNamespace
 from typing import Any
 
-import accelerate.utils
 import torch
 import trl
 from torch import Tensor, nn
-from transformers.modeling_flash_attention_utils import FlashAttentionKwargs
 
 from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
@@ -42,9 +40,6 @@ from shardformer.training.initialize import initialize
 
 FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
 """Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
-
-DOCUMENT_BOUNDS = {*FlashAttentionKwargs.__annotations__, "seq_idx"}
-"""Arguments of kernels for packed rows. The attention over a sharded sequence reads the ``position_ids`` instead."""
 
 
 class ShardedTRLTrainer(ShardedTrainer):
@@ -88,7 +83,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
-            accelerate.utils.set_seed(args.seed + data.rank)
+            transformers.set_seed(args.seed + data.rank)
         if getattr(args, "steps_per_generation", None) is None:
             return
         train, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
@@ -152,7 +147,9 @@ class ShardedTRLTrainer(ShardedTrainer):
             if not model.training:
                 self.current_gradient_accumulation_steps = 1  # training sets it before each step
         if self.context.sequence.size > 1 and inputs.get("position_ids") is not None:
-            inputs = {name: value for name, value in inputs.items() if name not in DOCUMENT_BOUNDS}
+            # arguments of kernels for packed rows; the attention over a sharded sequence reads the position_ids
+            bounds = {*transformers.modeling_flash_attention_utils.FlashAttentionKwargs.__annotations__, "seq_idx"}
+            inputs = {name: value for name, value in inputs.items() if name not in bounds}
         return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
 
 
@@ -197,6 +194,8 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     Trainers that generate call them to collect the rewards of all processes.
     """
+    from accelerate import utils
+
     data = accelerator.context.data
 
     def gather_object(values: Any) -> list[Any]:
@@ -204,7 +203,7 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 
     replaced = {"gather": accelerator.gather, "gather_object": gather_object, "reduce": accelerator.reduce}
 
-    originals = {name: getattr(accelerate.utils, name) for name in replaced}
+    originals = {name: getattr(utils, name) for name in replaced}
 
     def apply() -> torch_patches.Undo:
         for name, new in replaced.items():
@@ -228,7 +227,8 @@ def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
 def _rebind(name: str, old: Any, new: Any) -> None:
     """Replace a function of accelerate.utils in all modules that have imported it, except in accelerate itself."""
     for module in list(sys.modules.values()):
-        is_theirs = str(getattr(module, "__name__", "")).startswith("accelerate.") and module is not accelerate.utils
+        path = str(getattr(module, "__name__", ""))
+        is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"
         if not is_theirs and getattr(module, "__dict__", {}).get(name) is old:
             setattr(module, name, new)
 
