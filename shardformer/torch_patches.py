@@ -65,7 +65,7 @@ def install_all(patches: Mapping[Patch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches in reverse order, except those of an active ``temporarily`` block.
+    """Remove all patches in reverse order, except the patches of an active ``temporarily`` block.
 
     Sharded models need the patches, so do not continue to train them.
 
@@ -112,7 +112,7 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replace the function that a decorator wraps, also for scripts that have already imported the decorated function.
+    """Replace the function that a decorator wraps, even for scripts that already imported the decorated function.
 
     Args:
         function: the decorated function.

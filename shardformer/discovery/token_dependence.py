@@ -19,7 +19,7 @@ from shardformer.meta_init.materialization import copy_materialized, is_lazy
 
 LENGTH = 8
 NOISE = 1e-5
-"""Relative tolerance for equal outputs, which differ slightly because experts receive other tokens."""
+"""Relative tolerance for equal outputs, which differ slightly because experts receive different tokens."""
 PERTURBATION = 0.05
 """Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
 IGNORED = -100
@@ -28,7 +28,7 @@ IGNORED = -100
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Which tokens affect the output that the loss compares with a label.
+    """Which tokens affect the output at a position, and whether the loss compares this output with the token there.
 
     Args:
         on_label: Whether the label token or later tokens change the output.
@@ -71,7 +71,7 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
             is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option} does not fit {type(model).__name__}, which {reason}",
+            f"{option} does not support {type(model).__name__}, which {reason}",
             rule="Several texts in a row are separated by their position_ids",
             remedy=remedy,
         )

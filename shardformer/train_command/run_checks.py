@@ -64,7 +64,8 @@ class Resume(Hook):
             if key.partition(".")[0] in FIXED:
                 keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
                 raise ConfigError(
-                    f"{key} is {_format_value(now)}, but {_format_value(was)} in the run in {self._config.folder!r}",
+                    f"{key} is {_format_value(now)}, but was {_format_value(was)} when the run in "
+                    f"{self._config.folder!r} started",
                     remedy=f"{keep} to resume the run, or set another folder to start a new run",
                 )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
@@ -78,9 +79,9 @@ class Resume(Hook):
             rates = f"changes from step {step + 1}, which uses {new_rate} (before: {old_rate})"
             if before["schedule"] == self._values["schedule"]:
                 raise ConfigError(
-                    f"Resuming with {self._num_steps} instead of {old_steps} steps and schedule.name = "
-                    f"{self._config.schedule.name!r} would change the learning rate of step {step + 1} from {old_rate} "
-                    f"to {new_rate}",
+                    f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
+                    f"learning rate of step {step + 1} from {old_rate} to {new_rate}, because schedule.name "
+                    f"= {self._config.schedule.name!r} depends on the number of steps",
                     remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
                     f"steps, or schedule.steps = {self._num_steps} to change it",
                 )
@@ -153,14 +154,15 @@ def check_task(config: TrainConfig, model: Any) -> None:
         name = type(model).__name__
         if task == "causal" and dependence.on_label:
             raise ConfigError(
-                f"model.task = 'causal' does not fit {name}, whose output depends on the token to predict",
+                f"model.task = 'causal' does not support {name}, whose output at a position depends on the "
+                "token to predict",
                 rule="A causal model predicts a token from earlier tokens only",
                 remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
             what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
             raise ConfigError(
-                f"model.task = 'masked' does not fit {name}, which {what}",
+                f"model.task = 'masked' does not support {name}, which {what}",
                 rule="A masked language model predicts a token at its position, from the tokens on both sides",
                 remedy="Set model.task = 'causal', or use a masked language model",
             )

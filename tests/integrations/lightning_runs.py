@@ -209,8 +209,8 @@ class OwnParameter(LanguageModel):
 
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
     "automatic_optimization=False": (Manual, dict),
-    "belong to ['head', 'model']": (TwoModels, dict),
-    "belong to ['model', 'scale']": (OwnParameter, dict),
+    "belong to the attributes ['head', 'model']": (TwoModels, dict),
+    "belong to the attributes ['model', 'scale']": (OwnParameter, dict),
     "sync_batchnorm=True": (lambda: LanguageModel(llama()), lambda: {"sync_batchnorm": True}),
     "StochasticWeightAveraging": (
         lambda: LanguageModel(llama()),
@@ -278,3 +278,15 @@ def fit_twice(first: dict[str, Any] | None, second: dict[str, Any] | None) -> li
     except shardformer.ConfigError as error:
         return str(error)
     return module.losses
+
+
+class SkipsBatches(LanguageModel):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None
+
+
+def skip_batches() -> str:
+    """Return the error of a training step without a loss on data ranks."""
+    with pytest.raises(shardformer.ConfigError) as error:
+        trainer_of({}).fit(SkipsBatches(llama()), loader({}, token_rows()))
+    return str(error.value)

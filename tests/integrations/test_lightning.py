@@ -27,8 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 REFUSED = (
     "automatic_optimization=False",
-    "belong to ['head', 'model']",
-    "belong to ['model', 'scale']",
+    "belong to the attributes ['head', 'model']",
+    "belong to the attributes ['model', 'scale']",
     "sync_batchnorm=True",
     "StochasticWeightAveraging",
     "AsyncCheckpointIO",
@@ -93,6 +93,11 @@ def test_metrics_count_data_parallel_ranks(integrations: IntegrationProcess, par
         assert found["metrics"]["large"] == expected["metrics"]["large"] > 0
         assert gathered == [data, 8 // data, 9]
         assert decisions == [False, True]
+
+
+def test_a_skipped_batch_raises_on_data_ranks(integrations: IntegrationProcess) -> None:
+    errors = integrations(2).run(call, "skip_batches")
+    assert all(f"training_step returned None on data-parallel rank {rank}" in text for rank, text in enumerate(errors))
 
 
 def test_a_checkpoint_resumes_under_another_layout(integrations: IntegrationProcess, tmp_path: Path) -> None:
@@ -171,4 +176,4 @@ def test_a_second_fit_continues_or_is_refused(integrations: IntegrationProcess) 
     for error in integrations(2).run(call, "fit_twice", tensor, data):
         assert "is sharded over" in error
     for error in integrations(2).run(call, "fit_twice", zero, zero):
-        assert "An earlier fit trained this model with ZeRO" in error
+        assert "This model was trained with ZeRO by an earlier fit" in error

@@ -133,8 +133,8 @@ def test_arguments_that_cannot_work_are_refused_before_training(
     first, second = integrations(2).run(uses.refusals, str(tmp_path))
     assert first == second
     for name, parts in {
-        "pipe and label smoothing": ("label_smoothing_factor with pipe=2", "the model's own loss"),
-        "pipe and compute_loss": ("compute_loss with pipe=2", "the model's own loss"),
+        "pipe and label smoothing": ("label_smoothing_factor with pipe=2", "the loss of the model itself"),
+        "pipe and compute_loss": ("compute_loss with pipe=2", "the loss of the model itself"),
         "sequence and generate": ("predict_with_generate=True", "sequence=2"),
         "max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments"),
         "fsdp": ("fsdp", "zero_stage"),

@@ -193,7 +193,7 @@ def test_stage_is_traced_with_shapes_of_previous_stage() -> None:
     sample = SmallModel("llama")
     with fake_tensors() as copied:
         fakes = copied(batch_of(sample, masked=False))
-        with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced because"):
+        with pytest.raises(ConfigError, match="Virtual stage 1 cannot be traced, because"):
             step(fake_context({"pipe": 1}, pipe=2), sample, fakes, {}, {})
 
 
@@ -203,7 +203,7 @@ def test_block_that_reads_head_width_is_refused() -> None:
     real, batch = sample(), RandomBatches(sample.head_class)(0)
     with fake_tensors() as copied:
         model = shard_model(copied(real), context=fake_context(tensor=2))
-        with pytest.raises(ConfigError, match="reads the width of its attention heads from the shape of an input"):
+        with pytest.raises(ConfigError, match="computes the size of its attention heads from the shape of an input"):
             model(**copied(batch))
 
 

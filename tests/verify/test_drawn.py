@@ -1,4 +1,4 @@
-"""Random numbers that a model draws outside of its blocks are the same in the sharded and the plain model."""
+"""Random numbers that a model draws outside its blocks are the same in the sharded and the plain model."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"when it is recomputed. With the same seeds"):
+    with pytest.raises(ConfigError, match=r"when it is computed again. With the same seeds"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 

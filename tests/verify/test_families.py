@@ -210,7 +210,7 @@ class Short:
         return {"input_ids": ids[:, :length], "labels": ids[:, :length].clone()}
 
 
-class GPT2OnStates(transformers.GPT2LMHeadModel):
+class OnStates(transformers.PreTrainedModel):
     """Attends to the states of another model. They are a parameter here, so that their gradient is compared."""
 
     def __init__(self, config: Any) -> None:
@@ -222,14 +222,12 @@ class GPT2OnStates(transformers.GPT2LMHeadModel):
         return super().forward(input_ids, **kwargs)
 
 
-class BertOnStates(transformers.BertLMHeadModel):
-    def __init__(self, config: Any) -> None:
-        super().__init__(config)
-        self.states = nn.Parameter(torch.randn(1, 7, config.hidden_size) / 4)
+class GPT2OnStates(OnStates, transformers.GPT2LMHeadModel):
+    pass
 
-    def forward(self, input_ids: Tensor, **kwargs: Any) -> Any:
-        kwargs.setdefault("encoder_hidden_states", self.states.repeat(len(input_ids), 1, 1))
-        return super().forward(input_ids, **kwargs)
+
+class BertOnStates(OnStates, transformers.BertLMHeadModel):
+    pass
 
 
 def gpt2_on_states() -> nn.Module:

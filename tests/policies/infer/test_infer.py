@@ -299,7 +299,7 @@ def test_a_reduced_model_has_a_layer_of_each_kind() -> None:
 
 @pytest.mark.slow
 def test_a_model_with_infinite_gradients_in_fp64_is_validated_in_fp32() -> None:
-    """Its mask is the lowest fp64 value, for which softmax in fp32 is not finite, and its inputs are (S, B, H)."""
+    """The mask is the lowest fp64 value, for which softmax in fp32 is not finite, and the inputs are (S, B, H)."""
     model = transformers.LongformerForMaskedLM(shrink_config(transformers.LongformerConfig()))
     assert next(reduce_model(model).model.parameters()).dtype == torch.float32
     policy: Any = derive_policy(model)
