@@ -339,7 +339,8 @@ def score_tokens(
     if not sharded_layers(head):
         return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
     logits_TV = head(hidden_TH)
-    axis, bounds = Axis("tensor"), (0, logits_TV.shape[-1])
+    axis = Axis("tensor")  # of one rank, for a head that gathers its logits
+    bounds: tuple[int, ...] = (0, logits_TV.shape[-1])
     if isinstance(logits_TV, VocabParallelLogits):
         axis, bounds, logits_TV = logits_TV.axis, logits_TV.bounds, local_shard(logits_TV)
     if (scale, softcap, temperature) != (1.0, None, 1.0):

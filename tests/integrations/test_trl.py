@@ -126,7 +126,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
     first, second = integrations(2).run(uses.refusals, str(tmp_path))
     assert first == second
     for name, parts in {
-        "pipe": ("SFTTrainer.compute_loss with pipe=2", "the model's own loss"),
+        "pipe": ("SFTTrainer.compute_loss with pipe=2", "the loss of the model itself"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
         "generations": ("8 generations per prompt do not divide the 4 completions", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),
