@@ -143,7 +143,7 @@ def build_trainer(
     )
     for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
         compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
-    return Trainer(engine, [header, *hooks, Resume(config, num_steps)]), data
+    return Trainer(engine, [header, *hooks, Resume(config, num_steps, data.chat_template)]), data
 
 
 def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:

@@ -19,8 +19,8 @@ from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, 
 from shardformer.training.hook import Hook, TrainerProtocol
 
 CONFIG_FILE = "resolved_config.toml"
-MODEL_KEY = "model_config"
-"""Key of the config of the model in the state of ``Resume``, from which a checkpoint can be loaded without the run."""
+MODEL_KEY, TEMPLATE_KEY = "model_config", "chat_template"
+"""Keys of the model's config and of the chat template in the state of ``Resume``, for the use of a checkpoint alone."""
 FIXED = ("model", "optimizer", "seed")
 """Keys and tables that must not change on resume: the checkpoint determines weights, optimizer and data order."""
 MAX_COMPARED_STEPS = 10_000
@@ -37,8 +37,8 @@ class Resume(Hook):
         ConfigError: The resumed run has another model or optimizer, or its new length would change learning rates.
     """
 
-    def __init__(self, config: TrainConfig, num_steps: int) -> None:
-        self._config, self._num_steps = config, num_steps
+    def __init__(self, config: TrainConfig, num_steps: int, chat_template: str | None = None) -> None:
+        self._config, self._num_steps, self._chat_template = config, num_steps, chat_template
         self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
         self._model_config = ""
@@ -46,6 +46,7 @@ class Resume(Hook):
     def state(self) -> Any:
         return {
             "config": json.dumps(self._values), "num_steps": self._num_steps, MODEL_KEY: self._model_config,
+            TEMPLATE_KEY: self._chat_template,
         }  # fmt: skip
 
     def load_state(self, state: Any) -> None:

@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
+from shardformer.sharding.compiled_layers import compiled_stacks
 from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
     full_weights,
@@ -127,6 +128,16 @@ def train_loop(case: dict[str, Any]) -> dict[str, Any]:
 
 def train_loops(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_loop(case) for case in cases]
+
+
+def compiled_loop(layout: dict[str, Any]) -> tuple[float, str, list[int]]:
+    """Train with a dynamo backend and without. Return the difference, the class of the model and numbers of graphs."""
+    eager, compiled = Loop(layout), Loop(layout, dynamo_backend="aot_eager")
+    eager.train(2)
+    compiled.train(2)
+    difference = largest_difference([*compiled.losses, *compiled.norms], [*eager.losses, *eager.norms])
+    graphs = [len(stack.graphs) for stack in compiled_stacks(compiled.model)]
+    return difference, type(compiled.model).__name__, graphs
 
 
 def refusals() -> dict[str, str]:

@@ -230,4 +230,5 @@ LAYOUTS: dict[str, Layout] = {
     "tensor and ZeRO 2": Layout({"tensor": 2, "data": 2}, zero=2),
     "sequence parallel and pipeline": Layout({"tensor": 2, "pipe": 2}, SEQUENCE_PARALLEL),
     "checkpointing": Layout({"tensor": 2}, SEQUENCE_PARALLEL, checkpointing=True),
+    "compiled": Layout({"tensor": 2}, {"compile": "aot_eager"}),
 }

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.integrations import accelerate_cases as cases
-from tests.integrations.accelerate_cases import helpers, refusals, train_loops
+from tests.integrations.accelerate_cases import compiled_loop, helpers, refusals, train_loops
 from tests.integrations.process import IntegrationProcess
 from tests.integrations.rows import record_difference
 
@@ -84,6 +84,16 @@ def test_every_feature_equals_one_process_under_every_layout(
     feature: str, integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
     check(integrations, tmp_path, [(feature, layout) for layout in LAYOUTS])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param({"data": 2, "zero_stage": 3}, marks=pytest.mark.full)])
+def test_a_dynamo_backend_compiles_the_layers(integrations: IntegrationProcess, layout: dict[str, Any]) -> None:
+    for difference, kind, graphs in integrations(2).run(compiled_loop, layout):
+        assert difference < BOUND
+        assert kind == "LlamaForCausalLM"  # without a wrapper
+        assert graphs == [1]
 
 
 @pytest.mark.slow

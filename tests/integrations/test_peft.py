@@ -16,7 +16,7 @@ BOUND = 5e-6
 PIPELINE = ("pipeline", "sequence parallel and pipeline")
 REFUSED = {
     (feature, layout) for feature in ("AdaLoRA", "prompt tuning", "p-tuning", "prefix tuning") for layout in PIPELINE
-}
+} | {("LoHa", "compiled"), ("LoKr", "compiled")}  # which branch on values of tensors
 UNEQUAL_DROPOUT = {"data", "ZeRO 1", "ZeRO 2", "ZeRO 3", "ZeRO 3, frozen base gathered", "tensor and ZeRO 2", *PIPELINE}
 """Layouts in which each data rank or micro-batch draws its own dropout, as for dropout of the model."""
 MATRIX = [

@@ -57,6 +57,7 @@ FEATURES: dict[str, tuple[str, dict[str, Any]]] = {
     "batch_rebalance": ("llama", REBALANCED),
     "activation checkpointing": ("llama", {"activation_checkpointing": True}),
     "bf16": ("llama", {"bf16": True}),
+    "torch_compile": ("llama", {"torch_compile": True, "torch_compile_backend": "aot_eager"}),
 }
 SAMPLE = [
     ("gradient accumulation", {"tensor": 2}),
@@ -74,6 +75,7 @@ EXCLUDED = {
     ("predict_with_generate", "pipe"): "refused",
     ("predict_with_generate", "sequence"): "refused",
     ("NEFTune", "pipe"): "refused",
+    ("torch_compile", "pipe"): "refused",
 }
 """(feature, axis) -> why the run is not compared with one process."""
 

@@ -29,8 +29,8 @@ MUTANTS = [
     mutant(
         "samples-dropped-by-each-rank",
         "shardformer/random_state.py",
-        "seed, own = self._share(seed.to(x.device)), 0",
-        "own = 0",
+        "seed, rank = self._share(seed.to(x.device)), -1",
+        "rank = -1",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
         first=("tests/timm/test_timm.py::test_ranks_drop_the_same_samples",),
     ),
