@@ -10,7 +10,7 @@ for other subclasses of ``transformers.Trainer``.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -54,6 +54,7 @@ class ShardedTrainer:
         ConfigError: The layout or an argument is not supported. Raised before training.
     """
 
+    replaces_fused_heads = False
     # attributes and methods of the Trainer class
     args: Any
     model: Any
@@ -76,11 +77,20 @@ class ShardedTrainer:
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
+        if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
+            raise ConfigError(
+                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL",
+                rule="TRL computes log-probabilities from the weight of the head, of which each rank has a slice",
+                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class",
+            )
         self.parallel, self.policy = ParallelConfig.of(parallel), policy
         sharded = sharded_model_in(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         check_arguments(args, self.parallel)
-        super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        if others:
+            super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        else:  # args is not the second argument of all trainers
+            super().__init__(model, args=args, **options)  # type: ignore[call-arg]
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",
@@ -204,7 +214,8 @@ class ShardedTrainer:
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return 6 times the non-embedding parameters times the tokens. Trainer sums this over all processes."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(tokens, Tensor):
             return 0
         copies = self.args.world_size // self.context.data.size
