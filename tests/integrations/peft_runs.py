@@ -160,7 +160,9 @@ def shard_before(model_name: str, config: Any, layout: Layout, context: Parallel
 
 
 def shard_after(model_name: str, config: Any, layout: Layout, context: ParallelContext, **options: Any) -> Any:
-    """``shard_model``, then ``get_peft_model``."""
+    """``shard_model``, then PEFT's own ``get_peft_model``."""
+    import peft
+
     torch.manual_seed(0)
     model = MODELS[model_name](**options).to(layout.dtype)
     if layout.checkpointing:
@@ -168,7 +170,7 @@ def shard_after(model_name: str, config: Any, layout: Layout, context: ParallelC
         model.enable_input_require_grads()
     model = shardformer.shard_model(model, context=context, **layout.options)
     torch.manual_seed(5)
-    model = get_peft_model(model, copy.deepcopy(config))
+    model = peft.get_peft_model(model, copy.deepcopy(config))
     filled = adapted(model_name, copy.deepcopy(config), layout.dtype, **options)
     if context.pipe.size == 1:
         model.load_state_dict({n: p.detach() for n, p in filled.named_parameters() if p.requires_grad}, strict=False)
@@ -230,7 +232,7 @@ def file_differences(model_name: str, config: Any, layout: Layout, folder: str) 
         model.save_pretrained(f"{folder}/sharded")
         torch.manual_seed(0)
         other = shardformer.shard_model(MODELS[model_name]().to(layout.dtype), context=context, **layout.options)
-        other = from_pretrained(other, f"{folder}/plain", is_trainable=True)
+        other = peft.PeftModel.from_pretrained(other, f"{folder}/plain", is_trainable=True)
         loaded = full_state_dict(other)
         before = eval_loss(other, model_name, context)
         if layout.zero is None:
