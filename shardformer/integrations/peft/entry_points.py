@@ -48,7 +48,9 @@ def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callabl
     """
 
     @wraps(original)
-    def __init__(self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any) -> None:
+    def __init__(
+        self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> None:
         if METADATA_ATTRIBUTE not in getattr(model, "__dict__", {}) or _IS_CHANGING.get():
             original(self, model, peft_config, adapter_name, *args, **kwargs)
             return

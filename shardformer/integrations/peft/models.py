@@ -267,7 +267,11 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
     def write() -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
-            with _all_adapters(self), _full_parameters(self, lambda name, p: weights.get(name, p)), _plain_embeddings(self):
+            with (
+                _all_adapters(self),
+                _full_parameters(self, lambda name, p: weights.get(name, p)),
+                _plain_embeddings(self),
+            ):
                 type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
 
     collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
@@ -370,6 +374,14 @@ def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
         collective_call(metadata_of(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
 
 
+def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
+    raise ConfigError(
+        "add_weighted_adapter is not supported on a sharded model",
+        rule="It combines all values of several adapters",
+        remedy="Call it before shard_model, or in one process, and load the new adapter",
+    )
+
+
 def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     """Return the number of trainable and of all parameters of the full model."""
     state = metadata_of(self)
@@ -394,4 +406,5 @@ _TUNER_METHODS: Mapping[str, Callable[..., Any]] = {
     "unload": _unload,
     "merge_adapter": _merge_adapter,
     "unmerge_adapter": _unmerge_adapter,
+    "add_weighted_adapter": _add_weighted_adapter,
 }
