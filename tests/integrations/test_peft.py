@@ -38,6 +38,7 @@ SAMPLE = [
 ]
 LATE_PIPELINE = ("pipeline", "after")
 """The comparison fills adapters after sharding, which a pipeline stage cannot do."""
+FEATURES_WITH_FILES = [name for name in METHODS if "tuning" not in name]
 OTHER_MODELS = [name for name in MODELS if name != "llama"]
 
 
@@ -92,7 +93,7 @@ def test_files_are_those_of_one_process(integrations: IntegrationProcess) -> Non
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tensor", "sequence parallel", "data"])
-@pytest.mark.parametrize("feature", [name for name in METHODS if "tuning" not in name])
+@pytest.mark.parametrize("feature", FEATURES_WITH_FILES)
 def test_files_of_every_method(integrations: IntegrationProcess, feature: str, layout: str) -> None:
     found = integrations(1).run(runs.files_named, feature, layout, model_of(feature))[0]
     assert max(found.values()) < BOUND, found

@@ -1,0 +1,225 @@
+"""Overhead of transformers' Trainer with ShardFormer, compared with a loop over the same sharded model.
+
+The loop reads a data loader, calls the model, clips, steps the optimizer and the scheduler, and clears the gradients.
+In one process the plain Trainer is compared with the same loop over the plain model: that overhead is transformers'
+own. Each variant is built twice, first and last, because the memory that a model gets changes the step time by some
+percent. Needs accelerate: ``pip install 'shardformer[accelerate]'``.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import Any
+
+import common
+import torch
+from common import Llama, Step
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+import shardformer
+from shardformer.mesh.parallel_context import ParallelContext
+
+LAYOUTS: dict[str, dict[str, int]] = {
+    "one process": {},
+    "data 2": {"data": 2},
+    "tensor 2": {"tensor": 2},
+    "data 2, ZeRO 2": {"data": 2, "zero_stage": 2},
+}
+NUM_STEPS = 1_000_000
+"""Length of the data and of the schedule, longer than any measurement."""
+
+
+class Rows(Dataset[dict[str, Tensor]]):
+    """Endless data: the batches of the benchmark one after the other."""
+
+    def __init__(self, size: Llama, batch: int) -> None:
+        batches = size.batches(batch)
+        self._rows = [{name: x[row] for name, x in each.items()} for each in batches for row in range(batch)]
+
+    def __len__(self) -> int:
+        return NUM_STEPS * len(self._rows)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return self._rows[index % len(self._rows)]
+
+
+class OwnBatches(Sampler[list[int]]):
+    """The batches of one data rank, as accelerate distributes them."""
+
+    def __init__(self, batch: int, rank: int, num_ranks: int) -> None:
+        self._batch, self._rank, self._num_ranks = batch, rank, num_ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for number in count(self._rank, self._num_ranks):
+            yield list(range(number * self._batch, (number + 1) * self._batch))
+
+
+def collate(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def loop(size: Llama, batch: int, layout: dict[str, int]) -> Step:
+    """Return the step of a training loop that calls the model itself."""
+    model: Any = size.build().train()
+    sizes = {name: n for name, n in layout.items() if name != "zero_stage"}
+    own = OwnBatches(batch, 0, 1)
+    if sizes:
+        context = ParallelContext.from_world(sizes)
+        model = shardformer.shard_model(model, context=context)
+        own = OwnBatches(batch, context.data.rank, context.data.size)
+    optimizer: Any = common.adamw(model)
+    if stage := layout.get("zero_stage"):
+        optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
+    clip: Callable[[Any, float], object] = shardformer.clip_grad_norm_ if sizes else _clip
+    batches: Iterator[dict[str, Tensor]] = iter(DataLoader(Rows(size, batch), batch_sampler=own, collate_fn=collate))
+
+    def step(index: int) -> float:
+        loss = model(**next(batches), use_cache=False).loss
+        loss.backward()
+        clip(model, 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        return float(loss.detach())
+
+    return step
+
+
+def _clip(model: Any, norm: float) -> Tensor:
+    return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
+
+
+class Turns:
+    """Lets another thread run one step at a time.
+
+    Args:
+        run: trains in that thread. It calls ``wait`` before each step.
+    """
+
+    def __init__(self, run: Callable[[Turns], object]) -> None:
+        self._mine, self._other = threading.Semaphore(0), threading.Semaphore(0)
+        self.loss, self.error = 0.0, None
+        self.is_over = False
+        threading.Thread(target=self._run, args=(run,), daemon=True).start()
+        self._other.acquire()  # until the first step can start
+
+    def _run(self, run: Callable[[Turns], object]) -> None:
+        try:
+            run(self)
+        except BaseException as error:
+            self.error = error
+        self.is_over = True
+        self._other.release()
+
+    def wait(self) -> None:
+        """End a step of the other thread, and wait for the next."""
+        self._other.release()
+        self._mine.acquire()
+
+    def step(self, index: int) -> float:
+        self._mine.release()
+        self._other.acquire()
+        if self.is_over:
+            raise RuntimeError("the training ended") from self.error
+        return self.loss
+
+
+def trainer(size: Llama, batch: int, layout: dict[str, int]) -> Step:
+    """Return the step of a Trainer, which runs in its own thread."""
+    import transformers
+
+    from shardformer.integrations.transformers import Trainer
+
+    class InTurns(transformers.TrainerCallback):
+        def __init__(self, turns: Turns) -> None:
+            self.turns = turns
+
+        def on_epoch_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.turns.wait()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            self.turns.loss = float(self.turns.last)
+            self.turns.wait()
+
+    def run(turns: Any) -> None:
+        kind: Any = Trainer if layout else transformers.Trainer
+
+        class Watched(kind):
+            def training_step(self, *args: Any, **kwargs: Any) -> Any:
+                turns.last = super().training_step(*args, **kwargs)
+                return turns.last
+
+        options: dict[str, Any] = {"per_device_train_batch_size": batch, "max_steps": NUM_STEPS, "learning_rate": 1e-4}
+        quiet: dict[str, Any] = {"report_to": [], "save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True}
+        options["train_sampling_strategy"] = "sequential"
+        folder = tempfile.mkdtemp()
+        args = transformers.TrainingArguments(folder, use_cpu=True, optim="adamw_torch_fused", **options, **quiet)
+        data: dict[str, Any] = {"train_dataset": Rows(size, batch), "data_collator": collate}
+        if layout:
+            data["parallel"] = layout
+        made = Watched(size.build(), args, **data, callbacks=[InTurns(turns)])
+        made.remove_callback(transformers.PrinterCallback)
+        made.train()
+
+    return Turns(run).step
+
+
+VARIANTS: dict[str, Callable[..., Step]] = {
+    "loop": loop,
+    "Trainer": trainer,
+    "Trainer again": trainer,
+    "loop again": loop,
+}
+
+
+def measure(size: Llama, batch: int, layout: dict[str, int], repetitions: int, seconds: float) -> Any:
+    """Measure in every process."""
+    steps = {name: make(size, batch, layout) for name, make in VARIANTS.items()}
+    return common.take_turns(steps, repetitions, seconds, at_least=9)
+
+
+def joined(timings: Any) -> dict[str, float]:
+    """Return kind -> ms per step, the mean of its two variants."""
+    own = {kind: [t.ms for n, t in timings.items() if n.removesuffix(" again") == kind] for kind in timings}
+    return {kind: sum(ms) / len(ms) for kind, ms in own.items() if ms}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = common.arguments(__doc__, seconds=30.0)
+    parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
+    parser.add_argument("--sequence", type=int, default=128)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--vocabulary", type=int, default=8000)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
+    args = parser.parse_args(argv)
+    results: dict[str, Any] = {}
+    rows = []
+    for hidden in args.hidden:
+        size = common.llama(hidden, args.sequence, args.layers, args.vocabulary)
+        for name in args.layouts:
+            common.progress(f"measuring hidden {hidden}, {name}")
+            with common.processes(2 if LAYOUTS[name] else 1, args.threads) as pool:
+                timings = pool.run(measure, size, args.batch, LAYOUTS[name], args.repetitions, args.seconds)[0]
+            results[f"{hidden}, {name}"] = common.timings_as_dict(timings)
+            means = joined(timings)
+            _, difference = common.largest_difference(timings, "loop")
+            spread = max(timings[f"{kind} again"].ms / timings[kind].ms for kind in means)
+            cells = [common.ms(means["loop"]), common.ms(means["Trainer"]), f"{means['Trainer'] / means['loop']:.3f}"]
+            rows.append([f"{hidden}, {name}", *cells, f"{spread:.3f}", f"{difference:.0e}"])
+    if args.json:
+        print(common.as_json("trainer", vars(args), results))
+    else:
+        print(f"\nA step of a LLaMA: batch {args.batch} x {args.sequence} per data rank, AdamW, clipped\n")
+        print(common.table(["hidden, layout", "loop, ms", "Trainer, ms", "ratio", "again", "losses differ"], rows))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
