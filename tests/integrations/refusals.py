@@ -1,4 +1,4 @@
-"""What the integrations refuse before training: the tables of docs/integrations.md, and the attempts of the tests.
+"""Refusals of the integrations: the rows of the tables in docs/integrations.md, and the attempts of the tests.
 
 Each row of a table names the attempts that show it. The functions ``refusals`` of the tests make these attempts.
 """
