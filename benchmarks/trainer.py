@@ -2,8 +2,9 @@
 
 The loop reads a data loader, calls the model, clips, steps the optimizer and the scheduler, and clears the gradients.
 In one process the plain Trainer is compared with the same loop over the plain model: that overhead is transformers'
-own. Each variant is built twice, first and last, because the memory that a model gets changes the step time by some
-percent. Needs accelerate: ``pip install 'shardformer[accelerate]'``.
+own. The ratio of the CPU times of the first process depends less on other processes of the machine. Each variant is
+built twice, first and last, because the memory that a model gets changes the step time by some percent. Needs
+accelerate: ``pip install 'shardformer[accelerate]'``.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from __future__ import annotations
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping
 from itertools import count
+from statistics import median
 from typing import Any
 
 import common
@@ -73,6 +76,8 @@ def loop(size: Llama, batch: int, layout: dict[str, int]) -> Step:
         model = shardformer.shard_model(model, context=context)
         own = OwnBatches(batch, context.data.rank, context.data.size)
     optimizer: Any = common.adamw(model)
+    for group in optimizer.param_groups:
+        group["weight_decay"] = 0.0  # the default of TrainingArguments
     if stage := layout.get("zero_stage"):
         optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
@@ -179,14 +184,27 @@ VARIANTS: dict[str, Callable[..., Step]] = {
 
 
 def measure(size: Llama, batch: int, layout: dict[str, int], repetitions: int, seconds: float) -> Any:
-    """Measure in every process."""
-    steps = {name: make(size, batch, layout) for name, make in VARIANTS.items()}
-    return common.take_turns(steps, repetitions, seconds, at_least=9)
+    """Measure in every process. Returns the timings, and the CPU time of each variant in ms per step."""
+    used: dict[str, list[float]] = {name: [] for name in VARIANTS}
+
+    def counting(name: str, step: Step) -> Step:
+        def counted(index: int) -> float:
+            start = time.process_time()
+            loss = step(index)
+            used[name].append(time.process_time() - start)
+            return loss
+
+        return counted
+
+    steps = {name: counting(name, make(size, batch, layout)) for name, make in VARIANTS.items()}
+    timings = common.take_turns(steps, repetitions, seconds, at_least=9)
+    counted = len(timings["loop"].seconds)  # without the warm-up
+    return timings, {name: median(times[-counted:]) * 1e3 for name, times in used.items()}
 
 
-def joined(timings: Any) -> dict[str, float]:
-    """Return kind -> ms per step, the mean of its two variants."""
-    own = {kind: [t.ms for n, t in timings.items() if n.removesuffix(" again") == kind] for kind in timings}
+def joined(times: Mapping[str, float]) -> dict[str, float]:
+    """Return kind -> time per step, the mean of its two variants."""
+    own = {kind: [ms for name, ms in times.items() if name.removesuffix(" again") == kind] for kind in times}
     return {kind: sum(ms) / len(ms) for kind, ms in own.items() if ms}
 
 
@@ -206,18 +224,20 @@ def main(argv: list[str] | None = None) -> int:
         for name in args.layouts:
             common.progress(f"measuring hidden {hidden}, {name}")
             with common.processes(2 if LAYOUTS[name] else 1, args.threads) as pool:
-                timings = pool.run(measure, size, args.batch, LAYOUTS[name], args.repetitions, args.seconds)[0]
-            results[f"{hidden}, {name}"] = common.timings_as_dict(timings)
-            means = joined(timings)
+                timings, cpu = pool.run(measure, size, args.batch, LAYOUTS[name], args.repetitions, args.seconds)[0]
+            results[f"{hidden}, {name}"] = {"cpu_ms": cpu, **common.timings_as_dict(timings)}
+            means, cpu_means = joined({kind: t.ms for kind, t in timings.items()}), joined(cpu)
             _, difference = common.largest_difference(timings, "loop")
             spread = max(timings[f"{kind} again"].ms / timings[kind].ms for kind in means)
             cells = [common.ms(means["loop"]), common.ms(means["Trainer"]), f"{means['Trainer'] / means['loop']:.3f}"]
-            rows.append([f"{hidden}, {name}", *cells, f"{spread:.3f}", f"{difference:.0e}"])
+            cells += [f"{cpu_means['Trainer'] / cpu_means['loop']:.3f}", f"{spread:.3f}", f"{difference:.0e}"]
+            rows.append([f"{hidden}, {name}", *cells])
     if args.json:
         print(common.as_json("trainer", vars(args), results))
     else:
         print(f"\nA step of a LLaMA: batch {args.batch} x {args.sequence} per data rank, AdamW, clipped\n")
-        print(common.table(["hidden, layout", "loop, ms", "Trainer, ms", "ratio", "again", "losses differ"], rows))
+        head = ["hidden, layout", "loop, ms", "Trainer, ms", "ratio", "CPU time", "again", "losses differ"]
+        print(common.table(head, rows))
     return 0
 
 

@@ -69,6 +69,7 @@ SAMPLE = [
     ("gradient accumulation", {"data": 2, "zero_stage": 1}),
     ("sequence to sequence", {"data": 2}),
     ("tied weights", {"pipe": 2, "micro_batches": 2}),
+    ("sequence classification", {"data": 2, "zero_stage": 3}),
     ("LoRA of PEFT", {"data": 2, "zero_stage": 3}),
 ]
 EXCLUDED = {
