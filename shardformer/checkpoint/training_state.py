@@ -27,6 +27,7 @@ from shardformer.layout.sharding_metadata import find_metadata, sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
+from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import load_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -198,7 +199,7 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
             f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
             remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module",
         )
-    if any(kind.__name__ == "DTensor" for kind in type(value).__mro__):  # importing DTensor is slow
+    if is_dtensor(value):
         raise ConfigError(
             f"{name} is a DTensor, as created by fully_shard, which save_checkpoint does not support",
             remedy="Save the model with torch.distributed.checkpoint, or use shard_optimizer(..., stage=3)",

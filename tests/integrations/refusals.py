@@ -108,13 +108,14 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     ),
     "transformers": (
         Refusal(
-            "`fsdp`, `deepspeed`, `parallelism_config`",
+            "`fsdp`, `deepspeed`, `parallelism_config`, and models that `DistributedConfig` or `fully_shard` has sharded",
             f"{ONE_LIBRARY}. `ParallelismConfig` and `DistributedConfig` select the parallelism of accelerate and "
             "transformers",
             {
                 "fsdp": ("fsdp", "zero_stage"),
                 "deepspeed": ("deepspeed", "zero_stage"),
                 "parallelism_config": ("parallelism_config", "Set the sizes of the axes in ParallelConfig"),
+                "fully_shard": ("is a DTensor", "DistributedConfig of transformers"),
             },
         ),
         Refusal(

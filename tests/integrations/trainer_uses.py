@@ -20,6 +20,7 @@ from tests.integrations.trainer_cases import reset_accelerate
 def refusals(folder: str) -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     from accelerate import ParallelismConfig
+    from torch.distributed.fsdp import fully_shard
 
     from shardformer.integrations import transformers as integration
     from shardformer.integrations.transformers import Seq2SeqTrainer, Trainer
@@ -58,6 +59,7 @@ def refusals(folder: str) -> dict[str, str]:
         "pipe and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"pipe": 2}),
         "pipe and NEFTune": lambda: start({"pipe": 2}, neftune_noise_alpha=5.0),
         "two layouts": start_twice,
+        "fully_shard": lambda: Trainer(fully_shard(llama()), args(), parallel={"data": 2}),
         "deepspeed": start_with_deepspeed,
         "parallelism_config": lambda: start({"tensor": 2}, parallelism_config=ParallelismConfig(tp_size=2)),
         "auto_find_batch_size": lambda: start({"tensor": 2}, auto_find_batch_size=True),
