@@ -108,7 +108,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     ),
     "transformers": (
         Refusal(
-            "`fsdp`, `deepspeed`, `parallelism_config`, and models that `DistributedConfig` or `fully_shard` has sharded",
+            "`fsdp`, `deepspeed`, `parallelism_config`, and models that `DistributedConfig` or `fully_shard` sharded",
             f"{ONE_LIBRARY}. `ParallelismConfig` and `DistributedConfig` select the parallelism of accelerate and "
             "transformers",
             {
