@@ -548,7 +548,8 @@ def _sharding_init(self: Any, model: Any = None, args: Any = None, *others: Any,
     if is_sharded or getattr(args, "parallel", None) is None:
         _INIT(self, model, args, *others, **options)
         return
-    self.__class__ = _sharded_class(type(self))
+    kind: Any = type(self)
+    self.__class__ = _sharded_class(kind)
     self._set_layout(model, args, None)
     _INIT(self, model, args, *others, **options)
     self._shard_after_init()

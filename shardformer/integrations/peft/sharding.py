@@ -434,12 +434,13 @@ def _plain_order(
     order: dict[str, None] = {}
     for name in found:
         path = names.wrapper_of(name)
-        if path not in tensors:
+        if path is None or path not in tensors:
             order[name] = None
             continue
         for each in tensors[path]:
             order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModule.MARK}") else [each])
-    return [name for name in order if name in found]
+    present = set(found)
+    return [name for name in order if name in present]
 
 
 def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
