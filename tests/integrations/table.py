@@ -2,7 +2,7 @@
 
 ``make integration-table`` runs the tests, and calls ``python -m tests.integrations.table ROWS`` with the file of
 results that ``rows.py`` wrote. A cell is the largest difference to one process over the layouts of its column. Cells
-that this run did not measure keep their value, and cells without a test disappear.
+that this run did not measure keep their value, and cells without a test disappear. The cell of a new case is "not run".
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ COLUMNS = (
     "combined",
     "files",
 )
-MEASURED, REFUSED, EMPTY = "measured", "refused", "–"
+MEASURED, REFUSED, NOT_RUN, EMPTY = "measured", "refused", "not run", "–"
 LIBRARIES = ("peft", "transformers", "accelerate", "lightning")
 Cells = dict[tuple[str, str, str], str]
 """(library, feature, column) -> text of the cell."""
@@ -147,13 +147,11 @@ def measured_table(library: str, cells: Cells, release: str) -> str:
 
 
 def current_cells(before: Cells, measured: Cells) -> Cells:
-    """Return the cells of the new page. Raises ValueError if a case was never measured."""
+    """Return the cells of the new page."""
     cells = {}
     for cell, kind in existing_cases().items():
-        value = REFUSED if kind == REFUSED else measured.get(cell) or before.get(cell)
-        if value in (None, REFUSED) and kind == MEASURED:
-            raise ValueError(f"{cell} was not measured. Run its test with INTEGRATION_ROWS")
-        cells[cell] = str(value)
+        value = measured.get(cell) or before.get(cell, NOT_RUN)
+        cells[cell] = REFUSED if kind == REFUSED else NOT_RUN if value == REFUSED else value
     return cells
 
 
@@ -164,7 +162,7 @@ def write_page(page: str, rows: Iterable[Row] = ()) -> str:
     releases |= {row.library: row.release for row in rows}
     cells = current_cells(before, cells_of(rows))
     for library in LIBRARIES:
-        page = _replace(page, f"measured {library}", measured_table(library, cells, releases[library]))
+        page = _replace(page, f"measured {library}", measured_table(library, cells, releases.get(library, NOT_RUN)))
         page = _replace(page, f"refused {library}", refusals.table(library))
     return page
 

@@ -13,13 +13,15 @@ def test_the_page_is_current() -> None:
     assert table.write_page(page) == page, "Run `make integration-table`, or `python -m tests.integrations.table`"
 
 
-def test_a_case_without_a_result_is_reported() -> None:
-    cells, _ = table.read_cells(table.PAGE.read_text(encoding="utf-8"))
-    cell = "peft", "LoRA", "tensor"
-    with pytest.raises(ValueError, match="was not measured"):
-        table.current_cells({name: value for name, value in cells.items() if name != cell}, {})
-    stale = {**cells, ("peft", "another feature", "tensor"): "0"}
-    assert table.current_cells(stale, {}) == table.current_cells(cells, {})
+def test_cells_follow_the_cases_of_the_tests() -> None:
+    cases = table.existing_cases()
+    cells = table.current_cells({}, {})
+    assert cells.keys() == cases.keys() and set(cells.values()) == {"not run", "refused"}
+    cell, gone = ("peft", "LoRA", "tensor"), ("peft", "another feature", "tensor")
+    assert table.current_cells({cell: "1e-7", gone: "0"}, {}) == cells | {cell: "1e-7"}
+    assert table.current_cells({cell: "1e-7"}, {cell: "2e-7"}) == cells | {cell: "2e-7"}
+    refused = "peft", "AdaLoRA", "pipeline"
+    assert table.current_cells({refused: "1e-7"}, {})[refused] == "refused"
 
 
 def test_a_cell_is_the_largest_difference_of_its_layouts() -> None:
