@@ -164,7 +164,7 @@ def is_layer(model: nn.Module, path: str) -> bool:
     return in_list and not is_linear(model.get_submodule(path))
 
 
-def twin_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel:
+def reduced_or_itself(model: nn.Module, model_type: str, name: str) -> ReducedModel:
     """Return the model to inspect: the reduced model, or the model itself if there is none and it is small enough."""
     try:
         return reduce_model(model)
@@ -185,8 +185,8 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
         return record("not built", reason=short(error))
     kind, called = ATTENTION, set[str]()
     try:
-        twin = twin_or_itself(model, model_type, name)
-        kind, called = look(twin.model, twin.run)
+        reduced = reduced_or_itself(model, model_type, name)
+        kind, called = look(reduced.model, reduced.run)
     except Exception:
         pass  # modules that cannot be inspected count as weights to shard
     tell(record("given up", kind, seconds=SECONDS, reason=f"more than {SECONDS} s"))
@@ -196,7 +196,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
     except Exception as error:
         return record("refused", kind, seconds=time.process_time() - start, reason=short(error))
     seconds, inferred = time.process_time() - start, isinstance(policy, DerivedPolicy)
-    problem = None if inferred else validate_policy(ReferenceGradients.of(twin.model, twin.run), type(policy), 2)
+    problem = None if inferred else validate_policy(ReferenceGradients.of(reduced.model, reduced.run), type(policy), 2)
     try:
         share, whole = cut(model, policy, called)
     except Exception as error:
@@ -206,7 +206,7 @@ def survey(model_type: str, name: str, tell: Callable[[Record], None] = lambda r
 
 
 def cut(model: nn.Module, policy: Policy, called: set[str]) -> tuple[float, list[str]]:
-    """Return the sharded fraction of the weights, and the names of unsharded weights outside of the layers."""
+    """Return the sharded fraction of the weights, and the names of unsharded weights outside the layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     parts = set(make_plan(model, policy).sharded_parameter_ids())

@@ -98,9 +98,9 @@ def of_logits(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 def in_stages(model_type: str, name: str, pool: WorkerPool) -> dict[str, Any]:
     """Run ``shardformer.verify`` with the model's own loss, or a loss on its logits."""
-    twin, record = without_layerdrop(model_type, name), {"type": model_type, "name": name}
-    dtype = next(twin.parameters()).dtype
-    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in twin.modules())
+    reduced, record = without_layerdrop(model_type, name), {"type": model_type, "name": name}
+    dtype = next(reduced.parameters()).dtype
+    has_batch_norm = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in reduced.modules())
     verdicts = []
     for labelled in (True, False):
         try:

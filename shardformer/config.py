@@ -118,9 +118,9 @@ class ShardConfig:
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
             other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
-                f"tensor_parallel_mode={self.tensor_parallel_mode!r} does not work with {other}",
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r} cannot be combined with {other}",
                 rule="On a tensor grid, activations are sharded along the batch and hidden dimensions",
-                remedy="Do not shard the sequence, or use tensor_parallel_mode='1d'",
+                remedy="Remove the option that shards the sequence, or use tensor_parallel_mode='1d'",
             )
 
     def _check_types(self) -> None:
@@ -183,13 +183,13 @@ class ShardConfig:
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"tensor_parallel_mode='1d' does not work with a tensor axis that is a grid of {grid}",
-                rule="Rows and columns belong to the modes 2d, 2.5d and 3d",
+                f"tensor_parallel_mode='1d' cannot be combined with a tensor axis that is a grid of {grid}",
+                rule="Only the modes 2d, 2.5d and 3d use rows and columns",
                 remedy="Write tensor_parallel_mode='2d', or pass a single number as tensor=",
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not shard over the axis sequence={sizes['sequence']}",
+                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}",
                 remedy="Remove activation_layout, or the sequence axis",
             )
         return context
@@ -423,7 +423,7 @@ class ParallelConfig:
         return {"data": self.data, "pipe": self.pipe, **composite}
 
     def describe(self, sizes: Mapping[str, int]) -> str:
-        """Describe the layout by the axis sizes and options that differ from one plain process.
+        """Describe the layout by the axis sizes and the options that differ from the defaults.
 
         Args:
             sizes: size of each mesh axis. The size of the data axis may be None in the configuration.
@@ -436,7 +436,7 @@ class ParallelConfig:
         return ", ".join(f"{name}={value}" for name, value in {**axes, **options}.items()) or "one process"
 
     def fit_to(self, num_processes: int) -> ParallelConfig:
-        """Return the parallel layout most similar to this one for another number of processes.
+        """Return the most similar parallel layout for another number of processes.
 
         The axes that shard the model keep their sizes, or get a divisor of them, so that heads and layers remain
         divisible. The data axis gets the remaining processes.

@@ -149,10 +149,12 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
     known = list(choices)
     is_bool = isinstance(value, bool)
     is_valid = any(isinstance(value, type(n)) and is_bool == isinstance(n, bool) and value == n for n in known)
+    if is_valid:
+        return
     problem = "is not valid" if rule else f"is not one of {', '.join(map(repr, known))}"
     near = did_you_mean(value, map(str, known))
     remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={known[0]!r}"
-    _raise_unless_valid(name, value, is_valid, problem, remedy, rule)
+    _raise_unless_valid(name, value, False, problem, remedy, rule)
 
 
 def check_bool(name: str, value: object) -> None:

@@ -1,4 +1,4 @@
-"""Forward hooks of this package on the modules of a model, in one written order.
+"""Forward hooks that this package registers on the modules of a model, in a fixed order.
 
 Several features wrap the same forward: the recorder, ZeRO stage 3, activation offload, context parallelism, sequence
 parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the outermost to the innermost, and
@@ -13,7 +13,7 @@ parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the ou
 Hooks of users and other libraries keep their places. Orders before ``CHECKS`` run before the pre-hooks that were on the
 module when it was sharded, all others run after them.
 
-Not in the family: a replaced ``module.forward``, which runs inside of all hooks; hooks of parameters, which run in the
+Not in the family: a replaced ``module.forward``, which runs inside all hooks; hooks of parameters, which run in the
 backward; and hooks of ``discovery`` on its own copies of a model, which no other feature changes.
 """
 
@@ -50,7 +50,7 @@ class HookOrder(IntEnum):
     STACK_SEQUENCE = auto()
     """Context parallelism shards the sequence of a stack. Sequence parallelism then shards each of its shards."""
     LOCAL_POSITIONS = auto()
-    """A layer outside of the stacks receives the local positions of a sharded sequence."""
+    """A layer outside the stacks receives the local positions of a sharded sequence."""
     LOCAL_SAMPLES = auto()
     """A grid selects local samples of an attention's arguments, with the number of samples before they are gathered."""
     FULL_LENGTH = auto()
@@ -70,9 +70,9 @@ class HookOrder(IntEnum):
     REGION_ARGUMENTS = auto()
     """Arguments enter the tensor-parallel region: their gradients are summed over the ranks."""
     HEAD_ARGUMENTS = auto()
-    """Selects the local heads of arguments that are inside of the region."""
+    """Selects the local heads of arguments that are inside the region."""
     SAMPLE_ARGUMENTS = auto()
-    """A grid selects the local samples of arguments that are inside of the region."""
+    """A grid selects the local samples of arguments that are inside the region."""
     BLOCK = auto()
     """The hidden states enter a tensor-parallel block, and leave it."""
     BLOCK_PARAMETERS = auto()
@@ -129,7 +129,7 @@ def _remove(handles: list[RemovableHandle], positions: Positions) -> None:
 
 
 def _sort_own_hooks(hooks: Any, positions: Positions, *, reverse: bool) -> None:
-    """Sort the hooks with a position among the places that they have in the table. Other hooks keep their places."""
+    """Sort the hooks of this package within the table of all hooks. All other hooks keep their positions."""
     own = [key for key in hooks if key in positions]
     ranked = sorted(own, key=positions.__getitem__, reverse=reverse)
     if ranked != own:

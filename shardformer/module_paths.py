@@ -31,6 +31,11 @@ def resolve_path(prefix: str, name: str) -> str:
     return name[1:] if name.startswith(".") else join_path(prefix, name)
 
 
+def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return (name, tensor) of all parameters and buffers of a model, without duplicates."""
+    return [*model.named_parameters(), *model.named_buffers()]
+
+
 def find_configs(model: nn.Module) -> list[Any]:
     """Return the distinct ``config`` objects of all modules in a model."""
     configs = [getattr(module, "config", None) for module in model.modules()]
@@ -38,7 +43,7 @@ def find_configs(model: nn.Module) -> list[Any]:
 
 
 def as_path_list(paths: str | Sequence[str]) -> Sequence[str]:
-    """Return the paths as a list, also if a single string was passed."""
+    """Return the paths as a list, even if a single string was passed."""
     return [paths] if isinstance(paths, str) else paths
 
 
@@ -98,7 +103,7 @@ def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
 
 
 def existing_paths(names: Sequence[str], prefix: str, layer: nn.Module, path: str) -> list[str]:
-    """Return the paths of the submodules in ``names`` that exist in the layer. Raises PolicyError if none exists."""
+    """Return the paths in ``names`` at which the layer has a submodule. Raises PolicyError if there is none."""
     paths = [resolve_path(prefix, name) for name in names]
     out = [name.rstrip("?") for name in paths if module_exists(layer, name, path)]
     if not out:
@@ -110,7 +115,7 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = get_module(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} is a {type(found).__name__}, not an nn.Linear or transformers' Conv1D",
+            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or the Conv1D of transformers",
             remedy="Pass the path of the linear layer itself",
         )
     return found
@@ -124,6 +129,6 @@ def num_features(module: nn.Module, *, out: bool) -> int:
 
 def module_not_found_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
-        f"There is no module {join_path(where, name)!r}",
+        f"The model has no module {join_path(where, name)!r}",
         remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,
     )

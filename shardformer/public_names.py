@@ -37,7 +37,7 @@ def lazy_names(package: str, renamed: Mapping[str, str] | None = None) -> tuple[
     """
     module = sys.modules[package]
     found = _parse_lazy_imports(getsource(module))
-    # dir() lists the public names, also before they are imported, and no helpers of the module
+    # dir() lists the public names, even before they are imported, and no helpers of the module
     vars(module)["__dir__"] = lambda: sorted({*found, *(name for name in vars(module) if name.startswith("__"))})
 
     def load(name: str) -> Any:
@@ -118,7 +118,9 @@ def renamed_parameters(names: Mapping[str, str], earlier_order: Sequence[str] = 
             given |= dict(_pop_renamed(function.__name__, given, names))
             is_earlier = earlier_order and args and not _is_model(args[0])
             if is_earlier and ("model" in given or any(map(_is_model, args[1:2]))):
-                warnings.warn(f"{function.__name__} takes the model first now", DeprecationWarning, stacklevel=2)
+                warnings.warn(
+                    f"The first argument of {function.__name__} is now the model", DeprecationWarning, stacklevel=2
+                )
                 given |= dict(zip(earlier_order, args))
                 args = args[len(earlier_order) :]
             return function(*args, **given)

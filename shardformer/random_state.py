@@ -51,7 +51,7 @@ def random_generators(device: torch.device) -> list[torch.Generator]:
 
 
 def seed_random(seed: int, *, cuda: bool = True) -> None:
-    """Seed the random generators of torch, NumPy and Python with the same number."""
+    """Seed the random generators of torch, NumPy and Python with one number."""
     torch.default_generator.manual_seed(seed)
     if cuda and torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
@@ -70,14 +70,13 @@ def seed_generators(*seed_parts: object) -> None:
 
 
 @contextmanager
-def fork_random_state(device: torch.device = CPU, enabled: bool = True) -> Iterator[None]:
+def fork_random_state(device: torch.device = CPU) -> Iterator[None]:
     """Run the block, then restore the random states from before it."""
-    states = random_states(device) if enabled else None
+    states = random_states(device)
     try:
         yield
     finally:
-        if states is not None:
-            set_random_states(states, device)
+        set_random_states(states, device)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
@@ -29,7 +30,7 @@ from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
 from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
-from shardformer.sharding.compiled_layers import install_compile_method
+from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
@@ -49,7 +50,7 @@ def shard_in_place(
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
-    if has_adapters(model):
+    if "peft" in sys.modules and has_adapters(model):
         shard = partial(_shard_plain_model, config=config, policy=policy, example=example)
         return shard_with_adapters(model, shard, finish)
     return _shard_plain_model(model, config, policy, finish, example)
@@ -90,8 +91,8 @@ def _shard_plain_model(
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
         sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
-        install_compile_method(sharder.model)
         install_entry_points()
+        sharder.model.__dict__["compile"] = compile_model.__get__(sharder.model)
         finish(sharder.model)
     return sharder.model, shared_params
 

@@ -42,7 +42,7 @@ IncompatibleKeys = _IncompatibleKeys
 """Result of ``nn.Module.load_state_dict``: missing and unexpected keys."""
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""Returns the id of the backward that runs in this thread. It is negative outside of a backward."""
+"""Returns the id of the backward that runs in this thread. It is negative outside a backward."""
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
 """Registers a function that autograd calls when the current backward has ended, unless it raises.
@@ -187,7 +187,7 @@ def num_started_collectives(group: Any) -> int:
 
 
 def name_of_group(group: dist.ProcessGroup | None) -> str:
-    """Return the name of a process group (None: the default group). It is empty in processes outside of the group."""
+    """Return the name of a process group (None: the default group). It is empty in processes outside the group."""
     group = distributed_c10d._get_default_group() if group is None else group
     return str(distributed_c10d._world.pg_names.get(group, ""))
 
@@ -205,6 +205,12 @@ def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name
 def has_data(x: Tensor) -> bool:
     """Whether a tensor stores values, which meta tensors and fake tensors do not."""
     return not (x.is_meta or isinstance(x, FakeTensor))
+
+
+def has_meta_tensors(model: nn.Module) -> bool:
+    """Whether a parameter or buffer of a model is on the meta device."""
+    with DisableTorchFunction():  # inside LazyInit tensors report another device
+        return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def to_list(x: Tensor) -> Any:
@@ -231,7 +237,7 @@ def storage_use_count(x: Tensor) -> int:
 
 
 def memory_of(x: Tensor) -> int:
-    """Return a unique id of a tensor's storage, also for meta and fake tensors, which have no data pointer."""
+    """Return a unique id of a tensor's storage. This includes meta and fake tensors, which have no data pointer."""
     return storage_id(x.untyped_storage())
 
 
@@ -301,7 +307,7 @@ def compile_errors() -> type[Exception]:
 
 
 def recompile_limit_error() -> type[Exception]:
-    """Return the error that a function compiled with ``fullgraph=True`` raises if it needs too many graphs."""
+    """Return the error that a function compiled with ``fullgraph=True`` raises after too many recompilations."""
     from torch._dynamo.exc import FailOnRecompileLimitHit
 
     return FailOnRecompileLimitHit

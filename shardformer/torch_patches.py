@@ -68,7 +68,7 @@ def install_all(patches: Mapping[Patch, Apply]) -> None:
 
 
 def uninstall() -> None:
-    """Remove all patches in reverse order, except those of an active ``temporarily`` block.
+    """Remove all patches in reverse order, except the patches of an active ``temporarily`` block.
 
     Sharded models need the patches, so do not continue to train them.
 
@@ -165,7 +165,7 @@ def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> No
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:
-    """Replace the function that a decorator wraps, also for scripts that have already imported the decorated function.
+    """Replace the function that a decorator wraps, even for scripts that already imported the decorated function.
 
     Args:
         function: the decorated function.

@@ -31,8 +31,21 @@ PRIVATE_WORDS = {
     r"to the bit": "use bitwise equal",
     r"mend(?:s|ed)?": "use fix",
     r"meanwhile": "rewrite",
+    r"(?:in|out)side of": "use inside, outside",
+    r"also (?:if|when|while|in the middle)": "use even if, even when, including",
+    r"(?:use|set|pass|write|take) for example": "put `for example` before the verb or before the example",
+    r"supported (?:is|are) (?:an?|the|only)": "start with the subject: the supported types are",
 }
-BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody)\b")
+BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody|It|They|Its|Their)\b")
+UNCLEAR_STARTS = re.compile(
+    r"(?:It|They|Its|Their|Both|Neither)\b|"
+    r"(?:This|These) (?:is|are|was|were|has|have|can|cannot|does|do|works?|needs?|takes?|writes?|raises?|applies)\b"
+)
+"""Starts of a paragraph that refer to an earlier paragraph, table or code block."""
+CONTINUED = re.compile(r"(?!(?:accelerate|safetensors|timm|torch|transformers)\b)[a-z]+ |`python [^`]*`: ")
+"""Starts of a paragraph that is not a sentence, or that continues a sentence across a code block."""
+MAX_PAGE_WORDS = 2500
+GENERATED_PAGE = "This page is generated from the code"
 TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
 ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
@@ -119,9 +132,23 @@ def sentences(text: str) -> Iterator[str]:
         yield from re.split(r"(?<=[.!?:])[)\"'*]*\s+|;\s", " ".join(block.split()))
 
 
+def _check_page(shown: Path, source: str) -> Iterator[Finding]:
+    """Find long pages, and paragraphs that are unclear without the text before them."""
+    if (words := len(source.split())) > MAX_PAGE_WORDS and GENERATED_PAGE not in source:
+        yield Finding(shown, 1, "long page", f"{words} words: split or cut the page")
+    for text in texts_in_markdown(source):
+        start = text.text.lstrip("\n").removeprefix("**")
+        if UNCLEAR_STARTS.match(start):
+            yield Finding(shown, text.line, "unclear start", f"name the subject: {start[:80]}")
+        elif CONTINUED.match(start):
+            yield Finding(shown, text.line, "continued sentence", f"write a full sentence: {start[:80]}")
+
+
 def check(path: Path) -> Iterator[Finding]:
     source = path.read_text(encoding="utf-8")
     shown = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
+    if path.suffix == ".md":
+        yield from _check_page(shown, source)
     found = texts_in_python(source) if path.suffix == ".py" else texts_in_markdown(source)
     for text in found:
         prose = re.sub(r"``?[^`]*``?|'[^']*'|\"[^\"]*\"", "CODE", text.text)

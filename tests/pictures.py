@@ -1,7 +1,8 @@
 """Draws the pictures of the documentation into docs/pictures/: ``make pages`` or ``python -m tests.pictures``.
 
-Figures and shapes come from the package and from docs/performance.md where they exist there. The pictures have a white
-background, so that they are readable on dark pages, and colors that color-blind readers can distinguish.
+Figures and shapes come from the package and from docs/performance.md and its subpages where they exist there. The
+pictures have a white background, so that they are readable on dark pages, and colors that color-blind readers can
+distinguish.
 """
 
 from __future__ import annotations
@@ -290,8 +291,9 @@ def architecture() -> Figure:
 
 
 def read_table(heading: str) -> dict[str, list[str]]:
-    """Return the rows of the first table of a section of docs/performance.md: first cell -> other cells."""
-    section = (DOCS / "performance.md").read_text(encoding="utf-8").split(f"\n## {heading}\n")[1]
+    """Return the rows of the first table of a section of the performance pages: first cell -> other cells."""
+    pages = [path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("performance*.md"))]
+    section = "".join(pages).split(f"\n## {heading}\n")[1]
     table = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
     assert table is not None
     rows = [[cell.strip(" *`") for cell in line.strip("|\n").split("|")] for line in table[0].splitlines()]

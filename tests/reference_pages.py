@@ -67,7 +67,7 @@ def configuration_page() -> str:
         EXAMPLE,
     ]
     plain = {name: field for name, field in TrainConfig.model_fields.items() if _table(field.annotation) is None}
-    parts += ["## Keys outside of tables\n", _rows({n: f for n, f in plain.items() if n != "hooks"})]
+    parts += ["## Keys outside tables\n", _rows({n: f for n, f in plain.items() if n != "hooks"})]
     for name, field in TrainConfig.model_fields.items():
         table = _table(field.annotation)
         if table is not None:

@@ -77,7 +77,7 @@ def test_comments_list_the_modules_that_were_not_understood(folder: Path) -> Non
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.full
 @pytest.mark.parametrize("line", [line for line in COMMANDS if "verify" in line])
 def test_the_finished_policy_passes_verify(folder: Path, line: str) -> None:
     assert "PASS: " in run_line(line, folder)

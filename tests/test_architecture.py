@@ -201,7 +201,7 @@ def test_optional_and_slow_libraries_are_imported_when_used(path: Path) -> None:
 
 
 def at_import_time(node: ast.AST) -> Iterator[ast.Import | ast.ImportFrom]:
-    """Return the import statements that run at import time: outside of functions and ``if TYPE_CHECKING``."""
+    """Return the import statements that run at import time: outside functions and ``if TYPE_CHECKING``."""
     if isinstance(node, ast.Import | ast.ImportFrom):
         yield node
     if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):

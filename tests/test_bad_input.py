@@ -415,7 +415,7 @@ def _lay_grid(**sizes: Any) -> Refusal:
         ({"config": {"parallel": {"tensor": "two"}}}, ("tensor='two'", "not an integer")),
         ({"pipe": 3}, ("pipe=3 does not divide", "pipe=1 or pipe=2")),
         ({"config": {"paralel": {"tensor": 2}}}, ("paralel", "dict(tensor=2)")),
-        ({"config": {"tensor": 2}}, ("tensor = 2 outside of parallel", "dict(tensor=2)")),
+        ({"config": {"tensor": 2}}, ("tensor = 2 outside parallel", "dict(tensor=2)")),
         ({"config": {"parallel": 2}}, ("parallel = 2", "dict(tensor=2)")),
         ({"config": "nowhere.py"}, ("'nowhere.py' does not exist", "--config config.py")),
     ],
@@ -606,8 +606,8 @@ def _use(how: str) -> Refusal:
 @pytest.mark.parametrize(
     ("how", "kind", "words"),
     [
-        ("token", InputError, ("token 127", "has 127 tokens", "tokenizer")),
-        ("negative token", InputError, ("token -1", "has 127 tokens")),
+        ("token", InputError, ("token id 127", "has 127 tokens", "tokenizer")),
+        ("negative token", InputError, ("token id -1", "has 127 tokens")),
         ("label", InputError, ("127", "126")),
         ("negative label", InputError, ("-2", "-100")),
         ("different batches", InputError, ("2 tensor ranks received different batches", "context.data.rank")),

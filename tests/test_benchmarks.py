@@ -128,6 +128,7 @@ def test_lazy_init_compares_the_peaks_of_the_same_weights(
     assert all(f"{tensor}  {variant}" in printed for tensor in (1, 2) for variant in script.VARIANTS)
 
 
+@pytest.mark.full
 def test_pipeline_compares_with_torch_and_measures_bubble_memory_and_bytes(
     run: Run, pools: WorkerPools, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -154,6 +155,7 @@ def test_different_losses_are_detected(run: Run) -> None:
     assert (name, round(difference, 6)) == ("other", 0.025)
 
 
+@pytest.mark.full
 def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: Run, tmp_path: Path) -> None:
     out = tmp_path / "coverage.jsonl"
     run("coverage", "--out", str(out), "--only", "olmo2|fnet|mpnet")

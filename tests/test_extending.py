@@ -21,6 +21,7 @@ from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.shard_model_api import shard_model
 from shardformer.verify import verify
+from tests.scripts import importable_files
 
 PAGE = (Path(__file__).parents[1] / "docs" / "extending.md").read_text(encoding="utf-8")
 FILES = {
@@ -31,14 +32,7 @@ FILES = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    folder = tmp_path_factory.mktemp("extending")
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    for name in FILES:
-        sys.modules.pop(name.removesuffix(".py"), None)
+    yield from importable_files(tmp_path_factory.mktemp("extending"), FILES)
 
 
 def test_the_page_has_these_files() -> None:

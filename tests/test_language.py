@@ -31,6 +31,11 @@ def test_the_prose_is_plain(folder: str) -> None:
         ('raise ConfigError("The ranks have come apart")', "private word"),
         ('Option(help="Ends when somebody could tell the two apart.")', "private word"),
         ('"""What a rank stores."""', "summary line"),
+        ("x = 1  # outside of the block", "private word"),
+        ("x = 1  # the lock is kept, also if the save fails", "private word"),
+        ('raise ConfigError("Use for example two ranks")', "private word"),
+        ('raise ConfigError("Supported are a list and a dict")', "private word"),
+        ('"""It returns the shard."""', "summary line"),
         (f'"""The tensor is {"very " * 30}long."""', "long sentence"),
         ('raise ConfigError("tensor= must be an int", remedy="Pass a number")', "error without the value"),
     ],
@@ -57,3 +62,25 @@ def test_pages_are_checked_without_their_code(tmp_path: Path) -> None:
     (tmp_path / "page.md").write_text("# Title\n\n```python\nprint('nobody')\n```\n\nThe rank is told.\n")
     (finding,) = check(tmp_path / "page.md")
     assert (finding.kind, finding.line) == ("private word", 7)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("It runs on two ranks.", "unclear start"),
+        ("**Both** options change the weights.", "unclear start"),
+        ("These are medians of five runs.", "unclear start"),
+        ("```sh\nmake test\n```\n\nprints the result.", "continued sentence"),
+        ("`python benchmarks/zero.py`: a LLaMA on two ranks.", "continued sentence"),
+        ("A short sentence. " * 900, "long page"),
+    ],
+)
+def test_each_kind_of_paragraph_is_found(text: str, kind: str, tmp_path: Path) -> None:
+    (tmp_path / "page.md").write_text(f"# Title\n\n{text}\n")
+    assert [finding.kind for finding in check(tmp_path / "page.md")] == [kind]
+
+
+def test_paragraphs_with_a_subject_are_not_reported(tmp_path: Path) -> None:
+    paragraphs = ["This page shows a run.", "torch raises no error.", "    make test", "| it | is a table |", "- one"]
+    (tmp_path / "page.md").write_text("\n\n".join(paragraphs))
+    assert list(check(tmp_path / "page.md")) == []

@@ -91,9 +91,9 @@ def test_a_misspelt_name_gets_a_suggestion() -> None:
 def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
     context = shardformer.ParallelContext.of({})
     model = shardformer.shard_model(torch.nn.Linear(2, 2), context=context)
-    with pytest.warns(DeprecationWarning, match="shard_optimizer takes the model first now"):
+    with pytest.warns(DeprecationWarning, match="The first argument of shard_optimizer is now the model"):
         optimizer = shardformer.shard_optimizer(torch.optim.SGD(model.parameters(), lr=0.1), model, stage=0)  # type: ignore[arg-type]
-    with pytest.warns(DeprecationWarning, match="save_checkpoint takes the model first now"):
+    with pytest.warns(DeprecationWarning, match="The first argument of save_checkpoint is now the model"):
         path = shardformer.save_checkpoint(tmp_path, model, optimizer, step=3)  # type: ignore[arg-type]
     assert path == tmp_path / "step-00000003"
     with pytest.warns(DeprecationWarning, match=r"load_checkpoint\(folder=\) is now directory="):
@@ -104,7 +104,7 @@ def test_earlier_argument_names_and_order_still_work(tmp_path: Path) -> None:
 
 
 def test_policy_methods_with_earlier_names_are_used() -> None:
-    """They would otherwise be ignored silently."""
+    """Methods with these names would otherwise be ignored silently."""
     with pytest.warns(DeprecationWarning, match="Mine.whole is now keep_replicated"):
 
         class Mine(RolePolicy):

@@ -39,7 +39,7 @@ def test_the_home_page_is_the_readme_with_links_inside_the_site() -> None:
     assert "](docs/" not in page and "](examples/" not in page
 
 
-def test_no_page_links_to_a_file_outside_of_the_site() -> None:
+def test_no_page_links_to_a_file_outside_the_site() -> None:
     for path in (ROOT / "docs").glob("*.md"):
         text = re.sub(r"```.*?```", "", render(path.name), flags=re.DOTALL)
         assert "](../" not in text and "]: ../" not in text, path.name

@@ -313,11 +313,11 @@ def copied(model: nn.Module, family: str) -> Values:
     """Train a deep copy, and the original, whose weights are unchanged by that."""
     early = copy.deepcopy(model)
     out = named("gradient 0", _trained(model, family, 0))
-    twin = copy.deepcopy(model)
+    duplicate = copy.deepcopy(model)
     out.update(named("gradient of the early copy", _trained(early, family, 1)))
-    out.update(named("gradient of the copy", _trained(twin, family, 1, sequence=10)))
+    out.update(named("gradient of the copy", _trained(duplicate, family, 1, sequence=10)))
     out.update(named("gradient of the original", _trained(model, family, 2)))
-    return {**out, **named("weight of the copy", weights(twin)), **named("weight", weights(model))}
+    return {**out, **named("weight of the copy", weights(duplicate)), **named("weight", weights(model))}
 
 
 def copied_after_checkpoints(model: Any, family: str) -> Values:

@@ -68,6 +68,7 @@ def test_an_output_without_a_cache_is_unchanged() -> None:
         assert without_caches(output, arguments_of(Model())) is None
 
 
+@pytest.mark.full
 @pytest.mark.above_budget("under -OO, Python compiles transformers anew")
 @pytest.mark.slow
 def test_models_are_built_without_docstrings() -> None:

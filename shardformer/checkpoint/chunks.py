@@ -52,7 +52,7 @@ class LocalChunk:
 
 @dataclass(frozen=True, eq=False)
 class TensorItem:
-    """Tensor of a checkpoint, with the chunks of it that this rank writes or reads.
+    """Tensor of a checkpoint, with the chunks that this rank writes or reads.
 
     Args:
         name: name in the checkpoint, identical on all ranks and under all layouts.
@@ -159,7 +159,7 @@ def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
 
 
 def drop_tensors(local: LocalChunks, names: Container[str]) -> LocalChunks:
-    """Return the chunks of a rank without those of the named tensors."""
+    """Return the chunks of a rank, except the chunks of the named tensors."""
     chunks, tensors = local
     return [chunk for chunk in chunks if chunk[0] not in names], {n: x for n, x in tensors.items() if n not in names}
 

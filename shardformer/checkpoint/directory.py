@@ -1,4 +1,4 @@
-"""A directory of checkpoints, which contains one complete folder for each saved step: locked, published and found.
+"""Directory of checkpoints with one folder per saved step: lock it, publish a checkpoint, and find checkpoints.
 
     checkpoints/
       step-00000100/          checkpoint.json, rank-00000.safetensors, ...
@@ -85,12 +85,12 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
             f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}",
-            rule="A save only replaces an older checkpoint of the same step",
-            remedy="Move it, or save into another directory",
+            rule="A save replaces only an older checkpoint of the same step",
+            remedy="Move this path away, or save into another directory",
         )
     if _is_saved_by_another_model(named, owner):
         raise ConfigError(
-            f"{named} was saved by another model of this process",
+            f"The checkpoint {named} belongs to another model of this process",
             remedy="Save each model into a directory of its own",
         )
     is_new = hold(root, owner)
@@ -139,7 +139,7 @@ def check_folder_is_visible(hidden: Path) -> None:
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"{hidden.parent} on host {platform.node()} is not the directory that rank 0 writes to",
+                f"Host {platform.node()} does not see the directory {hidden.parent} that rank 0 writes to",
                 remedy="Save into a directory on a file system that all hosts share",
             )
         time.sleep(wait_s)

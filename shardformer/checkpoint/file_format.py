@@ -38,7 +38,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def weighted_sum(values: Tensor, start: Offsets) -> int:
-    """Compute the share of one chunk in the checksum of its tensor, as an integer from 0 to 2^64 - 1."""
+    """Compute the summand that one chunk adds to the checksum of its tensor, as an integer from 0 to 2^64 - 1."""
     if values.numel() == 0:
         return 0
     numbers: Any = values.detach().cpu().contiguous()
@@ -175,7 +175,7 @@ class CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
                 f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}",
-                remedy="Load it with the version of shardformer that saved it",
+                remedy="Load the checkpoint with the version of shardformer that saved it",
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
@@ -201,7 +201,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
 
 def read_save_order(folder: Path) -> tuple[int, float]:
-    """Read the save number and save time from the first line of a checkpoint's index. Returns zeros on failure."""
+    """Read the save number and save time from the first line of a checkpoint's index. Return zeros if this fails."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -263,7 +263,7 @@ def write_file(
 ) -> None:
     """Write tensors to a safetensors file, one after the other, and sync it to the disk if ``to_disk``.
 
-    Raises OSError, also if the file exists.
+    Raises OSError, for example if the file exists.
     """
     found: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata is not None else {}
     at = 0
@@ -331,7 +331,7 @@ _SEQUENCES = {"tuple": tuple, "set": set, "deque": deque, "list": list}
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Encode a Python value as JSON, or raise an InputError that names it ``where`` if its type is unsupported."""
+    """Encode a Python value as JSON, or raise InputError with the name ``where`` if its type is not supported."""
     if value is None or (isinstance(value, (bool, int, float, str)) and type(value).__module__ == "builtins"):
         return value
     if type(value) is list:

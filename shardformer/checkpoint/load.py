@@ -61,7 +61,7 @@ class BoxReader:
         self.num_bytes = 0
 
     def read(self, name: str, saved: SavedChunk, chunk: ChunkBounds, out: Tensor) -> None:
-        """Copy the part of a saved chunk within the bounds ``chunk`` into ``out``. Raises CorruptCheckpointError."""
+        """Copy the values of a saved chunk within the bounds ``chunk`` into ``out``. Raises CorruptCheckpointError."""
         path, key = self._folder / file_format.file_name(saved.file), file_format.chunk_key(name, saved.start)
         try:
             if saved.file not in self._files:
@@ -110,7 +110,7 @@ class _ShardFile:
         found = entry["dtype"], tuple(entry["shape"]), high - low
         expected = (*file_format.header_entry(out.dtype, saved.size), prod(saved.size) * out.dtype.itemsize)
         if found != expected or low < 0:
-            raise ValueError(f"the file has {found}, the index {expected}")
+            raise ValueError(f"the file has {found}, but the index lists {expected}")
         offset = self._data_offset + int(low)
         start = tuple(a - o for a, o in zip(start, saved.start, strict=True))
         row, dim = out.element_size(), out.dim() - 1
@@ -279,8 +279,8 @@ class LoadPlan:
         names = set().union(*all_gather_objects(set(self._tensors.tensors), self._tensors.world))
         if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
-                f"{self._where} has the weights of a {self.index.values['model']}, {len(unused)} of which this "
-                f"{self._kind} does not have, such as {unused[0]}",
+                f"{self._where} has the weights of a {self.index.values['model']}. This {self._kind} does "
+                f"not have {len(unused)} of them, such as {unused[0]}",
                 remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run",
             )
 

@@ -97,7 +97,7 @@ def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dic
     under ZeRO one all-gather of the parameters.
 
     Raises:
-        ConfigError: the state belongs to an optimizer with other parameter groups. Raised on all ranks.
+        ConfigError: the state belongs to an optimizer with different parameter groups. Raised on all ranks.
     """
     tensors = ModelTensors(model)
     states, groups = _gather_groups(optimizer, tensors)
@@ -117,7 +117,7 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
         found = collect_optimizer_states(optimizer, tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"The state of {len(found)} optimizers cannot be one state dict",
+                f"The states of {len(found)} optimizers cannot be combined into one state dict",
                 remedy="Use shardformer.save_checkpoint and load_checkpoint",
             )
         if isinstance(optimizer, ZeroOptimizer):
@@ -128,7 +128,8 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
         if tensors.has_stages and any(group != sorted(group, key=names.index) for group in groups):
             raise ConfigError(
                 f"The parameters of this {found[0].kind} are not in the order of model.parameters()",
-                rule="With pipeline stages, their order in the plain model's optimizer is then unknown",
+                rule="With pipeline stages, the order of the parameters in the optimizer of the plain model is "
+                "then unknown",
                 remedy="Create the optimizer with parameters in the order of model.parameters()",
             )
         return found[0], groups
@@ -172,7 +173,7 @@ def _split_state(
 def _local_states(
     states: OptimizerStates, tensors_of: Mapping[str, Mapping[str, Tensor]]
 ) -> Iterator[tuple[OptimizerTensor, str, Tensor]]:
-    """Yield this rank's part of each state tensor."""
+    """Yield this rank's slice of each state tensor."""
     for slot in states.optimizer_tensors():
         for key, full in tensors_of.get(slot.name, {}).items():
             yield slot, key, _local_part(full, states.region_of_state(key, tuple(full.shape), slot))

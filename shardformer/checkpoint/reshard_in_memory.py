@@ -404,15 +404,16 @@ def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
     values: list[Any] = [listing.chunk_bytes for listing in listings]
     if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
         raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, but must be the same positive integer on "
-            "all ranks",
+            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, but it must be the same "
+            "positive integer on all ranks",
             remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
         )
 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} requests {what}, but no rank stores it", remedy=f"{hint}Pass it in have on a rank that stores it"
+        f"Rank {rank} requests {what}, but no rank stores it",
+        remedy=f"{hint}Pass it in the argument have on a rank that stores it",
     )
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints a directory contains, which of them are kept after a save, and how the others are deleted.
+"""List the checkpoints of a directory, select which of them to keep after a save, and delete the others.
 
 Older checkpoints are deleted only after the new one is on the disk, so that one of them survives a power failure. Only
 files that a save writes are deleted. Other files in the folder of a step are kept.
@@ -82,7 +82,7 @@ def delete_hidden_folder(hidden: Path, folder: Path) -> None:
 
 
 def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) -> None:
-    """Delete replaced checkpoints and those that ``keep`` does not retain, once ``newest`` is on the disk."""
+    """Delete replaced checkpoints, and checkpoints that ``keep`` does not retain, once ``newest`` is on the disk."""
     for left in _list_replaced_folders(root):
         if (root / _step_folder_name(left)).exists():
             delete_checkpoint(left)

@@ -88,7 +88,7 @@ class ModelTensors:
 
     @property
     def has_stages(self) -> bool:
-        """Whether other ranks have other pipeline stages of the model."""
+        """Whether the model has pipeline stages on other ranks."""
         return self._state.stages is not None and self._state.context.pipe.size > 1
 
     def readable(self) -> AbstractContextManager[object]:
@@ -107,7 +107,7 @@ class ModelTensors:
         return FlatRegion(entry.spec.shape, entry.spec, self._state.coords)
 
     def region_of_slice(self, piece: ParamSlice) -> FlatRegion:
-        """Return the region of the full parameter that this slice of a ZeRO shard covers."""
+        """Return the region of the full parameter that a slice of a ZeRO shard covers."""
         spec = piece.entry.spec
         sharded = spec if spec.is_sharded and not piece.gradient.is_shared else None
         return FlatRegion(spec.shape, sharded, self._state.coords, piece.param_range)
@@ -133,7 +133,7 @@ class ModelTensors:
         return {name: weighted_sum(x, (0,) * x.dim()) for name, x in buffers.items()}
 
     def items(self) -> Iterator[TensorItem]:
-        """Yield the model tensors that this rank saves. Call it inside of ``readable()``.
+        """Yield the model tensors that this rank saves. Call it inside ``readable()``.
 
         Replicated buffers are yielded only where the sequence and tensor ranks are 0. Each data rank yields its own
         buffers; the caller drops those in ``find_identical_buffers``.
@@ -159,7 +159,7 @@ class ModelTensors:
 
 
 def unwrap_model(model: nn.Module) -> nn.Module:
-    """Return the model inside of DistributedDataParallel and ``torch.compile`` wrappers."""
+    """Return the model inside DistributedDataParallel and ``torch.compile`` wrappers."""
     while True:
         if isinstance(model, DistributedDataParallel):
             model = model.module
@@ -175,7 +175,7 @@ def buffer_name(data: int, name: str) -> str:
 
 
 def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> list[set[str]]:
-    """Return, for each rank, the names of the buffers that equal those of data rank 0.
+    """Return, for each rank, the names of the buffers whose values equal those on data rank 0.
 
     Args:
         sums: (data rank, its ``buffer_checksums``) of each rank.
@@ -245,8 +245,8 @@ class OptimizerStates:
                 else:
                     raise ConfigError(
                         f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
-                        remedy="Pass the model that it trains, and build the optimizer from model.parameters() after "
-                        "shard_model",
+                        remedy="Pass the model that this optimizer trains, and build the optimizer from "
+                        "model.parameters() after shard_model",
                     )
             self.groups.append(slots)
 
@@ -286,7 +286,7 @@ class OptimizerStates:
             f"a shard {tuple(slot.param.shape)} of {slot.region.shape}",
             rule="Only states with the shape of the parameter can be saved in shards",
             remedy="Call shard_optimizer(model, optimizer) before training: it passes full parameters to such "
-            "optimizers, also with stage=0",
+            "optimizers, even with stage=0",
         )
 
     def collect_values(self) -> dict[str, Any]:
@@ -314,7 +314,7 @@ class OptimizerStates:
         if len(saved["groups"]) != len(self.groups):
             raise ConfigError(
                 f"The saved state has {len(saved['groups'])} parameter groups, but this {self.kind} has "
-                f"{len(self.groups)}",
+                f"{len(self.groups)} groups",
                 remedy="Build the parameter groups as in the saved run",
             )
         group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}

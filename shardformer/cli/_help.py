@@ -1,4 +1,4 @@
-"""Help screens, in which the options that are needed first come first and each group has a title."""
+"""Help screens, with a title for each group of options. The options that a new user needs come first."""
 
 from __future__ import annotations
 

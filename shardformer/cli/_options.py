@@ -25,7 +25,7 @@ T = TypeVar("T", bound="DataclassInstance")
 def options_from_dataclass(
     kind: type[T], flags: Mapping[str, str] | None = None
 ) -> Callable[[Callable[[T], None]], Callable[..., None]]:
-    """Decorator that makes a typer command of a function whose only argument is a dataclass with the options.
+    """Decorator that turns a function with one dataclass argument into a typer command with an option for each field.
 
     The fields of ``kind`` are ``Annotated`` with their help, a ``typer.Option`` or a ``typer.Argument``. A boolean
     field becomes a switch ``--name`` without ``--no-name``.
@@ -109,7 +109,7 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
     methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
     hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
     raise ConfigError(
-        f"{flag} {value} is not valid",
+        f"The value of {flag} is not valid: {value}",
         rule=ParallelConfig.described_fields()[name][1].rstrip("."),
         remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
     )
@@ -135,7 +135,7 @@ ARGUMENTS = "shardformer.arguments"
 
 
 def silence_transformers() -> None:
-    """Disable warnings and progress bars of transformers, which every process would print. Call it before the import.
+    """Disable warnings and progress bars of transformers on this process. Call this before importing transformers.
 
     Environment variables of the user have precedence.
     """

@@ -1,4 +1,4 @@
-"""Command ``shardformer check``, which reports whether this machine can train and which parts are missing."""
+"""Command ``shardformer check``, which reports whether this machine can train, and what is missing."""
 
 from __future__ import annotations
 
@@ -201,8 +201,8 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
         if process.returncode != 0:
             last_line = (stderr.strip().splitlines() or ["no message"])[-1]
             raise WorkerError(
-                f"Rank {rank} of an all-reduce exited with code {process.returncode}: {last_line}",
-                remedy="Run it alone for more output: shardformer check",
+                f"Rank {rank} exited with code {process.returncode} during an all-reduce: {last_line}",
+                remedy="For more output, run only the check: shardformer check",
             )
     return float(outputs[0][0].split()[-1])
 

@@ -42,7 +42,7 @@ def draw(
         str,
         typer.Option(
             metavar="F=1,B=2",
-            help="Time of a forward (F) and a full backward (B). In interleaved_zb and zbv, also of the backward for "
+            help="Time of a forward (F) and a full backward (B), and in interleaved_zb and zbv of the backward for "
             "inputs (I) and for weights (W). By default F=1, B=2, I=1, W=1.",
         ),
     ] = "",
@@ -108,8 +108,9 @@ def _check_option_has_effect(passed: list[str]) -> None:
 def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages do not fit into a picture",
-            rule=f"The limit is {MAX_MICRO_BATCHES} micro-batches over all stages. The pattern repeats",
+            f"{micro_batches} micro-batches over {stages} stages are too many for one picture",
+            rule=f"A picture has at most {MAX_MICRO_BATCHES} micro-batches over all stages, because their "
+            "pattern repeats",
             remedy=f"Use --micro-batches {max(MAX_MICRO_BATCHES // stages, 1)} or fewer",
         )
 
@@ -133,7 +134,7 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
     sizes = parse_axis_size(grid, "grid")
     if (ranks := num_ranks(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
-            f"--grid {grid} has {ranks} ranks, and the table at most {MAX_ROWS} rows",
+            f"--grid {grid} has {ranks} ranks, but the table has at most {MAX_ROWS} rows",
             remedy="Draw a smaller grid with the same pattern, such as 4x4",
         )
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: index of the shard / number of shards.")
@@ -145,7 +146,7 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
         table.add_row(str(shards.rank), shards.place, shards.between, shards.inside, shards.weights)
     console.print(table)
     console.print("Numbers sent per rank for one layer, forward and backward, with N tokens,")
-    console.print("H hidden features and W weights (V: features inside of its blocks, E: those at their exits):")
+    console.print("H hidden features and W weights (V: features inside its blocks, E: those at their exits):")
     for layout, numbers in grid_communication(mode, sizes):
         console.print(f"  {layout:20} {numbers}")
 
@@ -158,14 +159,16 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in kinds:
             raise ConfigError(
-                f"--durations {text} has an unknown action in {part!r}",
-                rule=f"The schedule {schedule.name!r} has the actions {', '.join(kinds)}",
-                remedy="Use only these, as in F=1",
+                f"--durations {text} contains the unknown action {part!r}",
+                rule=f"The actions of the schedule {schedule.name!r} are {', '.join(kinds)}",
+                remedy="Use only these actions, for example F=1",
             )
         try:
             found[kinds[name]] = float(value)
         except ValueError as error:
-            raise ConfigError(f"--durations {text} has no number in {part!r}", remedy=f"Write {name}=1.5") from error
+            raise ConfigError(
+                f"The entry {part!r} of --durations {text} has no number", remedy=f"Write {name}=1.5"
+            ) from error
     return found
 
 

@@ -25,8 +25,8 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a run or a checkpoint. With --config, also a folder written by save_pretrained or a "
-            "name on the Hugging Face hub.",
+            help="The folder of a run or a checkpoint. With --config, it can be a folder written by save_pretrained or "
+            "a name on the Hugging Face hub.",
         ),
     ],
     config: Annotated[
@@ -48,10 +48,10 @@ def evaluate(
 
     found = _find_model(model, config, list(changes or []))
     assert found.run is not None
-    if found.run.data.validation is None and found.run.data.validation_split is None:
+    if not found.run.data.has_validation:
         raise ConfigError(
             f"The run of {model!r} has no validation data",
-            remedy="Pass it, as in --set data.validation=test.jsonl",
+            remedy="Specify the validation data, for example with --set data.validation=test.jsonl",
         )
     launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
     values = evaluate_model(found)
@@ -75,7 +75,7 @@ def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedM
         return found.with_changes(changes)
     if config is None:
         raise ConfigError(
-            f"{model!r} has no run configuration, which names the data and the task",
+            f"{model!r} has no run configuration, so the data and the task are unknown",
             remedy="Add --config FILE, or pass the folder of a run",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]

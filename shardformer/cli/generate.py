@@ -68,7 +68,7 @@ def generate(
 
 
 def _check_sampling(options: dict[str, float]) -> None:
-    """Raise ConfigError for a temperature or a probability outside of its range."""
+    """Raise ConfigError for a temperature or a probability outside its range."""
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
             flag = f"--{name.replace('_', '-')}"
@@ -81,7 +81,7 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int)
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
-        raise ConfigError("The model has no tokenizer, so it does not generate text", remedy="Pass a language model")
+        raise ConfigError("The model has no tokenizer, so it cannot generate text", remedy="Pass a language model")
     if not prompt:
         raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
@@ -98,7 +98,7 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int)
 def _check_can_generate(model: Any, name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
-            f"The {type(model).__name__} of {name!r} does not generate text",
+            f"The {type(model).__name__} of {name!r} cannot generate text",
             remedy="Pass a model with a language modeling head",
         )
 

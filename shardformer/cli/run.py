@@ -267,16 +267,17 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
     except ValueError as error:
         raise LaunchError(
             f"An environment variable PET_... has an invalid value: {first_line(error)}",
-            rule="PET_ followed by the name of a torchrun option sets its default (0 or 1 for a switch)",
-            remedy="Correct or unset it",
+            rule="An environment variable with the name PET_ plus a torchrun option sets the default of this "
+            "option (0 or 1 for a switch)",
+            remedy="Correct or unset the variable",
         ) from error
 
 
 def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
-            "A list of hosts does not work with --standalone or a rendezvous",
-            remedy="Use either --hostfile or --host, or torch's rendezvous options",
+            "The hosts were specified together with --standalone or a rendezvous",
+            remedy="Use either --hostfile or --host, or the rendezvous options of torch",
         )
     hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
     chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
@@ -291,8 +292,8 @@ def _set_options_from_hosts(options: argparse.Namespace) -> None:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
             raise LaunchError(
                 f"The hosts have different numbers of slots: {listing}",
-                rule="Every machine runs the same number of processes",
-                remedy="Set the number with --nproc_per_node, or write the same slots= for each host",
+                rule="Every host must run the same number of processes",
+                remedy="Set the number of processes with --nproc_per_node, or write the same slots= for each host",
             )
         (count,) = slots
         options.nproc_per_node = None if count is None else str(count)
@@ -318,10 +319,12 @@ def _check_script(options: argparse.Namespace) -> None:
         found = os.path.exists(script)
         if Path(script).is_fifo():
             raise LaunchError(
-                f"The script {script!r} is a pipe, which only one process can read", remedy="Write it to a file"
+                f"The script {script!r} is a pipe, which only one process can read", remedy="Write the script to a file"
             )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
-            raise LaunchError(f"The folder {script!r} has no __main__.py", remedy="Pass the path of a script in it")
+            raise LaunchError(
+                f"The folder {script!r} has no __main__.py", remedy="Pass the path of a script in the folder"
+            )
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
@@ -389,13 +392,15 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
         return 128 + error.sigval
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(
-            f"The machines did not reach each other at {torchrun.get_rdzv_endpoint(options)}: {first_line(error)}",
-            rule="All machines run the same command and connect to the first one at a free port",
-            remedy="Check --master_addr, --master_port (use another if it is taken) and the first machine's firewall",
+            f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
+            f"{first_line(error)}",
+            rule="All machines run the same command, and connect to the first machine",
+            remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
+            "first machine",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
         raise LaunchError(
-            f"torch's launcher cannot start the run: {type(error).__name__}: {first_line(error)}",
+            f"The launcher of torch cannot start the run: {type(error).__name__}: {first_line(error)}",
             remedy="See shardformer run --help",
         ) from error
     return 0

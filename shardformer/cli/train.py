@@ -155,7 +155,7 @@ def _check_process_options_unused(reason: str, options: dict[str, int | None]) -
         if value is not None:
             raise ConfigError(
                 f"{name} {value} has no effect {reason}",
-                rule="It configures the processes that this command starts",
+                rule="This option configures the processes that the command starts",
                 remedy=f"Remove {name}",
             )
 

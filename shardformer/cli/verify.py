@@ -135,7 +135,7 @@ class VerifyOptions:
         return ParallelConfig(**{**defaults, **self.parallel})
 
     def make_pipeline(self, loss_weight: LossWeight | None = None) -> VerifyPipeline | None:
-        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError for unsupported ones."""
+        """Create the pipeline options, or return None without ``--pipe``. Raises ConfigError for unsupported values."""
         names = ("micro_batches", "schedule", "num_model_chunks", "partition", "recompute_layers")
         found = {name: self.parallel[name] for name in names if name in self.parallel}
         if "pipe" not in self.parallel:
@@ -306,7 +306,7 @@ def _to_json(reports: list[Report], as_list: bool) -> str:
 
 
 def _print_head_result(console: Console, report: Report) -> None:
-    """Print the result of one head class as a line."""
+    """Print the result for one head class as a line."""
     mark = "[green]ok[/]" if report.passed else "[bold red]FAIL[/]"
     missing = f" Gradients that only one of the two models has: {', '.join(report.missing)}." if report.missing else ""
     console.print(f"{report.model:30} {mark}  {report.verdict}{missing}", soft_wrap=True)

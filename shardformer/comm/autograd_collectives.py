@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs in which the backward of each is the forward of the other.
+"""Collectives with autograd support, in pairs: the backward of one is the forward of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -35,9 +35,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "Backward with create_graph=True is not supported through a tensor parallel block",
-                rule="Collectives only have first derivatives",
-                remedy="Omit create_graph, or compute this term on the unsharded model",
+                "A tensor-parallel block does not support backward with create_graph=True",
+                rule="Collectives have first derivatives only",
+                remedy="Omit create_graph, or compute the term that needs second derivatives on the unsharded model",
             )
         return backward(ctx, *grads)
 
@@ -62,25 +62,25 @@ class _ReduceFromTpRegion(Function):
     leaves_block = True
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, axis: Axis, purpose: str) -> Tensor:
-        return all_reduce(x.clone(), axis, purpose=purpose)
+    def forward(ctx: Any, x: Tensor, axis: Axis) -> Tensor:
+        return all_reduce(x.clone(), axis)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return grad, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
 
 
 class _GatherFromSpRegion(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, joined: Tensor | None, axis: Axis, dim: int, full: int) -> Tensor:
+    def forward(ctx: Any, x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
-        return all_gather(x, axis, dim, full) if joined is None else joined.view_as(joined)
+        return all_gather(x, axis, dim, full)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
+        return reduce_scatter(grad, ctx.axis, ctx.dim), None, None, None
 
 
 class _ReduceScatterToSpRegion(Function):
@@ -139,17 +139,17 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
 
 
-def reduce_from_tp_region(x: Tensor, axis: Axis, purpose: str = "block") -> Tensor:
+def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
     """All-reduce the partial results ``x`` of all ranks at the end of a tensor parallel block."""
-    return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis, purpose)
+    return x if axis.size == 1 else _ReduceFromTpRegion.apply(x, axis)
 
 
-def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int, joined: Tensor | None = None) -> Tensor:
+def gather_from_sp_region(x: Tensor, axis: Axis, dim: int, full: int) -> Tensor:
     """All-gather sequence shards into a dimension of length ``full``, as input of a tensor parallel block.
 
-    Forward: one all-gather, or none if ``joined`` is the gathered tensor. Backward: one reduce-scatter.
+    Forward: one all-gather. Backward: one reduce-scatter.
     """
-    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, joined, axis, dim, full)
+    return x if axis.size == 1 else _GatherFromSpRegion.apply(x, axis, dim, full)
 
 
 def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:

@@ -55,7 +55,7 @@ def collective_call(
 
 
 def _run_and_catch(function: Callable[[], T]) -> tuple[T | None, Exception | None]:
-    """Return the result or the error of ``function``, to be sent to the ranks that wait for this one."""
+    """Return the result or the error of ``function``, to be sent to the ranks that wait for this rank."""
     try:
         return function(), None
     except Exception as error:
@@ -125,7 +125,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"The training data differs between ranks at {call}: ranks {known[0][0]} and {other} {what}",
+                f"Ranks {known[0][0]} and {other} have different training data at {call}: they {what}",
                 rule=rule,
                 remedy=remedy,
             )
@@ -254,6 +254,6 @@ def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> Shar
             "were kept",
         )
     return InputError(
-        f"{what} failed on rank {rank}: {type(problem).__name__}: {problem}",
-        remedy=f"See the error of rank {rank}",
+        f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}",
+        remedy=f"Read the error of rank {rank}",
     )

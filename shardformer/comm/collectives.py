@@ -328,7 +328,7 @@ def _pad_dim(x: Tensor, dim: int, length: int) -> Tensor:
 
 
 def gather_full(local: Tensor, spec: ShardSpec, axis: Callable[[str], Axis]) -> Tensor:
-    """All-gather the shards of a tensor, and return the full tensor on every rank; a copy if it is not sharded.
+    """All-gather the shards of a tensor, and return the full tensor. A tensor that is not sharded is copied.
 
     Communicates one all-gather per sharded axis, innermost first.
 

@@ -1,4 +1,4 @@
-"""Recorder of collectives: how many run, how many bytes they carry, and where the process waits for them.
+"""Recorder of collectives: how often they run, how many bytes they send, and where the process waits for them.
 
 Collectives are counted at their start, on this process. See ``shardformer.mesh.transport`` for the byte formulas.
 """

@@ -39,7 +39,7 @@ Placed = tuple[int, Args] | None
 
 
 class ShardedTensor(Tensor):
-    """Tensor with the shape of the full tensor, of which this rank stores a shard along one dimension.
+    """Tensor with the shape of the full tensor that stores only this rank's shard along one dimension.
 
     Attributes:
         local: the shard.
@@ -112,7 +112,7 @@ class ShardedTensor(Tensor):
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Handle a torch function that writes into this tensor, which is its first argument."""
+        """Handle a torch function that writes into its first argument, which is this tensor."""
         self.refuse(f"{getattr(func, '__name__', func)} cannot write into {self.TEXT[0]}")
 
     @classmethod
@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build the rule of a torch function along one dimension, which must not be the sharded one."""
+    """Build the rule of a torch function that acts along one dimension, which must not be the sharded dimension."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)

@@ -58,7 +58,7 @@ def install_wrapper_guards(model: nn.Module, context: ParallelContext) -> None:
 ACCELERATE_PATCH = Patch(
     "accelerate.Accelerator.prepare_model",
     "shardformer.consistency.ddp_and_fsdp_guards",
-    "raises for a sharded model, because accelerate gives every process other batches",
+    "raises for a sharded model, because accelerate passes different batches to all processes",
 )
 SHARDS_MODELS = "shards_models"
 """Attribute of subclasses of accelerate's Accelerator that support sharded models."""
@@ -72,7 +72,8 @@ def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
         if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
             raise ConfigError(
                 f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}",
-                rule="It gives every process other batches, but ranks with shards of one model need the same batch",
+                rule="It passes different batches to all processes, but the ranks that share one model need the "
+                "same batch",
                 remedy="Use shardformer.integrations.accelerate.Accelerator, or with transformers' Trainer "
                 "shardformer.integrations.transformers.Trainer, which take parallel=ParallelConfig(...)",
             )
@@ -86,7 +87,7 @@ def _raise_replicated(context: ParallelContext) -> NoReturn:
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError if the running forward is that of a DistributedDataParallel around the sharded model."""
+    """Raise ConfigError if a DistributedDataParallel around the sharded model is running its forward."""
     outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return
@@ -107,7 +108,7 @@ def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
 
 def _wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
-        f"{wrapper} does not work with a model that is sharded over {context}",
-        rule="It assumes that all processes have the same parameters, and each process has a different shard",
-        remedy="Remove the wrapper: shard_model(model, data=...) averages gradients between data ranks",
+        f"The model is sharded over {context} and cannot be wrapped in {wrapper}",
+        rule="The wrapper requires the same parameters in all processes, but each process has a different shard",
+        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients between data ranks",
     )

@@ -16,10 +16,10 @@ from shardformer.comm.collectives import all_gather_numbers, all_gather_objects,
 from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import deferred_storage_of, describe_recipe, iter_random_steps
-from shardformer.meta_init.materialization import is_lazy, list_named_tensors
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
-from shardformer.module_paths import find_configs
+from shardformer.module_paths import find_configs, list_named_tensors
 from shardformer.random_state import random_states, set_random_states, state_digest
+from shardformer.torch_compat import has_meta_tensors
 
 
 def model_fingerprint(model: nn.Module) -> list[str]:
@@ -31,7 +31,7 @@ def model_fingerprint(model: nn.Module) -> list[str]:
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
         + [
             f"{n}: {describe_recipe(place)}"
-            for n, t in (list_named_tensors(model) if is_lazy(model) else ())
+            for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
             if (place := deferred_storage_of(t)) is not None
         ]
     )
@@ -62,7 +62,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     """
     named = list_named_tensors(model)
     tensors = [t for _, t in named if t.numel() and not t.is_meta]
-    waiting = named if is_lazy(model) else ()
+    waiting = named if has_meta_tensors(model) else ()
     places = [place for _, t in waiting if (place := deferred_storage_of(t)) is not None]
     steps = [step for place in places for step in iter_random_steps(place)]
     notes = []
@@ -94,7 +94,7 @@ def broadcast_random_state(
 ) -> bool:
     """Broadcast the random states of torch, NumPy and Python from the first rank of an axis, if they differ.
 
-    Random numbers drawn outside of the blocks must be the same on these ranks, even if a script seeds each rank
+    Random numbers drawn outside the blocks must be the same on these ranks, even if a script seeds each rank
     differently. Every rank calls this at the same time, whether or not it has drawn random numbers, because another
     thread of the process may have drawn some.
 

@@ -66,7 +66,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Texts of the error for a value that must be identical on several ranks: its name, the rule and the remedy."""
+    """Texts of the error about a value that must be identical on several ranks: its name, the rule and the remedy."""
 
     what: str
     rule: str
@@ -153,7 +153,7 @@ class ConsistencyMonitor:
         ]
 
     def count_stepped_batches(self) -> int:
-        """Count the batches after which an optimizer of this stage stepped. Call this once before each batch."""
+        """Count the batches after which an optimizer of this stage made a step. Call this once before each batch."""
         self.rounds += self._has_stepped
         self._has_stepped = False
         return self.rounds
@@ -170,7 +170,7 @@ class ConsistencyMonitor:
         return int(kind << KIND_SHIFT | numbers)
 
     def hash_inputs(self, inputs: Collection[Any]) -> int:
-        """Return a hash of the input tensors. On a GPU: of their shapes and the previous values, to avoid a sync."""
+        """Return a hash of the input tensors. On a GPU, hash their shapes and the previous values, to avoid a sync."""
         tensors = [x for x in inputs if isinstance(x, Tensor)]
         on_gpu = [digest(x) * n for n, x in enumerate(tensors, 1) if x.is_cuda]
         previous = self._read_async("batch", torch.stack(on_gpu).sum()) if on_gpu else None
@@ -252,14 +252,14 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the names of the mesh axes that contain other ranks of the passed axis in addition to this rank."""
+        """Yield the names of the mesh axes that contain further ranks of the passed axis in addition to this rank."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
                 yield name
 
     def _read_async(self, key: str, tensor: Tensor) -> Any:
-        """Return ``tensor.tolist()``. On a GPU return that of the previous call, or None at first, to avoid a sync."""
+        """Return ``tensor.tolist()``. On a GPU, return the previous list, or None at first, to avoid a sync."""
         if not has_data(tensor):
             return None
         if not tensor.is_cuda:
@@ -447,7 +447,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
         raise ConfigError(
             f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
             rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
-            remedy="Step after loss.backward(). To store fewer gradients, use shard_optimizer(..., stage=2)",
+            remedy="Call optimizer.step() after loss.backward(). To store fewer gradients, use "
+            "shard_optimizer(..., stage=2)",
         )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
         reducer.start()
@@ -482,8 +483,8 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
                 what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
                 raise ConfigError(
                     f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}",
-                    rule="loss.backward() reduces gradients. torch.autograd.grad, and assigning p.grad, do not",
-                    remedy="Call loss.backward(), or set the same p.grad on all ranks",
+                    rule="Only loss.backward() reduces gradients. torch.autograd.grad and assignments to p.grad do not",
+                    remedy="Call loss.backward(), or assign the same p.grad on all ranks",
                 )
 
 

@@ -62,8 +62,8 @@ def check_same_data(
         differing += [rank for (a, norm), (b, other) in pairs if abs(a - b) > TOLERANCE * max(norm, other)]
     if differing:
         raise ConfigError(
-            f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the training data, a "
-            f"{settings['type']}",
+            f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the "
+            f"training data, which is a {settings['type']}",
             remedy=SAME_DATA_REMEDY,
         )
 
@@ -119,7 +119,7 @@ def _iterate_float_tensors(value: Any) -> Iterator[Tensor]:
 
 
 def fingerprint(*values: Any) -> int:
-    """Return a hash of the integers and strings in samples, or of all numbers if they contain no integers or strings.
+    """Return a hash of the integers and strings in samples. Without integers and strings, hash all numbers.
 
     Integers take precedence because floating-point numbers are often augmented at random.
     """

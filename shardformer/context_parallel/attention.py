@@ -136,7 +136,7 @@ def _make_head_exchanges(
     axis, ring_rank = state.group, state.ring.rank
     if queries < axis.size:
         raise ConfigError(
-            f"{queries} query heads on this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
+            f"The {queries} query heads of this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
             remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
         )
     q_heads = assign_query_heads(queries, axis.size)
@@ -166,8 +166,8 @@ def _make_mask_of_module(
     keys = state.find_by_local_length(key.shape[2])
     if keys is None:
         raise ConfigError(
-            f"{type(module).__name__} attends to {key.shape[2]} keys on rank {state.axis.rank} of {state.axis.size}, "
-            "which is not the local length of any sequence in this model",
+            f"The attention {type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} "
+            f"of {state.axis.size}, which is not the local length of any sequence in this model",
             remedy="Use sequence=1 for this model",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
@@ -185,8 +185,8 @@ def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> No
     if isinstance(mask, Tensor):
         raise InputError(
             f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported",
-            rule="With a sharded sequence, only padding is passed as a tensor, (batch, sequence); the model's mask "
-            "function describes all other masks",
+            rule="With a sharded sequence, only a padding mask (batch, sequence) can be a tensor. All other "
+            "masks come from the mask function of the model",
             remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document",
         )
     if kwargs.get("output_attentions"):

@@ -1,4 +1,4 @@
-"""Attention to a subset of the keys, with the log-sum-exp that is needed to merge it with attention to other keys.
+"""Attention to a subset of the keys, and the log-sum-exp that is needed to merge several such results.
 
 For scores s over a subset of the keys, out = softmax(s) v and lse = log sum exp(s). Two subsets are merged by
 

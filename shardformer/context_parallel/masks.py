@@ -52,7 +52,7 @@ def unknown_attribute_error(name: str, source: str, reason: str) -> Exception:
     if name.startswith("_"):
         return AttributeError(name)
     return ConfigError(
-        f"The model reads .{name} of {source}, which with a sharded sequence is {reason}",
+        f"The model reads the attribute {name} of {source}. With a sharded sequence, this is {reason}",
         remedy="Use sequence=1 for this model",
     )
 

@@ -183,7 +183,7 @@ class StackHook:
 
 
 def run_on_local_positions(module: nn.Module) -> None:
-    """Make a parallel layer outside of the stacks compute only the local positions of its input."""
+    """Make a parallel layer outside the stacks compute only the local positions of its input."""
     sharded: list[SequenceShardedTensor] = []
 
     def unwrap_inputs(_: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Ring attention: ranks that each have some queries exchange their keys and values.
+"""Ring attention: each rank has some of the queries, and the ranks exchange their keys and values.
 
 In step t, rank r computes with the keys of rank r - t while it receives those of rank r - t - 1. A chunk of keys is
 sent directly to each rank whose queries attend to it. With zig-zag chunks and a causal mask, this is 3/4 of the traffic
@@ -156,7 +156,7 @@ def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptio
 
 
 def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tuple[int, ...], Tensor]]:
-    """Yield the keys and values of this rank, then those of each other rank of the ring.
+    """Yield the keys and values of this rank, then the keys and values of each other rank of the ring.
 
     Each item is (owner, its chunks, its keys and values (2, B, K, n, D)).
     """
@@ -189,7 +189,7 @@ def _receive_keys(kv: Tensor, exchange: RingExchange) -> Iterator[tuple[int, tup
 def _start_exchange(
     kv: Tensor, exchange: RingExchange, step: int
 ) -> tuple[tuple[int, ...], Tensor, Sequence[Work], Tensor | None]:
-    """Start ring step ``step``: send the local keys to a later rank, and receive those of an earlier rank."""
+    """Start ring step ``step``: send the local keys to a later rank, and receive keys from an earlier rank."""
     axis, ranks = exchange.axis, exchange.axis.size
     if step >= ranks:
         return (), kv[:, :, :, :0], (), None
@@ -208,7 +208,7 @@ def _exchange(axis: Axis, to: int, out: Tensor, source: int, into: Tensor) -> Se
 
 
 class _KeyValueGradients:
-    """Sends gradients of keys and values to their owners, and sums those that arrive."""
+    """Sends gradients of keys and values to the ranks that own them, and sums the gradients that arrive."""
 
     def __init__(self, dkv: Tensor, exchange: RingExchange) -> None:
         self._dkv, self._exchange, self._step = dkv, exchange, 0

@@ -81,7 +81,7 @@ class SequencePositions:
 
     @cached_property
     def split(self) -> Split:
-        """Split that assigns positions to the ranks of the sequence axis. The ring rank is the outer index."""
+        """Split that assigns positions to the ranks of the sequence axis, with the ring rank as the outer index."""
         parts = tuple(self._slices(*ranks) for ranks in product(range(self.ring), range(self.group)))
         return Split(parts, ("sequence",))
 
@@ -227,7 +227,7 @@ class ContextParallelState:
         return self._record_dim(path, x, [d for d in dims if d > 0 or x.shape[0] != samples])
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record the sequence dims of sharded arguments: the dim that has the local length on every rank.
+        """Record the sequence dim of each sharded argument, which is the dim that has the local length on every rank.
 
         Communicates one number for each new argument.
         """
@@ -244,8 +244,8 @@ class ContextParallelState:
         if len(dims) > 1 and not self.is_whole:
             argument = "".join(map(str, path[1:])) if isinstance(path, tuple) else path
             raise InputError(
-                f"{len(dims)} dims of argument {argument} of a layer, of shape {tuple(x.shape)}, have the "
-                "length of the sequence",
+                f"{len(dims)} dims of the layer argument {argument} have the length of the sequence, in the "
+                f"shape {tuple(x.shape)}",
                 rule="Context parallelism shards one dim, so a mask of all pairs of positions is not supported",
                 remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document. If the "
                 "sizes are equal by chance, use another sequence length",

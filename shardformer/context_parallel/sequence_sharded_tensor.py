@@ -137,7 +137,7 @@ def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Return this rank's rows of a replicated tensor along ``dim``. Communicates nothing, also in the backward."""
+    """Return this rank's rows of a replicated tensor along ``dim``. Forward and backward communicate nothing."""
     dim, shape = dim % x.dim(), x.shape
 
     def pad(grad: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Ulysses: ranks of a group exchange attention heads for positions, so that each has some heads of all positions.
+"""Ulysses: the ranks of a group exchange attention heads for positions, so that each has some heads of all positions.
 
     (B, N, s, D), all heads of some positions  <->  (B, n, S, D), some heads of all positions
 

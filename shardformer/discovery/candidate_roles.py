@@ -35,7 +35,7 @@ class HeadCount:
 
 
 def propose_projections(names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """Propose which linear layer is which projection (q, k, v), by the first letters of names or by call order."""
+    """Propose which linear layers compute q, k and v, by the first letters of their names or by call order."""
     called = list(names.values())
     letters = {re.sub(r"(^|.*\.)", "", name)[:2].lower(): name for name in called}
     by_letter = {letter: name for key, name in letters.items() if (letter := key[:1]) in "qkv" and key != "kv"}
@@ -236,7 +236,7 @@ def _make_block_candidates(
 
 
 def _find_misfit_columns(model: nn.Module, group: LinearGroup) -> list[str]:
-    """Return the column-parallel candidates whose output features do not fit the input of the row-parallel one."""
+    """Return the column-parallel candidates whose output features do not match the input of the row-parallel one."""
     width = _count_features(model, group.row, out=False)
     out = [c for c in group.columns if _count_features(model, c, out=True) % width]
     return out if len(out) < len(group.columns) else []
@@ -383,7 +383,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention reads, without those that equal the head count by chance."""
+    """Return the integer attributes that an attention reads, except those that equal the head count by chance."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -488,7 +488,7 @@ def _find_expert_blocks(model: nn.Module, trace: ForwardTrace) -> list[BlockCand
 
 
 def _iter_expert_candidates(module: nn.Module, at: str, stacked_weights: Sequence[str]) -> Iterator[Experts]:
-    """Yield an ``Experts`` role for each order of the stacked weights and each dim that may be the expert features."""
+    """Yield an ``Experts`` role for each order of the stacked weights and each possible dim of expert features."""
     shapes = {name: tuple(p.shape) for name, p in module.named_parameters(recurse=False) if p.dim() in (2, 3)}
     identities = [name for name, m in module.named_children() if isinstance(m, nn.Identity)]
     for down, (fused, interleaved) in product(reversed(stacked_weights), ((2, False), (1, False), (2, True))):
@@ -542,7 +542,7 @@ def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
 
 
 def find_role_in_plan(plan: Mapping[str, str], layers: str, roles: Iterable[Role]) -> Role | None:
-    """Return the first role that shards its weights as a transformers plan does, or None if no role does.
+    """Return the first role that shards its weights as a transformers plan does, or None.
 
     Args:
         layers: path of the stack.

@@ -61,7 +61,7 @@ class ConfigField:
         }
 
     def growth_per_unit(self) -> list[Fraction]:
-        """Return by how much each matrix dim inside a layer grows if the field is increased by one."""
+        """Return by how much each matrix dim inside a layer grows if the field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
@@ -79,7 +79,7 @@ class ConfigField:
         return [place for place, times in self.ratios.items() if times == 1 and place.role is not SizeRole.ATTRIBUTE]
 
     def changes_only_derived_attributes(self) -> bool:
-        """Return whether only module attributes that are computed from this config field change with it."""
+        """Return whether the field changes only module attributes that are computed from it."""
         computed = (s.role is SizeRole.ATTRIBUTE and old != self.value for s, (old, _) in self.changed_sizes.items())
         return bool(self.changed_sizes) and not self.changes_occurrences and all(computed)
 

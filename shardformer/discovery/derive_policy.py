@@ -1,4 +1,4 @@
-"""Derives a policy for a model without one: proposes roles from a traced forward and validates them.
+"""Derives a policy for a model that has none: proposes roles from a traced forward and validates them.
 
 Validation runs on a reduced model. This module also formats policies as Python source, and builds the error for a
 model without a policy.
@@ -178,7 +178,7 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The layer {path} contains other modules than the layers on which the policy was validated",
+                        f"The layer {path} contains other modules than the validated layers",
                         rule="A derived policy shards only kinds of layers on which it was validated",
                         remedy="Write a policy for this model (docs/policies.md)",
                     )
@@ -331,7 +331,7 @@ def _find_hints(
     policy: type[RolePolicy],
     find: Callable[[ReferenceGradients, type[RolePolicy]], tuple[Sequence[LayerStack], str | None]],
 ) -> tuple[Sequence[LayerStack], str | None]:
-    """Find hints that work for all example batches, or else only for the first one.
+    """Find hints that are valid for all example batches, or else for the first batch only.
 
     In the second case, the inputs of the other batches are recorded as unvalidated.
     """
@@ -381,7 +381,7 @@ class _ValidationCache:
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
-        """Return why a policy fails with the first failing number of ranks, or None if it passes with all of them."""
+        """Return why a policy fails with the first failing number of ranks, or None if it never fails."""
         key = str([get_layer_stacks(policy), policy.embeddings, policy.head])
         for size in ranks:
             if (key, size) not in self._tried:
@@ -443,7 +443,7 @@ def _validate_blocks(
     ranks: Sequence[int],
     plan: Mapping[str, str],
 ) -> tuple[list[BlockCandidates], dict[str, str]]:
-    """Return each block with its validated role, or the reason for replicating the first block without one.
+    """Return each block with its validated role, or the reason why a block without a valid role is replicated.
 
     The search stops at that block: replicated linear layers pass on marks, so later blocks need a new trace.
     """
@@ -472,7 +472,7 @@ def _validate_blocks(
 
 
 def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Store the closest candidate role of a failed block, as advice for users who can change the forward."""
+    """Store the closest candidate role of a failed block. An error shows it to users who can change the forward."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual

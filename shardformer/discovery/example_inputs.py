@@ -92,7 +92,7 @@ def get_required_arguments(model: nn.Module) -> list[str]:
 
 
 def find_unknown_inputs(model: nn.Module) -> tuple[list[str], list[str]]:
-    """Return the forward arguments for which no input is generated, as (required, optional tensors)."""
+    """Return the forward arguments that have no generated input, as (required, optional tensors)."""
     known = {name for name, _ in generate_inputs(model)}
     others = {n: p for n, p in inspect.signature(model.forward).parameters.items() if n not in known}
     needed = [name for name in get_required_arguments(model) if name in others]
@@ -356,13 +356,13 @@ def _compute_media_features(
 
 
 def _select_required_inputs(compute_features: Callable[..., Any], inputs: Mapping[str, Tensor]) -> MediaLayout:
-    """Select the inputs that a feature function requires besides the media, such as a question about an image."""
+    """Select the inputs that a feature function requires in addition to the media, such as a question."""
     required = [p.name for p in inspect.signature(compute_features).parameters.values() if p.default is p.empty]
     return {name: inputs[name] for name in required if name in inputs and name not in _LAYOUT}
 
 
 def _count_features_per_sample(features: Sequence[Tensor], layout: MediaLayout, width: int) -> list[int]:
-    """Return the number of feature vectors of each sample; empty if the sizes do not fit ``width``."""
+    """Count the feature vectors of each sample. Returns an empty list if the sizes do not match ``width``."""
     # patches of all images are concatenated
     units = to_list(layout["image_grid_thw"].prod(-1)) if "image_grid_thw" in layout else []
     samples = len(units) or len(next(iter(layout.values())))

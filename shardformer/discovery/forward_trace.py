@@ -30,7 +30,7 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 
 @dataclass
 class LinearGroup:
-    """A row-parallel candidate with the linear layers whose outputs it reads, its column-parallel candidates."""
+    """A row-parallel candidate, with the linear layers whose outputs it reads as its column-parallel candidates."""
 
     row: str  # path of the linear that is fed
     columns: list[str]  # paths of the linears that feed it, in call order
@@ -78,7 +78,7 @@ def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated:
 
 
 def find_layer_paths(model: nn.Module, layers: str) -> list[str]:
-    """Return the paths of the layers in the module list at ``layers``, a path that may contain ``*``."""
+    """Return the paths of the layers in the module list at ``layers``, which may contain ``*``."""
     return match_paths(f"{layers}.*", [path for path, _ in model.named_modules()])
 
 
@@ -197,7 +197,7 @@ class _ForwardTracer:
         return self.trace
 
     def _find_entry(self, group: LinearGroup) -> None:
-        """Find the module through which the input of a group's column-parallel candidates enters."""
+        """Find the module that receives the input of a group's column-parallel candidates."""
         first = {c: self.trace.read[c][0] for c in group.columns}
         source = first[group.columns[0]]
         same_input = [c for c, x in first.items() if x is source]
@@ -344,7 +344,7 @@ class StackCallRecord:
                 yield outer, name
 
     def find_mixing_modules(self) -> Iterator[tuple[str, str]]:
-        """Yield (path of the layer, name in the layer) of each child of a layer that may mix tokens."""
+        """Yield (path of the layer, name in the layer) of each submodule of a layer that may mix tokens."""
         for outer in self.paths:
             for name, child in _iter_called_children(self._model.get_submodule(outer)):
                 is_token_wise = is_linear(child) or norm_kind(child) is not None or is_elementwise(child)

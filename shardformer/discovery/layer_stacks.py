@@ -166,7 +166,7 @@ class _PipelineHintSearch:
         return out
 
     def _add_cross_states(self, stacks: LayerStacks) -> LayerStacks:
-        """Add to each stack the argument through which it receives the output of the preceding stack."""
+        """Add to each stack the argument that receives the output of the preceding stack."""
         out = list(stacks)
         full_paths = [join_path(self._base, stack.layers) for stack in stacks]
         for at, (before, layers) in enumerate(pairwise(full_paths), start=1):
@@ -204,7 +204,7 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
 
 
 def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
-    """Return (module path, argument) through which ``layers`` receive the output of ``previous_layers``, or None."""
+    """Return (module path, argument) that receives the output of ``previous_layers`` in ``layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model

@@ -40,17 +40,19 @@ OPERATIONS = 16  # Number of operations whose rounding errors may accumulate
 
 @dataclass(frozen=True)
 class ReferenceGradients:
-    """Loss and gradients of an unsharded model for one batch. The loss is ``probe_loss``."""
+    """Loss, which is ``probe_loss``, and gradients of an unsharded model for one batch."""
 
     model: nn.Module
     run: Forward
     loss: float
     gradients: dict[str, Tensor | None]
-    further_batches: tuple[ReferenceGradients, ...] = ()  # references of further batches with other inputs (images)
+    further_batches: tuple[
+        ReferenceGradients, ...
+    ] = ()  # references of additional batches with different inputs (images)
 
     @cached_property
     def tolerances(self) -> dict[str, float]:
-        """Largest difference of each gradient that counts as equal."""
+        """Largest difference of each gradient at which the gradients count as equal."""
         return compute_tolerances(self.gradients)
 
     @cached_property
@@ -91,11 +93,11 @@ class ReferenceGradients:
         of = [("the output", torch.tensor(self.loss)), *(("a gradient", g) for g in self.gradients.values())]
         for what, tensor in of:
             if tensor is not None and not tensor.isfinite().all():
-                raise ValueError(f"{what} is not finite in {next(self.model.parameters()).dtype}")
+                raise ValueError(f"{what} has values that are not finite in {next(self.model.parameters()).dtype}")
 
 
 def compute_tolerances(gradients: Mapping[str, Tensor | None]) -> dict[str, float]:
-    """Return the largest difference from each gradient that counts as equal."""
+    """Return the largest difference from each gradient at which two gradients count as equal."""
     nonempty = {name: g for name, g in gradients.items() if g is not None and g.numel()}
     largest = {name: g.abs().max().item() for name, g in nonempty.items()}
     floor = ROUNDING * max((torch.finfo(g.dtype).eps * largest[name] for name, g in nonempty.items()), default=0.0)
@@ -115,7 +117,7 @@ def copy_sharing_values(model: nn.Module) -> nn.Module:
 
 
 def probe_loss(output: Any, *, equal_sample_weights: bool = False) -> Tensor:
-    """Return the sum of weighted mean squares of all outputs, a loss for models that return none.
+    """Return the sum of weighted mean squares of all outputs, as a loss for models without their own loss.
 
     Args:
         equal_sample_weights: whether all samples have equal weights.
@@ -138,7 +140,7 @@ def get_output_fields(output: Any) -> Any:
 
 
 def disable_dropout(model: nn.Module) -> None:
-    """Set every dropout probability to zero, because sharded models draw other random numbers."""
+    """Set every dropout probability to zero, because sharded models draw different random numbers."""
     for module in model.modules():
         if isinstance(module, DropoutBase):
             module.p = 0.0
@@ -165,7 +167,7 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
-        raise ValueError(f"the reduced model lacks the module {next(iter(missing))[0]}, whose forward was replaced")
+        raise ValueError(f"the reduced model has no module {next(iter(missing))[0]}, whose forward was replaced")
 
 
 def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
@@ -175,7 +177,7 @@ def _count_replaced_forwards(model: nn.Module) -> Counter[tuple[str, Any]]:
 
 @contextmanager
 def check_independent_copy(model: nn.Module) -> Iterator[None]:
-    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of those of its copy.
+    """Raise ValueError if code in this context reads weights or buffers of ``model`` instead of its copy.
 
     This happens if a replaced forward or a hook is a closure over a module, because copies share the closure. A
     comparison with such a copy would be meaningless, and its gradients would be added to those of the model.
@@ -232,7 +234,7 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 @dataclass(frozen=True)
 class MediaCall:
-    """A forward of a reduced model with further inputs, such as images or audio."""
+    """A forward of a reduced model with additional inputs, such as images or audio."""
 
     run: Forward
     names: tuple[str, ...]  # names of the further inputs
@@ -255,11 +257,11 @@ class ReducedModel:
         )
 
     def compute_further_references(self) -> tuple[ReferenceGradients, ...]:
-        """Compute loss and gradients of each further batch."""
+        """Compute loss and gradients of each additional batch."""
         return tuple(ReferenceGradients.of(self.model, further.run) for further in self.further)
 
     def explain_unvalidated(self, failure: str | None) -> dict[str, str]:
-        """Map each input that was not validated to the reason.
+        """Return the reason for each input that was not validated.
 
         Args:
             failure: failure of the calls with further inputs; None if they passed.
@@ -289,14 +291,14 @@ def reduce_model(
     copies = _make_copy_functions(model)
     try:
         makes = [*_iter_model_makers(model), *copies]
-    except Exception as error:  # the class needs more than a config, or cannot be built with other configs
+    except Exception as error:  # the class needs more than a config, or cannot be built with different configs
         makes, problems = copies, [_format_error(error)]
     for make, dtype in product(makes, PRECISIONS):
         try:
             reduced = _build_on_cpu(make, dtype)
             if make not in copies:
                 if missing := find_layer_kinds(model) - find_layer_kinds(reduced):
-                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers")
+                    raise ValueError(f"the reduced model lacks {len(missing)} kinds of layers of the model")
                 copy_replaced_forwards(reduced, model)
             with check_independent_copy(model):
                 run, batch_used = _find_trainable_call(reduced, batch, media_in_text=media_in_text)

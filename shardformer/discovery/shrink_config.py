@@ -89,7 +89,7 @@ def reduce_layers(
         return now is not None and any(now.get(name, length) < length for name, length in lengths.items())
 
     def counts_stages(path: Path, count: int, few: Any) -> bool:
-        """Return whether this field counts stages, whose layers neighboring list fields count."""
+        """Return whether this field is a number of stages, and adjacent list fields count the layers per stage."""
         neighbors = (values for at, values in iter_list_fields(config) if at[:-1] == path[:-1])
         is_candidate = path in dict(iter_integer_fields(config)) and any(len(values) == count for values in neighbors)
         return is_candidate and is_shorter(try_list_lengths(config_fields.replace_fields(few, {path: count})))
@@ -180,7 +180,7 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
 
 
 def _enumerates_layers(values: Sequence[Any]) -> bool:
-    """Return whether a list contains consecutive layer indices, which do not distinguish kinds of layers."""
+    """Return whether a list contains consecutive layer indices, which do not show different kinds of layers."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
@@ -360,7 +360,7 @@ MIN_UNAMBIGUOUS = 32  # Smaller numbers may be equal by chance
 
 
 def filter_same_config(field: ConfigField, others: Sequence[ConfigField]) -> list[ConfigField]:
-    """Return those of ``others`` that belong to the same config as ``field``, excluding nested configs."""
+    """Return the fields in ``others`` that belong to the same config as ``field``, excluding nested configs."""
     return [other for other in others if other.path[:-1] == field.path[:-1]]
 
 
@@ -410,7 +410,7 @@ def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes:
 
 
 def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
-    """Return how many parts of a head's features this field sums up; neighboring fields count the parts."""
+    """Return by how many parts of a head's features this field must be divided."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
     part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)

@@ -53,7 +53,7 @@ OF_EXPERTS = "List the weights that read the input in `up` and the last one in `
 
 
 def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, module_path: str | None) -> str:
-    """Return advice to correct a wrong role, or the module at which a sharded model first differs."""
+    """Return advice how to correct a wrong role, or the first module whose output differs in the sharded model."""
     if isinstance(role, Attention) and isinstance(policy, RolePolicy):
         heads = role.num_heads or policy.num_heads
         unlisted = _find_unlisted_attributes(policy, role, reduced)
@@ -117,8 +117,9 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if failure is not None:
         raise PolicyError(
-            f"{path} ({type(module).__name__}) runs code that {type(policy).__name__} was not written for: {failure}",
-            rule="A registered policy is written for library code; other code is validated on a reduced model",
+            f"{type(policy).__name__} was not written for the code of {path} ({type(module).__name__}): {failure}",
+            rule="A registered policy is written for the code of the library. Other code is validated on a "
+            "reduced model",
             remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
             "of the library",
         )

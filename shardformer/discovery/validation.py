@@ -130,7 +130,7 @@ def validate_sharding(
 
 
 class TrainingMismatchError(Exception):
-    """Raised by a rank whose output or gradient differs from unsharded training, so that other ranks stop waiting."""
+    """Raised by a rank whose output or gradient differs from unsharded training. Other ranks then stop waiting."""
 
 
 def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
@@ -182,7 +182,7 @@ def build_layer_sequence(model: nn.Module, policy: type[RolePolicy], stacks: Seq
 def validate_stages(
     reference: ReferenceGradients, policy: type[RolePolicy], stacks: Sequence[LayerStack]
 ) -> str | None:
-    """Run a model in two pipeline stages; return the first difference from the unsplit model, or None.
+    """Run a model in two pipeline stages. Return the first difference from the model without stages, or None.
 
     The boundary is placed after the first layer, before the last layer, halfway, and around the start of each stack.
     """
@@ -214,7 +214,7 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
     (first, first_forward), (second, second_forward) = stages
     _, payload = first_forward.run(first, StagePass(spans[0], {}), lambda: reference.run(first))
     if payload is None:
-        raise TrainingMismatchError("some layers of the first stage are not called")
+        raise TrainingMismatchError("some layers of the first stage were not called")
     received = {name: x.detach().requires_grad_(x.requires_grad) for name, x in payload.items()}
     output, _ = second_forward.run(second, StagePass(spans[1], received), lambda: reference.run(second))
     _compare_outputs(reference, output)
@@ -227,11 +227,11 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compare the outputs of the last stage with those of the full model, and run backward on both."""
+    """Compare the outputs of the last stage with the outputs of the full model, and run backward on both."""
     expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
-        raise TrainingMismatchError("the output depends on parameters of an earlier stage")
+        raise TrainingMismatchError("the output of a stage depends on parameters of an earlier stage")
     for at in here:
         a, b = expected[at], stage_outputs[at]
         if not max_difference(a, b) <= RELATIVE * a.abs().max():
@@ -247,7 +247,7 @@ def _compare_gradients(model: nn.Module, found: Mapping[str, Tensor]) -> None:
     model.zero_grad()
     if expected.keys() != found.keys():
         raise TrainingMismatchError(
-            f"{sorted(expected.keys() ^ found.keys())[0]} has a gradient only in the staged or only in the full model"
+            f"only one of the staged and the full model has a gradient for {sorted(expected.keys() ^ found.keys())[0]}"
         )
     bounds = reduced_model.compute_tolerances(expected)
     for name, gradient in expected.items():

@@ -72,7 +72,7 @@ class TemporaryName(NamedTuple):
 
 @functools.cache
 def _machine_id() -> str:
-    """Return a hash of the boot ID and PID namespace, because containers with one host name may have other PIDs."""
+    """Return a hash of the boot ID and PID namespace, because containers can share a host name."""
     try:
         parts = [Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid")]
     except OSError:
@@ -182,7 +182,7 @@ def create_file(path: Path) -> BinaryIO:
 
 
 def write_all(file: BinaryIO, data: Any) -> None:
-    """Write all of ``data`` to an unbuffered file, with as many calls of ``write`` as needed."""
+    """Write all of ``data`` to an unbuffered file, even if this takes several calls of ``write``."""
     rest = memoryview(data)
     while rest:
         rest = rest[file.write(rest) :]
@@ -276,7 +276,7 @@ class DirectoryWriter:
         remove(replaced)
 
     def _find_other_files(self, target: Path, new: Path) -> list[Path]:
-        """Return the unrelated files of the directory ``target`` to keep, such as a tokenizer or a log."""
+        """Return the files of the directory ``target`` that an export did not write, such as a tokenizer or a log."""
         there = sorted(target.iterdir()) if target.is_dir() else []
         written = {path.name for path in new.iterdir()}
         return [path for path in there if path.name not in written and not self.own.fullmatch(path.name)]

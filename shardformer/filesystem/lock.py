@@ -92,7 +92,7 @@ def hold(folder: Path, holder: Any) -> bool:
 
 
 def release(folder: Path, holder: Any) -> None:
-    """Remove ``holder`` from the lock of a folder, and unlock the folder after its last holder."""
+    """Remove ``holder`` from the holders of a folder's lock, and unlock the folder if no holder is left."""
     _release_holder(os.path.realpath(folder), id(holder), os.getpid())
 
 

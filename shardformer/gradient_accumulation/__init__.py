@@ -1,1 +1,1 @@
-"""Gradient accumulation: splits a batch into micro-batches, and weights their losses. Pipelines use it, too."""
+"""Gradient accumulation: splits a batch into micro-batches, and weights their losses. Also used by pipelines."""

@@ -138,7 +138,7 @@ class LossCall:
         return self.basis.numel() // self._num_classes()  # class probabilities
 
     def count_labels(self, basis: Tensor, ignore_index: int | None) -> LossCount:
-        """Return the denominator of the mean loss for another target or weight tensor.
+        """Return the number by which a mean loss divides, for a different target or weight tensor.
 
         Counts all elements of a tensor without data.
         """
@@ -159,7 +159,7 @@ class LossCall:
         return self.has_classes and self.ignore_index == self._num_classes()
 
     def find_ignore_index(self, tensors: Tensors, other_tensors: Tensors) -> int | None:
-        """Return the ``ignore_index`` for another micro-batch, which differs if it equals the sequence length."""
+        """Return the ``ignore_index`` for another micro-batch, which changes if it equals the sequence length."""
         if self.ignore_index is None or not self.ignores_extra_class:
             return self.ignore_index
         size = TensorSize.match(self.ignore_index, tensors)
@@ -278,7 +278,7 @@ class LossWeights:
             watch.__exit__(None, None, None)
 
     def scale_loss(self, index: int, loss: Tensor) -> Tensor:
-        """Scale the loss of a micro-batch to its share of the full batch's loss.
+        """Scale the loss of a micro-batch to the term that it adds to the loss of the full batch.
 
         Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
@@ -317,7 +317,7 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels that the full batch's loss averages over; None if its terms have different numbers."""
+        """Number of labels that the loss of the full batch averages over, or None if its terms differ in it."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
@@ -329,7 +329,7 @@ class LossWeights:
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
     def record_loss(self, index: int, trace: LabelTracer | None, call: LossCall) -> Tensor:
-        """Record a loss call of micro-batch ``index``, and return the loss scaled to its share of the full batch."""
+        """Record a loss call of micro-batch ``index``, and return its term in the loss of the full batch."""
         forward = self._forwards[index]
         forward.reductions.append(call.reduction)
         if self._is_full_batch:
@@ -394,7 +394,7 @@ class LossWeights:
         if math.isnan(value) or not math.isnan(total):
             return total
         raise InputError(
-            "Another data rank could not count the labels of its loss", remedy="Read the error of that rank in its log"
+            "Another data rank could not count the labels of its loss", remedy="Read the error in the log of that rank"
         )
 
     def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
@@ -456,7 +456,7 @@ class LossWeights:
         return [count(m, form(tensors[m], ignore_index if i is None else i)) for m, i in enumerate(there_m)]
 
     def _predict_from_samples(self, first: int, call: LossCall, first_count: LossCount) -> list[Any]:
-        """Predict label counts in proportion to the samples of each micro-batch, if no label is ignored."""
+        """Predict label counts from the number of samples in each micro-batch, if no label is ignored."""
         size = self._sizes[first]
         full = call.basis.numel() if call.has_classes and call.basis is not None else None
         if call.has_weights or (full is not None and int(first_count) != full) or int(first_count) % size:
@@ -607,7 +607,7 @@ def is_comparing_samples(loss_fn: Callable[..., Any], output: Any, batch: Any, s
 
 
 def is_mean_or_sum(part_losses: Sequence[float], joint_loss: float, tolerance: float) -> bool:
-    """Return whether ``joint_loss`` can be a weighted mean of the losses of two parts, or is their sum."""
+    """Return whether ``joint_loss`` can be a weighted mean or the sum of the losses of two parts."""
     is_mean = min(part_losses) - tolerance <= joint_loss <= max(part_losses) + tolerance
     return is_mean or abs(joint_loss - sum(part_losses)) <= tolerance
 

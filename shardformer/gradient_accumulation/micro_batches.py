@@ -189,9 +189,9 @@ def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | 
 
 def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
     return InputError(
-        f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be assigned to {samples} samples: "
-        f"{why}",
-        rule="Tensors with a row per image or patch are split by the placeholder tokens of each sample",
+        f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
+        f"{samples} samples: {why}",
+        rule="A tensor with a row per image or patch is split by the placeholder tokens of each sample",
         remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
         "order of the samples. Or use one data rank and one micro-batch",
     )
@@ -398,10 +398,10 @@ def has_entry_per_sample(value: Any, samples: int) -> bool:
 def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
     return InputError(
         f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}",
-        rule="The first dim of a tensor is the samples. Image patches also need a grid with a row per image "
+        rule="The first dim of a tensor is the sample. Image patches also need a grid with a row per image "
         "(image_grid_thw)",
-        remedy="Pass one row per sample, or one row (x[None]) that all samples share. Or avoid splitting with one "
-        "micro-batch, and batches that each data rank creates from its own samples",
+        remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
+        "micro-batch and let each data rank create its own batches",
     )
 
 
@@ -449,7 +449,7 @@ def _merge_tensors(parts: Sequence[Tensor], sizes: Sequence[int]) -> Tensor | No
 
 
 def rebuild_container(template: Any, content: Any) -> Any:
-    """Return ``content`` in a container of the type of ``template``, or ``content`` itself if that type rejects it."""
+    """Return ``content`` in a container of the type of ``template``, or unchanged if this type does not accept it."""
     if isinstance(template, tuple) and hasattr(template, "_fields"):
         return type(template)(*content)
     try:

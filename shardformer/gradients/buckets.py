@@ -124,7 +124,7 @@ ALIGNMENT_ELEMENTS = 32
 
 @dataclass(eq=False)
 class GradientSlot:
-    """Gradient of one parameter on this rank, and its place in a gradient bucket.
+    """Gradient of one parameter on this rank, and its range in a gradient bucket.
 
     If several ranks store slices of a sharded parameter, such as a shared KV head, the bucket contains the gradient in
     the full shape. Elements of other ranks are zero.
@@ -155,7 +155,7 @@ class GradientSlot:
         """Number of ranks that store each element: a scalar, or a tensor of the full shape."""
 
     def gather_to_owner(self, axis: Axis | None, coords_by_rank: Sequence[Coords] = ()) -> None:
-        """Let one rank receive the full gradient, for an optimizer that needs full matrices.
+        """Mark the gradient so that one rank receives it in full, for an optimizer that needs full matrices.
 
         Args:
             axis: For a sharded parameter, the axis over which the slices of the gradient are gathered.
@@ -248,7 +248,7 @@ class Bucket:
 
     @property
     def has_gradient(self) -> list[float]:
-        """Flag of each gradient: 1 if this rank has a new dense gradient, -1 if a new sparse one, otherwise 0."""
+        """Flag of each gradient: 1 for a new dense gradient on this rank, -1 for a new sparse gradient, otherwise 0."""
         return [(-1.0 if g.is_sparse else 1.0) if g.is_unreduced else 0.0 for g in self.gradients]
 
     def extra_values(self) -> list[float]:
@@ -261,7 +261,7 @@ class Bucket:
         return self.has_gradient + self.watch.bits_to_reduce(self.axis)
 
     def check_extra_values(self, summed: Tensor) -> Tensor:
-        """Check the summed extra values, and return for each gradient the number of ranks that had one.
+        """Check the summed extra values, and return for each gradient on how many ranks it exists.
 
         Raises:
             InputError: The consistency monitor found that the ranks diverged. Raised on every rank.
@@ -520,7 +520,7 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Assign an owner rank to each selected parameter, which gathers the full gradient of the parameter.
+    """Assign each selected parameter to an owner rank, which gathers the full gradient of the parameter.
 
     All processes call it in the same order. Communicates the names of the required axes and the ranks' coordinates, and
     creates process groups.

@@ -44,7 +44,7 @@ def clip_grad_norm_(
     if not isinstance(model, nn.Module):
         raise ConfigError(
             f"clip_grad_norm_ expects a model, but received a {type(model).__name__}",
-            rule="The model's metadata is needed to compute the norm over all shards",
+            rule="The norm over all shards is computed from the metadata of the model",
             remedy="Use clip_grad_norm_(model, max_norm), without .parameters()",
         )
     owner = find_metadata(model).gradient_owner
@@ -237,7 +237,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model whose gradients other stages clip, if this stage has no gradients to clip."""
+    """Return the pipeline model that this stage must clip without gradients, because other stages clip it."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]

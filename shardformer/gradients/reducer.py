@@ -24,7 +24,7 @@ class PausableReducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Accumulate gradients locally in this context. The next backward pass outside of it reduces them."""
+        """Accumulate gradients locally in this context. The next backward pass outside it reduces them."""
         before, self.is_paused = self.is_paused, True
         self.was_paused = True  # until the reduction; known on all ranks, whether a gradient arrives or not
         try:
@@ -59,7 +59,7 @@ class PausableReducer:
 
 @contextmanager
 def no_sync(model: nn.Module) -> Iterator[None]:
-    """Accumulate gradients locally in this context. The next backward pass outside of it reduces them.
+    """Accumulate gradients locally in this context. The next backward pass outside it reduces them.
 
     For gradient accumulation, wrap all but the last backward pass of an optimizer step. Without it the result is the
     same, with more communication.

@@ -11,6 +11,7 @@ Rank 0 of all processes still prints and writes files.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
@@ -33,7 +34,8 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_choice
+from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
@@ -47,10 +49,12 @@ from shardformer.zero.zero_optimizer import ZeroOptimizer
 OTHER_BACKENDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
 CHECKPOINT_FOLDER = "shardformer"
 """Prefix of the folders of a saved state that contain the checkpoints of sharded models."""
+PLAIN_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
+"""Files in which accelerate saves the weights of a model."""
 
 
 def sharded_model_in(model: Any) -> nn.Module | None:
-    """Return the sharded model inside of a wrapper such as ``torch.compile``, or None if the model is not sharded."""
+    """Return the sharded model inside a wrapper such as ``torch.compile``, or None if the model is not sharded."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     return next((module for module in modules if METADATA_ATTRIBUTE in module.__dict__), None)
 
@@ -71,7 +75,7 @@ class DataRanks:
 
 
 class SharedOrder(Sampler[Any]):
-    """Sampler that draws the same random order on all ranks: that of the first rank's random state."""
+    """Sampler that draws the same random order on all ranks, from the random state of the first rank."""
 
     def __init__(self, sampler: RandomSampler, world: Axis) -> None:
         self.sampler, self._world = sampler, world
@@ -187,7 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @property
     def dispatch_batches(self) -> bool:
-        """False: every rank reads its own part of the data set."""
+        """False, because every rank reads its own part of the data set."""
         return False
 
     def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> AbstractContextManager[Any]:
@@ -205,17 +209,22 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
         """
         objects = list(args)
-        for model in [each for each in args if isinstance(each, nn.Module)]:
-            own = [each for each in objects if isinstance(each, Optimizer) and _trains(each, model)]
+        for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
+            own = [each for each in objects if _is_unprepared_optimizer(each) and _trains(each, model)]
             if (replaced := self._shard(model, own)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
     def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
         """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
-        if getattr(model, "_is_accelerate_prepared", False):
-            return None
         sharded = sharded_model_in(model)
+        if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
+            raise ConfigError(
+                f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
+                "model in an accelerate loop",
+                rule="ZeRO combines them into one optimizer, which a loop over the optimizers would step several times",
+                remedy="Use one optimizer with several parameter groups, or shardformer.initialize",
+            )
         if sharded is None:
             engine = initialize(model, list(optimizers) or None, None, parallel=self.config, policy=self.policy,
                                 context=self.context)  # fmt: skip
@@ -237,7 +246,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return super().prepare_model(model, device_placement, evaluation_mode)
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
-        """Wrap an optimizer. That of a sharded model is already where it belongs, for example in host memory."""
+        """Wrap an optimizer without moving it. The optimizer of a sharded model may be in host memory."""
         return super().prepare_optimizer(optimizer, False if self._models else device_placement)
 
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
@@ -288,7 +297,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     # --- communication over the data axis
 
     def gather(self, tensor: Any) -> Any:
-        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather each."""
+        """Concatenate tensors of all data-parallel ranks along dimension 0. Communicates one all-gather per tensor."""
 
         def gather_one(x: Tensor) -> Tensor:
             return all_gather(x.reshape(1) if x.dim() == 0 else x.contiguous(), self.context.data, 0, purpose="metrics")
@@ -310,11 +319,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return data[:remainder] if is_last and remainder > 0 else data
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """Reduce tensors over the data-parallel ranks. Communicates one all-reduce each.
+        """Reduce tensors over the data-parallel ranks. Communicates one all-reduce per tensor.
 
         Args:
             reduction: "sum", "mean", "max" or "none".
         """
+        check_choice("reduction", reduction, ("sum", "mean", "max", "none"))
 
         def reduce_one(x: Tensor) -> Tensor:
             if reduction == "none":
@@ -351,11 +361,13 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         with self._without_sharded_models() as models:
             folder = str(super().save_state(output_dir, safe_serialization, **kwargs))
         for number, (model, optimizers) in enumerate(models):
-            save_checkpoint(model, _checkpoint_folder(folder, number), optimizers)  # replaces an older one
+            place = _checkpoint_folder(folder, number)
+            save_checkpoint(model, place, optimizers)  # replaces an older one
+            release(Path(place), model)
         return folder
 
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
-        """Load what ``save_state`` saved, also under another layout, or what a plain ``Accelerator`` saved.
+        """Load a checkpoint of ``save_state``, under any layout, or of a plain ``Accelerator``.
 
         All ranks call it.
         """
@@ -363,17 +375,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
             input_dir = os.path.join(checkpoints, max(folders, key=lambda name: int(name.rpartition("_")[2])))
         with self._without_sharded_models() as models:
+            num_saved, is_plain = _count_saved_models(input_dir)
+            if input_dir is not None and num_saved != len(models):
+                raise ConfigError(
+                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models are prepared",
+                    remedy="Call load_state after prepare, with all models that were prepared when it was saved",
+                )
             super().load_state(input_dir, load_kwargs, **kwargs)
         assert input_dir is not None
-        if os.path.isdir(_checkpoint_folder(input_dir, 0)):
+        if not is_plain:
             for number, (model, optimizers) in enumerate(models):
                 load_checkpoint(model, _checkpoint_folder(input_dir, number), optimizers)
             return
-        folder, (model, optimizers), *more = Path(input_dir), *models
-        if more or len(optimizers) != 1:
+        folder, (model, optimizers) = Path(input_dir), models[0]
+        if len(optimizers) != 1:
             raise ConfigError(
-                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to {len(models)} models",
-                remedy="Save it with the Accelerator of ShardFormer, also in one process",
+                f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to "
+                f"{len(optimizers)} optimizers",
+                remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         model.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})  # saved by DDP
@@ -381,7 +400,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     @contextmanager
     def _without_sharded_models(self) -> Iterator[list[tuple[nn.Module, list[Optimizer]]]]:
-        """Hide the sharded models and their optimizers from accelerate. Yield them."""
+        """Hide the sharded models and their optimizers from accelerate in this context, and yield them."""
         models, optimizers = self._models, self._optimizers
         sharded = self.sharded_models
         raw = [getattr(each, "optimizer", each) for each in optimizers]
@@ -399,9 +418,21 @@ def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
 
 
+def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, bool]:
+    """Return the number of models in a saved state, and whether a plain ``Accelerator`` saved it."""
+    names = os.listdir(folder) if folder is not None and os.path.isdir(folder) else []
+    sharded = sum(name.startswith(f"{CHECKPOINT_FOLDER}_") for name in names)
+    plain = sum(bool(PLAIN_WEIGHTS.fullmatch(name)) for name in names)
+    return sharded or plain, not sharded and plain > 0
+
+
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _is_unprepared_optimizer(value: Any) -> bool:
+    return isinstance(value, Optimizer) and not getattr(value, "_is_accelerate_prepared", False)
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:

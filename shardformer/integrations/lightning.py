@@ -135,7 +135,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     module.distributed_available_fn = _is_never_distributed
 
     def _move_others(self) -> None:
-        """Move everything but the sharded model to the device, and set the ``device`` of the LightningModule."""
+        """Move everything except the sharded model to the device, and set the ``device`` of the LightningModule."""
         modules, name = self.lightning_module._modules, self._name_of_model
         model = modules[name]
         modules[name] = None  # keeps the order of the modules
@@ -160,8 +160,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
             raise ConfigError(
-                f"The parameters of {type(self.lightning_module).__name__} belong to {sorted(owners)}",
-                rule="ShardFormerStrategy shards one model, which is an attribute of the LightningModule",
+                f"The parameters of {type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}",
+                rule="ShardFormerStrategy shards one model, which must be one attribute of the LightningModule",
                 remedy="Put all parameters into one nn.Module: self.model = Model(...)",
             )
         return str(owners.pop())
@@ -222,7 +222,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "An earlier fit trained this model with ZeRO",
+                "This model was trained with ZeRO by an earlier fit",
                 rule="The model keeps the optimizer of its first fit",
                 remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...)",
             )
@@ -231,11 +231,11 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def distributed_sampler_kwargs(self) -> dict[str, Any]:
-        """The data-parallel ranks, between which Lightning's sampler splits the samples."""
+        """Number of replicas and rank that Lightning's sampler uses, counted over the data-parallel ranks."""
         return {"num_replicas": self._context.data.size, "rank": self._context.data.rank}
 
     def process_dataloader(self, dataloader: Any) -> Any:
-        """Seed the workers of a data loader by the data-parallel rank, because other ranks need the same batches."""
+        """Seed the workers by the data-parallel rank, because ranks that share a model need the same batches."""
         seed_worker = sys.modules[pl.seed_everything.__module__].pl_worker_init_function
         is_requested = os.environ.get("PL_SEED_WORKERS", "0") != "0"  # by seed_everything(workers=True)
         if is_requested and getattr(dataloader, "worker_init_fn", dataloader) is None:
@@ -258,14 +258,14 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return gathered
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
-        """Return whether all ranks, or any of them, decide so. Communicates one number per rank."""
+        """Return whether all ranks, or any of them, pass a true decision. Communicates one number per rank."""
         found = [bool(number) for (number,) in all_gather_numbers([int(decision)], self._world)]
         return sum(found) == len(found) if all else any(found)
 
     # --- one step
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Run ``training_step``. With ``average_loss_over="tokens"``, every label of the global batch has one weight.
+        """Run ``training_step``. With ``average_loss_over="tokens"``, every label of the global batch counts equally.
 
         Communicates one number per loss function of torch that it calls.
         """
@@ -280,6 +280,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         finally:
             weights.stop()
         loss = output["loss"] if isinstance(output, Mapping) else output
+        if loss is None:
+            raise ConfigError(
+                f"training_step returned None on data-parallel rank {data.rank} of {data.size}",
+                rule="A rank that skips a batch does not take part in reducing the gradients of the others",
+                remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training",
+            )
         weights.scale_loss(0, loss)
         weights.finish()
         return output
@@ -302,7 +308,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def restore_checkpoint_after_setup(self) -> bool:
-        """True: a checkpoint is loaded into the sharded model."""
+        """True, because a checkpoint is loaded into the sharded model."""
         return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
@@ -311,7 +317,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return {name: x for name, x in self.lightning_module.state_dict().items() if not name.startswith(prefix)}
 
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return nothing: each rank writes its own part of the state."""
+        """Return an empty state, because each rank writes its own part of the optimizer state."""
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
@@ -347,7 +353,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return checkpoint
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
-        """Load the state of the LightningModule, and from a plain checkpoint that of its model."""
+        """Load the state of the LightningModule. From a plain checkpoint, load the state of its model, too."""
         prefix = f"{self._name_of_model}."
         state = checkpoint["state_dict"]
         if model := {name.removeprefix(prefix): x for name, x in state.items() if name.startswith(prefix)}:
@@ -357,12 +363,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         )
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
-        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads that of a sharded one."""
+        """Load the optimizer state of a plain checkpoint. ``load_checkpoint`` loads sharded optimizer states."""
         if any(checkpoint["optimizer_states"]):
             load_plain_optimizer_state(self.sharded_model, self.optimizers[0], checkpoint["optimizer_states"][0])
 
     def teardown(self) -> None:
-        """Release what Lightning holds. The sharded model stays on its device."""
+        """Release the references that Lightning holds. The sharded model stays on its device."""
         self.cluster_environment.teardown()
         self.precision_plugin.teardown()
         self.accelerator.teardown()

@@ -157,14 +157,14 @@ class ShardedTrainer:
     # --- which ranks have batches of their own
 
     def get_tp_size(self) -> int:
-        """1, because the accelerator counts data-parallel ranks."""
+        """Return 1, because the accelerator counts data-parallel ranks."""
         return 1
 
     def _get_num_items_in_batch(self, *args: Any, **kwargs: Any) -> Any:
         """Return the mean number of items of the data-parallel ranks.
 
         Each rank divides its loss by it, and the mean over the ranks is the loss of the global batch. Trainer uses the
-        sum, and multiplies the loss by the number of processes, also if the model ignores the number of items.
+        sum, and multiplies the loss by the number of processes, even if the model ignores the number of items.
         """
         items = super()._get_num_items_in_batch(*args, **kwargs)  # type: ignore[misc]
         is_summed = items is not None and self.args.average_tokens_across_devices
@@ -183,7 +183,7 @@ class ShardedTrainer:
 
     @contextmanager
     def _counting(self, num_processes: int, process_index: int) -> Iterator[None]:
-        """Replace ``args.world_size`` and ``args.process_index`` inside of this context."""
+        """Replace ``args.world_size`` and ``args.process_index`` inside this context."""
         args = self.args
         before = args.distributed_state
         args.distributed_state = DataRanks(before, num_processes, process_index)
@@ -229,7 +229,7 @@ class ShardedTrainer:
         return shard_optimizer(self.sharded_model, optimizer, **{**self.parallel.zero_options(), "stage": stage})
 
     def floating_point_ops(self, inputs: Any) -> float:
-        """6 times the non-embedding parameters times the tokens. Trainer sums it over all processes."""
+        """Return 6 times the non-embedding parameters times the tokens. Trainer sums this over all processes."""
         tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
         if not isinstance(tokens, Tensor):
             return 0
@@ -237,7 +237,7 @@ class ShardedTrainer:
         return float(6 * self._num_parameters * tokens.numel() / copies)
 
     def compute_loss_context_manager(self) -> Any:
-        """Weight mean losses by their number of labels, so that their mean over the ranks is that of the global batch.
+        """Weight mean losses by their number of labels, so that their mean over the ranks equals the global mean.
 
         Models whose loss is a sum divided by the number of items have no mean losses.
         """
@@ -280,7 +280,7 @@ class ShardedTrainer:
         if used:
             raise ConfigError(
                 f"Trainer does not support {used[0]} with pipe={num_stages}",
-                rule="A pipeline computes the model's own loss, and updates no module outside of a step",
+                rule="A pipeline computes the loss of the model itself, and updates modules only in a training step",
                 remedy="Remove it, or the pipe axis",
             )
 
@@ -366,7 +366,7 @@ class ShardedTrainer:
                 super()._save_rng_state(output_dir)  # type: ignore[misc]
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Load the random state of the first rank that has this rank's batches."""
+        """Load the random state of the first rank that had the same batches as this rank."""
         size, index = self.args.world_size, self.args.process_index
         if checkpoint is not None and size > 1:
             files = [os.path.isfile(os.path.join(checkpoint, f"rng_state_{n}.pth")) for n in (size - 1, size)]
@@ -396,7 +396,7 @@ def mean_over_data(mean: Tensor, count: float, data: Axis) -> Tensor:
 
 
 class WeightedMeanLosses(TorchFunctionMode):
-    """Mode in which the mean losses of ``torch.nn.functional`` have the weight of their labels in the global batch."""
+    """Mode in which a mean loss of ``torch.nn.functional`` is weighted by its labels in the global batch."""
 
     def __init__(self, data: Axis) -> None:
         super().__init__()
@@ -464,7 +464,7 @@ UNSUPPORTED = {
     "use_liger_kernel": "Its kernels replace modules of the model, and compute the loss from full logits",
     "auto_find_batch_size": "Ranks would retry with different batch sizes",
 }
-"""Arguments of TrainingArguments that are refused -> reason."""
+"""Arguments of TrainingArguments that are not supported -> reason."""
 FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
 """Parts of the names of optimizers that update parameters during the backward."""
 
@@ -485,7 +485,8 @@ def check_arguments(args: Any, parallel: ParallelConfig) -> None:
     if any(part in optim for part in FUSED_BACKWARD):
         raise ConfigError(
             f"TrainingArguments(optim={optim!r}) is not supported",
-            rule="It updates each parameter during the backward, before the ranks have reduced its gradient",
+            rule="This optimizer updates each parameter during the backward, before the ranks have reduced its "
+            "gradient",
             remedy="Use another optimizer, with zero_stage=2 to store fewer gradients",
         )
 

@@ -154,7 +154,7 @@ def _check_interface(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
-        rule="Supported are softmax attention on transformers' AttentionInterface, and "
+        rule="The supported attentions are softmax attention on transformers' AttentionInterface, and "
         f"{', '.join([*OVERRIDES, *SDPA])}",
         remedy="Set enable_flash_attention=False for this model",
     )

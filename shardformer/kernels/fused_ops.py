@@ -1,8 +1,8 @@
 """Fused norms, and the bias, activation and gate of an MLP in one kernel. Communicates nothing.
 
 RMS norms of transformers differ in where they round and how they use the weight. ``norm_kind`` identifies the kind of a
-module by its output, not by its name: it runs a copy with other weights on a few values in several dtypes, and selects
-the formula with the same result. A module that matches no formula is not supported.
+module by its output, not by its name: it runs a copy with different weights on a few values in several dtypes, and
+selects the formula with the same result. A module that matches no formula is not supported.
 
 Model               Fused
 y = dense(x)        y without its bias
@@ -280,7 +280,8 @@ def _relative_error(expected: Tensor, actual: Tensor | None, least: float = 1e-4
 def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
-            f"{cls.__name__} takes no options, but received {', '.join(f'{k}={v!r}' for k, v in options.items())}",
+            f"{cls.__name__} does not accept options, but received "
+            f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}",
             remedy="Remove the options from the policy",
         )
 
@@ -288,7 +289,7 @@ def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
 def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
         f"{cls.__name__} cannot replace a {type(module).__name__}, whose output differs",
-        rule="It replaces layer norms, and RMS norms that compute like those of LLaMA, T5, Gemma, OLMo 2 or torch",
+        rule="This layer replaces layer norms, and the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch",
         remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy",
     )
 

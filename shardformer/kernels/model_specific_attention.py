@@ -170,7 +170,7 @@ class AttentionOverride:
 def chatglm_attention(
     self: Any, query_layer: Tensor, key_layer: Tensor, value_layer: Tensor, attention_mask: Any
 ) -> Tensor:
-    """Compute ChatGLM2 attention on (length, batch, heads, head dim), with a mask that is True for hidden keys."""
+    """Compute ChatGLM2 attention on (length, batch, heads, head dim), with a mask that is True for masked keys."""
     q_BNQD, k_BNSD, v_BNSD = (x.permute(1, 2, 0, 3) for x in (query_layer, key_layer, value_layer))
     mask = None if attention_mask is None else ~attention_mask
     out_BQND, _ = attention(self, q_BNQD, k_BNSD, v_BNSD, mask)

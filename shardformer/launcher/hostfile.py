@@ -51,7 +51,7 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
                 f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}",
-                remedy="Combine its lines, with the sum of their slots",
+                remedy="Combine the lines of this host, with the sum of their slots",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:

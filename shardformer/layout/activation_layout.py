@@ -51,7 +51,7 @@ class IndexOrder(StrEnum):
 
 
 class ShardedFrom(StrEnum):
-    """First place in a model at which an activation dim is sharded."""
+    """First point in a model at which an activation dim is sharded."""
 
     INPUTS = "inputs"  # the inputs of the model
     STACK = "stack"  # the first layer of a stack, until its last layer or the norm that follows

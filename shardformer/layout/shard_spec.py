@@ -175,7 +175,7 @@ def count_holders(parts: Sequence[Sequence[Slice]]) -> list[tuple[int, int, int]
 
 
 def merge_slices(slices: Sequence[Slice]) -> tuple[Slice, ...]:
-    """Remove empty index ranges and merge adjacent ones."""
+    """Remove empty index ranges, and merge adjacent ranges."""
     out: list[Slice] = []
     for a, b in slices:
         if a == b:
@@ -256,7 +256,7 @@ class ShardSpec:
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             raise ConfigError(
                 f"A tensor of shape {self.shape} is sharded twice over the axis {twice!r}",
-                rule="An axis shards one dim of a tensor, once",
+                rule="An axis can shard only one dim of a tensor, and only once",
                 remedy="Shard the second dim over another axis, or reshape this axis into two",
             )
         for dim, splits in self.splits.items():
@@ -327,7 +327,7 @@ class ShardSpec:
         return local.detach().clone(memory_format=torch.contiguous_format)
 
     def join(self, parts: Sequence[Tensor]) -> Tensor:
-        """Build the full tensor from all shards in the order of ``rank_coords``; later copies of an index win."""
+        """Build the full tensor from all shards in the order of ``rank_coords``. Later copies win."""
         full = parts[0].new_zeros(self.shape)
         for coords, part in zip(self.rank_coords(), parts, strict=True):
             self.place(part, full, coords)

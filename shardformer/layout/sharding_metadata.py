@@ -199,7 +199,7 @@ class ShardingMetadata:
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
             "A sharded model cannot be pickled, for example by torch.save(model)",
-            rule="The model contains process groups and only the shards of this rank",
+            rule="A sharded model contains process groups, and only the shards of this rank",
             remedy="Call model.save_pretrained(folder) on all ranks to save the full weights, or "
             "shardformer.save_checkpoint to resume training later. For a model of any class, call "
             "torch.save(shardformer.full_state_dict(model))",
@@ -333,10 +333,10 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
 def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
     """Return the module that was sharded, and the prefix of its names in ``model``.
 
-    This is ``model`` itself, or the model inside of a wrapper that has its metadata (a ``PeftModel``).
+    This is ``model`` itself, or the model inside a wrapper that has its metadata (a ``PeftModel``).
 
     Args:
-        state: metadata of the model inside of any wrapper. None if ``model`` has it.
+        state: metadata of the model inside any wrapper. None if ``model`` has it.
     """
     state = state or metadata_of(model)
     inside = (

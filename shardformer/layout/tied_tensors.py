@@ -1,4 +1,4 @@
-"""Tied tensors and views, whose memory overlaps; and the largest difference of two tensors."""
+"""Find tied tensors and views, whose memory overlaps, and compute the largest difference of two tensors."""
 
 from __future__ import annotations
 

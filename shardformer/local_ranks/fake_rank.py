@@ -1,4 +1,4 @@
-"""Trace the training step of one rank of any layout in a single process, on fake tensors.
+"""Trace the training step of a single rank of any layout in one process, on fake tensors.
 
 Fake tensors have shapes but no values. One process can trace the step of one rank of thousands, and report which
 collectives the rank starts and waits for, and how much memory it needs.

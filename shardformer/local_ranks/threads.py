@@ -22,7 +22,7 @@ from shardformer.mesh.transport import AnnouncedCall, AnnouncedCalls, RankGroups
 from shardformer.random_state import RandomStates, random_states, set_random_states
 
 EXCHANGE = 0
-"""Tag of the messages of an exchange. Point-to-point messages have other tags."""
+"""Tag of the messages of an exchange. Point-to-point messages have different tags."""
 
 
 class PeerFailed(Exception):
@@ -87,7 +87,7 @@ class Mailbox:
             self._changed.notify_all()
 
     def has_failure_timed_out(self) -> bool:
-        """Return whether a rank raised longer than ``timeout_s`` ago, so that running ranks are not in a collective."""
+        """Return whether a rank raised more than ``timeout_s`` ago, so that running ranks are not in a collective."""
         return self._failed_at is not None and time.monotonic() > self._failed_at + self.timeout_s
 
     def wait_for_missing(self, rank: int, keys: Sequence[MessageKey], timeout_s: float) -> list[MessageKey]:

@@ -205,7 +205,7 @@ def _run_call(call: RemoteCall | None, inherited: Callable[[], Any] | None) -> R
 
 
 def _import_module(name: str, file: str) -> None:
-    """Import a module by its name if that finds the same file as in the parent, otherwise from the file.
+    """Import a module by its name. If the name leads to a different file than in the parent, import the file.
 
     Importing from the file is needed for tests that pytest imports by path, and for a second module of the same name.
     """

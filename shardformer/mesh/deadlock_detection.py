@@ -35,7 +35,7 @@ from shardformer.torch_compat import count_started_collectives, name_of_group
 
 @dataclass(frozen=True)
 class Report:
-    """Report of a rank about the collective or message for which it waits.
+    """Report of a rank that waits, with the collective or message that it waits for.
 
     Args:
         seconds: time that its main thread has waited in one call; -1 if it does not wait.
@@ -64,7 +64,7 @@ class Report:
 
 
 def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, int]:
-    """Map each rank in a deadlock of at least ``after_s`` seconds to a rank for which it waits.
+    """Map each rank in a deadlock of at least ``after_s`` seconds to a rank that it waits for.
 
     The result is empty if all of them wait at the same line of the script, which is the case in a slow collective.
     """
@@ -182,7 +182,7 @@ class DeadlockMonitor:
         return 0
 
     def find_blocked_ranks(self, ranks: Collection[int], since: int) -> dict[int, str]:
-        """Return the status of each rank in ``ranks`` that has ended or waits for other ranks, as far as known.
+        """Return the known status of each rank in ``ranks`` that has ended or waits for other ranks.
 
         Args:
             since: ignore reports for requests before this number.
@@ -299,7 +299,7 @@ def _blocking_call() -> tuple[FrameType | None, Any]:
 
 
 def _awaited_transfer(frame: FrameType) -> tuple[Any, int | None, str] | tuple[Any, int, int] | None:
-    """Return the collective or message for which a stack frame waits.
+    """Return the collective or message that a stack frame waits for.
 
     (group, number, kind) of a collective, with number None for the latest one of the group; (group, sending rank,
     number of messages received from it) of a message; or None.

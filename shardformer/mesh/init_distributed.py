@@ -65,7 +65,7 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
         raise LaunchError(
-            f"The environment variables {', '.join(missing)} of a launcher are missing",
+            f"The environment variables {', '.join(missing)}, which a launcher sets, are missing",
             remedy=f"Start the script with {srun}`shardformer run --nproc_per_node 2 train.py` or torchrun, "
             "or call torch.distributed.init_process_group first",
         )
@@ -146,7 +146,7 @@ def interface_for_host(host: str) -> str | None:
 
 
 def _store_of_attempt(timeout: timedelta) -> Any:
-    """Connect restarted processes to a key-value store that is separate from those of earlier attempts.
+    """Connect restarted processes to a key-value store that earlier attempts did not use.
 
     torch's static rendezvous reuses its store across attempts, with the addresses of exited processes that gloo would
     try to reach. None at the first attempt, or if the launcher provides no store.
@@ -209,7 +209,7 @@ def launcher_variable() -> str | None:
 
 
 def num_slurm_tasks() -> int:
-    """Return the number of tasks that srun started together with this process, or 0 if srun did not start it."""
+    """Return the number of tasks of the srun that started this process, or 0 if srun did not start it."""
     env = os.environ
     if SLURM_STEP not in env or "SLURM_PROCID" not in env:
         return 0
@@ -324,7 +324,7 @@ def _set_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed={seed!r} is not an integer", remedy="Use for example seed=42, or omit it")
+        raise ConfigError(f"seed={seed!r} is not an integer", remedy="Pass an integer, for example seed=42, or omit it")
     torch.manual_seed(seed)
 
 
@@ -357,7 +357,7 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
             f"config={config!r:.80} is neither a dict nor the path of a Python file",
-            remedy="Use for example config=dict(parallel=dict(tensor=2))",
+            remedy="Pass a dict, for example config=dict(parallel=dict(tensor=2))",
         )
     if not os.path.isfile(config):
         raise ConfigError(
@@ -373,15 +373,17 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         if get_close_matches(name.lower(), ["parallel"], cutoff=0.85) and name != "parallel":
             misplaced = f"{name} = {value!r:.60}"
         elif name in (*AXES, "pipeline") and isinstance(value, int):
-            misplaced = f"{name} = {value} outside of parallel"
+            misplaced = f"{name} = {value} outside parallel"
         else:
             continue
-        raise ConfigError(f"The config sets {misplaced}", remedy="Set for example parallel = dict(tensor=2)")
+        raise ConfigError(
+            f"The config sets {misplaced}", remedy="Set the sizes in a dict, for example parallel = dict(tensor=2)"
+        )
     parallel = settings.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
             f"The config sets parallel = {parallel!r:.80}, which is not a dict",
-            remedy="Set for example parallel = dict(tensor=2)",
+            remedy="Set a dict, for example parallel = dict(tensor=2)",
         )
     if "pipe" in parallel and "pipeline" in parallel:
         raise ConfigError(
@@ -395,7 +397,7 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
                 f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}",
-                rule="An axis has a size, and the tensor axis also a mode and, for 2.5D, a depth",
+                rule="An axis accepts a size. The tensor axis also accepts a mode and, for 2.5D, a depth",
                 remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
             )
         sizes[axis] = options.get("size", 1)

@@ -45,7 +45,7 @@ REST_S = 5.0
 
 @dataclass(frozen=True)
 class ProcessWorld:
-    """World of launched processes, identified by their global ranks."""
+    """World of processes that a launcher started, identified by their global ranks."""
 
     ranks: tuple[int, ...]
     thread: ClassVar[None] = None
@@ -62,7 +62,7 @@ class ProcessWorld:
         ranks = next((list(line) for line in rank_groups if dist.get_rank() in line), [])
         if len(self.ranks) == dist.get_world_size():
             group, _ = dist.new_subgroups_by_enumeration([list(line) for line in rank_groups])
-        else:  # processes outside of the grid do not make this call
+        else:  # processes outside the grid do not make this call
             group = dist.new_group(ranks, use_local_synchronization=True) if ranks else None
         return ProcessGroupTransport(group) if len(ranks) > 1 else NO_TRANSPORT
 
@@ -104,7 +104,7 @@ class ProcessGroupTransport:
 
     @property
     def world(self) -> ProcessWorld:
-        """The processes of this group."""
+        """The processes of this process group."""
         return ProcessWorld(tuple(self._ranks))
 
     def _is_staged(self, x: Tensor) -> bool:
@@ -327,7 +327,7 @@ _AXIS_NUMBERS = itertools.count()
 
 @dataclass(frozen=True, eq=False)
 class Axis:
-    """One axis of the mesh as this process sees it: its size, this process's rank, and its transport.
+    """One axis of the mesh as seen by this process: its size, the rank of this process, and the transport.
 
     Args:
         ranks: global ranks along the axis.
@@ -380,7 +380,7 @@ class Axis:
         if is_member and not isinstance(group, dist.ProcessGroup):
             raise ConfigError(
                 f"The group of the {name} axis is {group!r:.80}, not a process group",
-                remedy="Create it with torch.distributed.new_group(ranks) on all processes, or omit it",
+                remedy="Create the group with torch.distributed.new_group(ranks) on all processes, or omit it",
             )
         if not is_member or dist.get_rank(group) < 0:
             raise LaunchError(

@@ -76,7 +76,7 @@ class RankGrid:
         for name in names:
             if name not in self.names:
                 raise ConfigError(
-                    f"The mesh has no axis {name!r}, only {', '.join(self.names)}",
+                    f"The mesh has no axis {name!r}. Its axes are {', '.join(self.names)}",
                     remedy=did_you_mean(name, self.names),
                 )
 
@@ -122,7 +122,7 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in of)
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
-                f"A view cannot reshape {list(of)}, because these are not mesh axes in their order",
+                f"A view cannot reshape {list(of)}, because these axes are not mesh axes in the order of the mesh",
                 remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view",
             )
         if used := [name for name in sizes if name in self.names]:
@@ -154,7 +154,7 @@ class RankGrid:
         return coords
 
     def _fixed_axes(self, names: Sequence[str]) -> list[str]:
-        """Return the names of the axes on which all ranks of a group along ``names`` have the same coordinate."""
+        """Return the axes on which all ranks of a group over the axes ``names`` have the same coordinate."""
         self.check(*names)
         named = set(names)
         views = [v for v in self.views if named & v.sizes.keys() and not named.issuperset(v.of)]
@@ -205,7 +205,7 @@ def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     if len(every) not in (1, *counts):
         raise ConfigError(
             f"{axis}={sizes!r} is neither a number of ranks nor {meaning}",
-            remedy=f"Use for example {axis}=4 or {axis}={example}",
+            remedy=f"Use a valid value, for example {axis}=4 or {axis}={example}",
         )
     for size in every:
         check_axis_size(axis, size)
@@ -223,7 +223,7 @@ def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
             f"--{axis} {text} is neither a number of ranks nor {meaning}",
-            remedy=f"Use for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}",
+            remedy=f"Use a valid value, for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(

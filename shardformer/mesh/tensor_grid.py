@@ -26,7 +26,7 @@ GRID_MODES = ("2d", "2.5d", "3d")
 
 @dataclass(frozen=True, eq=False)
 class TensorGrid:
-    """Row, column and depth axes of a tensor parallel grid, as one process sees them.
+    """Row, column and depth axes of a tensor parallel grid, as seen by one process.
 
     Args:
         whole: all ranks of the grid.
@@ -68,7 +68,7 @@ class TensorGrid:
 
     @property
     def samples(self) -> int:
-        """Number of which the padded batch size must be a multiple."""
+        """Number that must divide the padded batch size."""
         return lcm(self.batch.size, self.core.size)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TensorGrid:
@@ -143,7 +143,7 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     alone = {"2d": "a square", "2.5d": "two or more squares", "3d": "a cube"}
     return ConfigError(
         f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}",
-        rule=f"The mode arranges the ranks as {shapes[mode]}, and a single number as {alone[mode]}",
+        rule=f"This mode arranges the ranks as {shapes[mode]}. A single number is arranged as {alone[mode]}",
         remedy=remedy,
     )
 
@@ -186,7 +186,7 @@ def describe_grid_shards(mode: str, sizes: int | tuple[int, ...]) -> list[GridSh
 def grid_communication(mode: str, sizes: int | tuple[int, ...]) -> list[tuple[str, str]]:
     """Compare 1D and grid tensor parallelism by the number of elements that a rank sends per layer.
 
-    Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside of its
+    Counts forward and backward of a layer with N tokens, H hidden features, W weights, and V features inside its
     blocks, E of them at block exits.
     """
     row, column, depth = sizes_of_mode(mode, sizes)
@@ -210,7 +210,7 @@ def grid_summary(grid: TensorGrid) -> str:
     """Describe in sentences which shards a rank of this grid stores and how many elements it sends."""
     sizes = (grid.row.size, grid.column.size, grid.depth.size)
     (_, line), (_, own) = grid_communication(grid.mode, sizes)
-    widths = ", V features inside of its blocks and E at their exits" if "V" in own else ""
+    widths = ", V features inside its blocks and E at their exits" if "V" in own else ""
     return (
         f"Tensor parallelism on a grid: {grid}. Between blocks, a rank has 1/{grid.batch.size} of the samples and "
         f"1/{grid.hidden.size} of the hidden features: 1/{grid.batch.size * grid.hidden.size} of the activations. "

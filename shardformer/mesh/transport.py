@@ -214,7 +214,7 @@ class Transport(Protocol):
 
 
 class _NoTransport:
-    """Transport that refuses to communicate, for an axis of size 1 or without process groups."""
+    """Transport that raises an error on communication, for an axis of size 1 or without process groups."""
 
     world = group = None
 

@@ -127,7 +127,7 @@ class InitRecorder(TorchDispatchMode):
             if device.type == "meta" and not self.allows_meta:
                 raise ConfigError(
                     "A tensor was created on the meta device inside LazyInit, so its values are unknown",
-                    rule="LazyInit builds a model from its config",
+                    rule="LazyInit can only build a model from its config",
                     remedy="Load saved weights with shardformer.from_pretrained(ModelClass, folder), and do not use "
                     "torch.device('meta')",
                 )

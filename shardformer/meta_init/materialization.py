@@ -14,7 +14,8 @@ from shardformer.layout.sharding_metadata import check_module
 from shardformer.meta_init.init_recipe import DeferredStorage, defer_storage, deferred_storage_of, get_view, run_recipe
 from shardformer.meta_init.lazy_init import VERSION, InitRecorder, end_recorded_calls, was_modified_unrecorded
 from shardformer.meta_init.safetensors_source import find_weight_files
-from shardformer.torch_compat import DisableTorchFunction, tree_leaves, tree_map_only
+from shardformer.module_paths import list_named_tensors
+from shardformer.torch_compat import has_meta_tensors, tree_leaves, tree_map_only
 
 NOTES = "_shardformer_loading"
 
@@ -22,12 +23,6 @@ NOTES = "_shardformer_loading"
 def is_lazy(model: nn.Module) -> bool:
     """Return whether a parameter or buffer of the model has a recipe instead of values."""
     return has_meta_tensors(model) and any(deferred_storage_of(t) is not None for _, t in list_named_tensors(model))
-
-
-def has_meta_tensors(model: nn.Module) -> bool:
-    """Return whether a parameter or buffer of the model is on the meta device."""
-    with DisableTorchFunction():  # inside LazyInit tensors report another device
-        return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
 
 def record_changes(model: nn.Module) -> AbstractContextManager[Any]:
@@ -61,16 +56,9 @@ def copy_to_meta(model: nn.Module) -> nn.Module:
         return copy.deepcopy(model, memo)
 
 
-def make_lazy_notes(model: nn.Module) -> list[str]:
+def list_lazy_notes(model: nn.Module) -> list[str]:
     """Return notes for ``describe`` on how the values of a lazily built model were computed."""
-    if not is_lazy(model):
-        return []
     return ["Built with LazyInit: each rank computed only its own shards.", *vars(model).get(NOTES, ())]
-
-
-def list_named_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
-    """Return (name, tensor) of all parameters and buffers of a model, without duplicates."""
-    return [*model.named_parameters(), *model.named_buffers()]
 
 
 def materialize(model: nn.Module, device: torch.device | str | None = None) -> nn.Module:
@@ -85,7 +73,8 @@ def materialize(model: nn.Module, device: torch.device | str | None = None) -> n
         ConfigError: if some values cannot be computed.
     """
     check_module(model)
-    check_recipes(model)
+    if has_meta_tensors(model):
+        check_recipes(model)
     return materialize_parameters(model, _check_device(device))
 
 
@@ -145,14 +134,12 @@ def materialize_parameters(model: nn.Module, device: torch.device | str | None =
 
 
 def check_recipes(model: nn.Module) -> None:
-    """Check that the values of all meta tensors of a model can be computed.
+    """Check that the values of all meta tensors of a model, which has some, can be computed.
 
     Raises:
         ConfigError: if a meta tensor has no recipe, a parameter was modified outside ``LazyInit``, or a weight file
             changed since it was loaded.
     """
-    if not has_meta_tensors(model):
-        return
     empty = [name for name, t in list_named_tensors(model) if t.is_meta and deferred_storage_of(t) is None]
     if empty:
         raise ConfigError(

@@ -208,7 +208,7 @@ class ActivationStore:
                 self._shard_layer_input(stored, name)
 
     def _offload_undecided(self, keep_last: int) -> None:
-        """Offload saved tensors that did not become layer inputs, except for the most recently saved ones."""
+        """Offload saved tensors that did not become layer inputs, except for the tensors that were saved last."""
         while self._possible_inputs and self._possible_inputs[0][0] + keep_last <= len(self._graph.order):
             self._start_offload(self._possible_inputs.popleft()[1])
 
@@ -424,8 +424,8 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
 
     Call it once before training. Losses and gradients are bitwise unchanged.
 
-    Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside of
-    an activation checkpoint only its inputs are saved. If the model runs inside of other hooks for saved tensors
+    Parameters, views and casts of them, buffers and tensors that are not plain strided memory are not moved. Inside
+    an activation checkpoint only its inputs are saved. If the model runs inside other hooks for saved tensors
     (``save_on_cpu``, or a checkpoint around the model), those hooks store its activations.
 
     For ``"tensor"`` the backward pass communicates, for each layer input of S bytes, one all-gather of
@@ -452,7 +452,7 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     if STORE in model.__dict__:
         raise ConfigError(
             f"The activations of this {type(model).__name__} are already stored by offload_activations",
-            remedy="Call .remove() on the result of the first call before calling it again",
+            remedy="Call .remove() on the result of the first call before you call offload_activations again",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _find_replicated_layers(model, to) if axis is not None else {}

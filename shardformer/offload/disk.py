@@ -211,7 +211,7 @@ class FileSlot:
 
 
 class FileShard(HostShard):
-    """Shard whose master weights and optimizer states are in a file, and whose gradients are in host memory.
+    """Shard with master weights and optimizer states in a file, and gradients in host memory.
 
     An OSError is stored in ``disk.error``, so that all ranks continue until they agree on how to proceed.
     """

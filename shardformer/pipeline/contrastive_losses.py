@@ -1,4 +1,4 @@
-"""Detection of losses that compare the samples of a batch with each other, such as contrastive losses.
+"""Detects losses that compare the samples of a batch with each other, such as contrastive losses.
 
 Such a loss is not the mean of its micro-batches' losses, because each micro-batch and data rank compares only its own
 samples. ``gather_over_data`` gives every data rank the samples of all. A ``Trial`` detects such a loss in the first
@@ -100,7 +100,7 @@ class Finding(IntEnum):
     """Result of one rank's trial: whether the loss compares the samples of a batch."""
 
     INDEPENDENT = 0
-    INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself refuses it
+    INCONCLUSIVE = 1  # the loss cannot be computed in a trial, or the step itself rejects it
     NOT_REPEATABLE = 2  # the same samples have a different loss the second time
     GATHERS = 3  # the loss gathers the samples of other data ranks
     COMPARES = 4  # the loss compares the samples of a batch
@@ -129,7 +129,7 @@ class Trial:
         both: AB.
         sizes: numbers of samples in A and B.
         uses_counts: whether micro-batches are weighted by label counts instead of ``loss_weight``.
-        rejects_unknown: whether the step refuses losses whose label counts are unknown.
+        rejects_unknown: whether the step rejects losses whose label counts are unknown.
     """
 
     parts: Sequence[Batch]
@@ -318,10 +318,10 @@ def report_finding(
         return
     if only_normalizes and is_exact:
         warnings.warn(
-            f"The model normalizes by batch statistics (BatchNorm) in train mode, but the batch is divided {division}. "
-            "Each part uses its own statistics, so loss and weights differ from training on one device. Use GroupNorm "
-            "or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm with one micro-batch. "
-            "See docs/engine.md",
+            "The model computes statistics over the batch (BatchNorm in train mode), but the batch is divided "
+            f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
+            "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
+            "with one micro-batch. See docs/engine.md",
             stacklevel=2,
         )
     if only_normalizes:

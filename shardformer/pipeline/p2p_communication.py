@@ -129,7 +129,7 @@ class StageExchange:
         return self._point_to_point.axis.traffic
 
     def begin_step(self, schedule: Schedule, keys: Sequence[Hashable]) -> None:
-        """Start the communication of a training step.
+        """Reset the queues of messages at the start of a training step.
 
         Args:
             keys: one key per micro-batch, equal for micro-batches with equal activation shapes.
@@ -264,8 +264,8 @@ class StageExchange:
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:
             raise ConfigError(
-                f"Virtual stage {boundary} cannot be traced because the shapes of its input activations are unknown",
-                remedy="Trace stage 0 with the same batch first, and assign its exchange.known to exchange.given",
+                f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown",
+                remedy="First trace stage 0 with the same batch, and assign its exchange.known to exchange.given",
             )
         return earlier[max(earlier)]
 

@@ -39,7 +39,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("recompute_layers", recompute_layers, is_right, rule, remedy)
 
 
-def partition_balanced(costs: Sequence[float], num_stages: int, extra_costs: Sequence[float] | float = 0) -> list[int]:
+def partition_balanced(costs: Sequence[float], num_stages: int) -> list[int]:
     """Return the stage bounds that minimize the cost of the most expensive pipeline stage.
 
     Ties prefer the most even layer counts (smallest sum of squares), then fewer layers in the earlier stages, which
@@ -49,30 +49,18 @@ def partition_balanced(costs: Sequence[float], num_stages: int, extra_costs: Seq
     [0, 4, 5]
     >>> partition_balanced([1, 1, 1, 1, 1], 2)
     [0, 2, 5]
-    >>> partition_balanced([1, 1, 1, 1], 2, extra_costs=[2, 0])     # the first stage has additional work
-    [0, 1, 4]
 
     Args:
         costs: cost of each layer, including the embedding in the first and the head in the last.
-        extra_costs: additional cost of a stage; one number for all stages, or one per stage.
 
     Raises ConfigError for more stages than layers, or an invalid cost.
     """
     _check_counts(len(costs), num_stages)
-    base_costs = [extra_costs] * num_stages if isinstance(extra_costs, int | float) else list(extra_costs)
-    if len(base_costs) != num_stages:
-        raise ConfigError(
-            f"The argument extra_costs has {len(base_costs)} numbers for {num_stages} stages",
-            remedy=f"Pass {num_stages} numbers, or one number for all stages",
-        )
-    _check_costs("costs", costs)
-    _check_costs("extra_costs", base_costs)
-    # integers: rounding must not decide between two partitions
-    units, base_units = _scale_to_integers(costs, base_costs)
-    sums = [0, *accumulate(units)]
-    peak = _minimize_partition(sums, base_units, math.inf, 0, lambda cost, count, after: max(cost, after))
+    _check_costs(costs)
+    sums = [0, *accumulate(_scale_to_integers(costs))]  # rounding must not decide between two partitions
+    peak = _minimize_partition(sums, num_stages, math.inf, 0, lambda cost, count, after: max(cost, after))
     _, counts = _minimize_partition(
-        sums, base_units, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
+        sums, num_stages, peak, (0, ()), lambda _, count, after: (after[0] + count**2, (count, *after[1]))
     )
     return [0, *accumulate(counts)]
 
@@ -114,7 +102,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} describes {stages} instead of {num_stages} pipeline stages", remedy=remedy)
+        raise ConfigError(f"{shown} describes {stages} pipeline stages instead of {num_stages}", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
@@ -149,35 +137,31 @@ def _check_counts(layers: int, num_stages: int) -> None:
     if num_stages > layers:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"{layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
+            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
             remedy=f"Use {which}, or a model with at least {num_stages} layers"
             if layers
             else "Use a model that has layers",
         )
 
 
-def _check_costs(name: str, costs: Sequence[float]) -> None:
+def _check_costs(costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"{name}[{i}]={cost} is not a finite, non-negative number",
+                f"costs[{i}]={cost} is not a finite, non-negative number",
                 remedy="Pass the time, FLOPs or parameter count of each layer, or equal costs",
             )
 
 
-def _scale_to_integers(*groups: Sequence[float]) -> list[list[int]]:
+def _scale_to_integers(numbers: Sequence[float]) -> list[int]:
     """Multiply all numbers by the same power of two, so that each becomes an int without rounding."""
-    ratios = [[float(x).as_integer_ratio() for x in group] for group in groups]
-    unit = max((d for group in ratios for _, d in group), default=1)
-    return [[n * (unit // d) for n, d in group] for group in ratios]
+    ratios = [float(x).as_integer_ratio() for x in numbers]
+    unit = max((d for _, d in ratios), default=1)
+    return [n * (unit // d) for n, d in ratios]
 
 
 def _minimize_partition(
-    sums: Sequence[int],
-    base_costs: Sequence[int],
-    limit: float,
-    empty_value: Any,
-    extend: Callable[[int, int, Any], Any],
+    sums: Sequence[int], num_stages: int, limit: float, empty_value: Any, extend: Callable[[int, int, Any], Any]
 ) -> Any:
     """Return the smallest value of all partitions whose stages cost at most ``limit``, by dynamic programming.
 
@@ -188,13 +172,13 @@ def _minimize_partition(
     layers = len(sums) - 1
     # best_from[i]: value of the best partition of layers i and later into this stage and later ones
     best_from: list[Any] = [None] * layers + [empty_value]
-    for base_cost in reversed(base_costs):
+    for _ in range(num_stages):
         best_from = [
             min(
                 (
                     extend(cost, j - i, best_from[j])
                     for j in range(i + 1, layers + 1)
-                    if best_from[j] is not None and (cost := base_cost + sums[j] - sums[i]) <= limit
+                    if best_from[j] is not None and (cost := sums[j] - sums[i]) <= limit
                 ),
                 default=None,
             )

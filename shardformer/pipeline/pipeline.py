@@ -289,7 +289,7 @@ class Pipeline:
             # the model itself, and layers whose forwards are overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
-                    f"The module {path or type(self._model).__name__} is compiled, which does not work in a pipeline",
+                    f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support",
                     remedy="Compile submodules of the layers: for layer in model.model.layers: layer.mlp.compile()",
                 )
 
@@ -558,7 +558,7 @@ def _list_batches(batch: Any) -> list[Batch]:
         return batches
     shown = "an empty list" if batch == [] else f"a {type(batch).__name__}"
     raise InputError(
-        f"The batch is {shown} instead of a dict of the model's inputs or a list of dicts",
+        f"The batch is {shown}. It must be a dict of the inputs of the model, or a list of dicts",
         remedy="Use step({'input_ids': ids, 'labels': labels})",
     )
 

@@ -125,8 +125,8 @@ def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     unit = _shortest_action(timeline)
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
-            f"A chart of {timeline.makespan:g} time units with columns of {unit:g}, the shortest action, exceeds "
-            f"{MAX_COLUMNS} columns",
+            f"A chart of {timeline.makespan:g} time units is too wide: with columns of {unit:g}, the "
+            f"shortest action, it exceeds {MAX_COLUMNS} columns",
             remedy="Use durations and a send time of similar size",
         )
     rows = [["."] * _round_to_column(timeline.makespan, unit) for _ in timeline.spans]

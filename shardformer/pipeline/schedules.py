@@ -482,8 +482,9 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
             raise ConfigError(f"{name}={number:g} is not {valid}", remedy=f"Use {valid}")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
-            f"durations contains virtual stage {beyond[0][1]}, but the schedule has stages 0 to {schedule.last}",
-            remedy="Use one of these stages, or pass the duration for the kind of action only",
+            f"The argument durations contains the virtual stage {beyond[0][1]}, but the schedule has stages "
+            f"0 to {schedule.last}",
+            remedy="Use one of these stages, or pass one duration for each kind of action",
         )
     spans, stuck = _simulate_ranks(schedule, of, send)
     if stuck:

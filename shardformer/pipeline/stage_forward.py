@@ -69,7 +69,7 @@ class ParameterPlaceholders:
                 module.__dict__["named_parameters"] = _NamedParameters(module, self)
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Change the names of all parameters, after modules moved inside of the model."""
+        """Change the names of all parameters, after modules moved inside the model."""
         self._placeholders = [(module, name, tuple(map(rename, names))) for module, name, names in self._placeholders]
         self._local_dtypes = {rename(name): dtype for name, dtype in self._local_dtypes.items()}
 
@@ -387,7 +387,7 @@ class StageForward:
             if at in stage_pass.calls:
                 raise ConfigError(
                     f"The model ran the layers of {stack.layers} twice in one forward, which pipelines do not support",
-                    remedy="Train this model without a pipeline, or compute its loss in two steps",
+                    remedy="Train this model without a pipeline, or run the layers once per step",
                 )
             stage_pass.calls.append(at)
             if at < stage_pass.span.start:
@@ -514,7 +514,8 @@ class _ForwardOverride:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
-            "A model that runs in a pipeline cannot be copied: the copied layers would use the original weights",
+            "A model that is divided into pipeline stages cannot be copied, because the copied layers "
+            "would use the original weights",
             remedy="Copy the model before sharding it, or keep averages of model.parameters()",
         )
 

@@ -126,7 +126,7 @@ class PipelineStageManager:
         counts = [requested] * len(lengths) if isinstance(requested, int) else list(requested)
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"recompute_layers={requested!r} is not one int or {len(lengths)} ints, one per virtual stage",
+                f"recompute_layers={requested!r} must be one int, or {len(lengths)} ints with one per virtual stage",
                 remedy=f"Use recompute_layers={list(lengths)} to recompute all layers",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
@@ -209,7 +209,7 @@ class Stages:
         return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
 
     def rename(self, rename: Callable[[str], str]) -> None:
-        """Change the names of all parameters and buffers, after modules moved inside of the model."""
+        """Change the names of all parameters and buffers, after modules moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}
         self.owner_stages = {rename(name): stages for name, stages in self.owner_stages.items()}
         self.state = {rename(name): (rename(first), shape) for name, (first, shape) in self.state.items()}
@@ -270,7 +270,7 @@ class Stages:
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the forwards of the layers are overridden. With several stages this is always the case."""
+        """Context in which the forwards of the layers are overridden. With several stages, they always are."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 

@@ -88,7 +88,7 @@ class LegacyPolicy:
         ``shard_config`` is the tensor parallel size.
         """
         raise PolicyError(
-            "The policy overrides neither module_policy() nor argument_policy(), and has no table of roles",
+            "The policy overrides neither module_policy() nor argument_policy(), and does not define roles",
             remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples",
         )
 
@@ -158,8 +158,9 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
     if not layers and not attributes:
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
-            f"The Argument for {getattr(key, '__name__', key)} has no effect: no attr_dict, no layers from {names}",
-            rule="An Argument changes attributes (attr_dict), or its param_funcs list layers to shard",
+            f"The Argument for {getattr(key, '__name__', key)} has no effect, because it has no attr_dict "
+            f"and no layers from {names}",
+            rule="An Argument changes attributes (attr_dict), or lists the layers to shard (param_funcs)",
             remedy="Override the functions in param_funcs, or remove the Argument",
         )
     return ModulePolicyDescription(

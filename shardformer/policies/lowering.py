@@ -384,7 +384,7 @@ def get_features_per_head(path: str, features: int, count: int, expected: int | 
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features each" if expected and not features % count else ""
         raise PolicyError(
-            f"{path} has {features} features, which do not match {count} heads{of}",
+            f"{path} has {features} features, which does not match {count} heads{of}",
             remedy="Correct num_heads, num_kv_heads or the paths in the policy",
         )
     return features // count

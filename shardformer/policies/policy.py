@@ -47,7 +47,7 @@ class Policy(LegacyPolicy):
 
     unproven: Mapping[str, Mapping[str, str]] = MappingProxyType({})
     """"tensor", "pipe" or "enable_sequence_parallelism" -> name of an input that was not validated -> reason. Batches
-    with such an input are refused."""
+    with such an input raise an error."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)

@@ -99,7 +99,7 @@ class RolePolicy(Policy):
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Whether the model reads the output of single layers, not only that of the last layer."""
+        """Whether the model reads the outputs of layers before the last one."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -186,7 +186,7 @@ class RolePolicy(Policy):
         return [*self._describe_own_stacks(), *(s.within(path) for path, policy in submodels for s in policy.stacks())]
 
     def _describe_own_stacks(self, *, accepts_any_norm: bool = False) -> list[StackDescription]:
-        """Return the stacks of layers that this policy describes, without those of submodels.
+        """Return the stacks of layers that this policy describes, without the stacks of submodels.
 
         Args:
             accepts_any_norm: whether any module is accepted as the final norm. Otherwise a module that reads several

@@ -65,7 +65,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Description of an attention's inputs, if it has others than the first tensor argument of its module.
+    """Inputs of an attention, if they are not only the first tensor argument of its module.
 
     Args:
         entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,

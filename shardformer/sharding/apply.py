@@ -26,7 +26,7 @@ from shardformer.layout.tied_tensors import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.tensor_grid import TensorGrid, grid_summary
-from shardformer.meta_init.materialization import is_lazy, make_lazy_notes, materialize_parameters, record_changes
+from shardformer.meta_init.materialization import is_lazy, list_lazy_notes, materialize_parameters, record_changes
 from shardformer.module_paths import get_at, join_path, parent_of
 from shardformer.pipeline.layer_sequence import owner_layers
 from shardformer.pipeline.stage_manager import PipelineStageManager, build_stages
@@ -41,7 +41,7 @@ from shardformer.sharding.compiled_layers import DEFAULT_BACKEND, compile_stacks
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
-from shardformer.torch_compat import is_compiled_wrapper, wrapped_module_attribute
+from shardformer.torch_compat import has_meta_tensors, is_compiled_wrapper, wrapped_module_attribute
 from shardformer.torch_patches import install_all
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
 
@@ -208,12 +208,13 @@ class Sharder:
 
         Returns the tensor-parallel blocks. Communicates only to create the process groups of context parallelism.
         """
-        waits = is_lazy(self.model)
-        self.state.notes += make_lazy_notes(self.model)
-        with record_changes(self.model):
-            blocks = self._apply(plan)
-        if waits:
+        if has_meta_tensors(self.model) and is_lazy(self.model):
+            self.state.notes += list_lazy_notes(self.model)
+            with record_changes(self.model):
+                blocks = self._apply(plan)
             materialize_parameters(self.model, self.context.device)
+        else:
+            blocks = self._apply(plan)
         uses_context_parallel, is_tensor_parallel = self.config.uses_context_parallel, self.is_tensor_parallel
         forward_checks.ForwardChecks(
             self.model,

@@ -105,7 +105,8 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
                 f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
-                rule="Two sizes mean a ring of Ulysses groups: keys are sent along the ring, heads within a group",
+                rule="Two sizes define a ring of Ulysses groups. Keys are sent along the ring, and heads within "
+                "a group",
                 remedy="Use context_parallel='auto', or pass one size for the axis",
             )
         return sizes
@@ -149,7 +150,7 @@ def _get_uniform_field(config: Any, name: str) -> Any:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether every Ulysses group of this size is within one host, as far as hosts are known.
+    """Whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
@@ -250,9 +251,9 @@ def warn_unsharded_attention(model: nn.Module, context: ParallelContext) -> None
     """Warn, on the first rank only, that context parallelism computes this model's attention in full on every rank."""
     if context.rank == 0:
         warnings.warn(
-            f"The attention of {type(model).__name__} cannot read positions of other ranks, so each of the "
-            f"{context.sequence.size} ranks of the sequence axis computes it for all positions. Time and memory "
-            "decrease only in the rest of the model. shardformer.describe_sharding(model) shows details.",
+            f"The attention of {type(model).__name__} cannot read positions of other ranks. Each of the "
+            f"{context.sequence.size} ranks of the sequence axis therefore computes it for all positions, and "
+            "saves time and memory only in the other layers. shardformer.describe_sharding(model) shows details.",
             stacklevel=5,
         )
 

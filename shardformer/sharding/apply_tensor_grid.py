@@ -1,4 +1,4 @@
-"""Tensor parallelism on a 2D, 2.5D or 3D grid of ranks: plan and install the changes outside of blocks."""
+"""Tensor parallelism on a 2D, 2.5D or 3D grid of ranks: plan and install the changes outside blocks."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     gathered = [path for path in dict.fromkeys(plan.full_sequence_modules) if path not in around]
     if (gathered or around) and grid.mode == "3d":
         raise ConfigError(
-            f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, whose "
+            f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, because "
             f"{[*gathered, *around][0]!r} reads all hidden features of a token",
             rule="In 3D, the ranks of a grid row have different samples between the blocks",
             remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
@@ -94,7 +94,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Whether a module outside of blocks needs a rule: it has direct parameters, or is a norm without parameters."""
+    """Whether a module outside blocks needs a rule: it has direct parameters, or is a norm without parameters."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -119,7 +119,7 @@ def _get_hidden_size(plan: ShardingPlan, blocks: list[BlockDescription]) -> int 
 def _add_outer_module(
     plan: ShardingPlan, grid: TensorGrid, prefix: str, path: str, module: nn.Module, width: int
 ) -> None:
-    """Add a rule to the plan for a module with direct parameters that is outside of all blocks."""
+    """Add a rule to the plan for a module with direct parameters that is outside all blocks."""
     own = dict(module.named_parameters(recurse=False))
     shapes = {tuple(p.shape) for p in own.values()}
     if shapes <= {(width,)} and not module._modules and norm_kind(module) is not None:
@@ -137,9 +137,9 @@ def _add_outer_module(
         plan.full_sequence_modules.append(path if holds_one_end else holder[:-1])
     else:
         raise ConfigError(
-            f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, whose {path!r} has "
-            "parameters or statistics over all features",
-            rule="Between the blocks each rank has a shard of the hidden features",
+            f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, because "
+            f"{path!r} has parameters or statistics over all features",
+            rule="Between the blocks, each rank has a shard of the hidden features",
             remedy="Use tensor_parallel_mode='1d' for this model",
         )
 
@@ -148,7 +148,7 @@ def _add_outer_module(
 
 
 def find_full_input_modules(policy: Any) -> list[str]:
-    """Return the paths of modules in a policy's layers that may receive other inputs than hidden states."""
+    """Return the paths of modules in a policy's layers that may receive inputs other than hidden states."""
     model, out = policy.model, []
     for stack in policy.stacks():
         paths = [path for path, _ in model.get_submodule(stack.layers).named_modules(prefix=stack.layers)]

@@ -11,7 +11,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import astuple, dataclass
 from typing import Any
 
@@ -41,7 +41,7 @@ from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import is_dtensor, tensor_hooks_of
+from shardformer.torch_compat import has_meta_tensors, is_dtensor, tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -85,7 +85,7 @@ def check_process_group(config: ShardConfig) -> ParallelContext:
 
 @dataclass(frozen=True)
 class _GroupAnnouncement:
-    """Announcement of one process in the launcher's store: its process group, and why it cannot shard, if so."""
+    """Message of one process in the store of the launcher: its process group, or why it cannot shard the model."""
 
     ranks: list[int]
     group: str
@@ -95,7 +95,7 @@ class _GroupAnnouncement:
 def _check_announcement(
     store: Any, peer: int, announcement: _GroupAnnouncement, deadline: float
 ) -> ShardFormerError | None:
-    """Return the error if the next announcement of another process contradicts the announcement of this process.
+    """Return an error if the message of another process contradicts the message of this process.
 
     Waits for members of this process's group until the timeout of the store, for other processes until ``deadline``.
     Skips announcements of groups without this process. Keeps an announcement that belongs to a later call.
@@ -179,9 +179,10 @@ def check_can_be_sharded(model: nn.Module) -> None:
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained",
-            remedy="Build or load the model outside of torch.inference_mode(). torch.no_grad() is allowed",
+            remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed",
         )
-    check_recipes(model)
+    if has_meta_tensors(model):
+        check_recipes(model)
 
 
 def make_checked_plan(
@@ -213,7 +214,7 @@ def make_checked_plan(
         check_norms(model)
     if config.enable_jit_fused:
         check_activations(model, config.resolve_context().device)
-    with record_changes(model):
+    with record_changes(model) if has_meta_tensors(model) else nullcontext():
         model = policy.preprocess() or model
     policy.set_model(model)
     if policy.changes_classes_or_ties:
@@ -229,7 +230,7 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
             raise ConfigError(
                 f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded",
                 rule="Each tensor rank replaces the parameter by its own shard, with the shard's gradient",
-                remedy="Remove the hook. Register it after sharding if it is correct for a shard",
+                remedy="Remove the hook. If it is also correct for a shard, register it after sharding",
             )
 
 

@@ -228,7 +228,7 @@ def _has_cpp_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name)
 
 
-def _compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **options: Any) -> None:
+def compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **options: Any) -> None:
     """Compile each layer of a sharded model with torch.compile, as ``compile=True`` of ``ParallelConfig`` does.
 
     Takes the arguments of ``torch.compile``. A model without a known stack of layers is compiled as a whole.
@@ -244,10 +244,6 @@ def _compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **opt
             remedy="Set compile=True in ParallelConfig",
         )
     compile_stacks(self, state, backend, options)
-
-
-def install_compile_method(model: nn.Module) -> None:
-    model.__dict__["compile"] = _compile_model.__get__(model)
 
 
 def compiled_stacks(model: nn.Module) -> list[StackCompiler]:

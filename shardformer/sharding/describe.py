@@ -114,7 +114,7 @@ def format_percent(share: float) -> str:
 
 
 def _find_stack(path: str) -> str:
-    """Return the stack in a path, ``transformer.h.*`` for ``transformer.h.*.attn``; empty outside of stacks."""
+    """Return the stack in a path, ``transformer.h.*`` for ``transformer.h.*.attn``; empty outside stacks."""
     before, star, _ = f"{path}.".partition(".*.")
     return f"{before}.*" if star else ""
 
@@ -172,7 +172,7 @@ class StageRow:
 
 
 def make_stage_rows(stages: Stages) -> list[StageRow]:
-    """Return the rows of the stage table, one for each rank of the pipe axis. Identical on all ranks."""
+    """Return the rows of the stage table, with one row for each rank of the pipe axis. Identical on all ranks."""
     names = stages.parameters
     in_layers = {n for n in names if any(n.startswith(f"{path}.") for path in stages.chain.layer_calls)}
     total = stages.num_parameters

@@ -195,8 +195,8 @@ class ModuleFingerprint:
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
                         f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}",
-                        remedy=f"Remove the hook before calling the model, {part.instead}, or use the plain model. "
-                        "If the hook can handle local values, set hook.sees_parts = True",
+                        remedy=f"Remove the hook before you call the model, {part.instead}, or use the plain "
+                        "model. If the hook supports local values, set hook.sees_parts = True",
                     )
 
     def _check_forwards_unchanged(self, model: nn.Module) -> None:
@@ -269,7 +269,7 @@ def _list_modules_in_block(model: nn.Module, block: BlockDescription) -> Iterato
 
 
 def _check_shard_shapes(model: nn.Module) -> None:
-    """Raise ConfigError if an assignment to ``param.data`` gave a parameter another shape than that of its shard."""
+    """Raise ConfigError if an assignment to ``param.data`` changed the shape of a shard."""
     coords = metadata_of(model).coords
     for name, param, spec in sharded_parameters(model):
         part = spec.local_shape(coords)
@@ -323,7 +323,7 @@ class _CompareGradients(Function):
         every = all_gather_objects(to_list(sums), ctx.axis)
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
-                f"The {ctx.axis.size} tensor ranks computed different gradients of the input {ctx.name}",
+                f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}",
                 rule="Each rank computes the gradient of an input from its own heads only",
                 remedy=f"Detach {ctx.name}, or remove the tensor axis for a model whose {ctx.name} requires a gradient",
             )

@@ -193,7 +193,7 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
                 f"{other!r} and {path!r} are the same module, but one rule replaces it by "
                 f"{qualified_name(known.target_module)} with {_format_value(known.kwargs or {})} and another by "
                 f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}",
-                remedy="Use the same class and arguments in both rules, or remove one rule",
+                remedy="Use the same class and arguments in both rules, or remove one of the rules",
             )
     plan.replacements[path] = sub
 
@@ -230,8 +230,8 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a direct parameter of the module at the entry of a block",
-            rule="Such a gradient is partial inside the block and complete after its exit",
+            f"{own[0]} is a parameter of the module at the entry of a block, and not of a submodule",
+            rule="The gradient of such a parameter is partial inside the block and complete after its exit",
             remedy="Describe it in `parameters`, move it into a submodule, or keep this block replicated",
         )
     plan.blocks.append((at, block))

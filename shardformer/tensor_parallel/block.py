@@ -77,8 +77,8 @@ class LocalWidthTensor(Tensor):
     def of(x: Tensor, block: TensorParallelBlock) -> LocalWidthTensor:
         if not has_data(x):
             raise ConfigError(
-                "The model reads the width of its attention heads from the shape of an input, which fake tensors do "
-                "not support",
+                "The model computes the size of its attention heads from the shape of an input, which fake "
+                "tensors do not support",
                 remedy="Count the collectives in a real step, with shardformer.local_ranks.threads.run_as_threads",
             )
         entered = x.as_subclass(LocalWidthTensor)
@@ -294,7 +294,8 @@ class TensorParallelBlock:
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block",
-                    rule="All paths through a block end in its row-parallel linear, so a residual must be outside",
+                    rule="All paths through a block end in its row-parallel linear, so the residual must be "
+                    "added outside the block",
                     remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...)",
                 )
             seen.add(node)

@@ -122,7 +122,7 @@ class Linear1D_Col(_ParallelLinear):
 
     (B, S, H) -> (B, S, f), or (B, S, F) with ``gather_output``.
 
-    Communicates outside of a block: backward one all-reduce of B*S*H, overlapped with the weight gradient; with
+    Communicates outside a block: backward one all-reduce of B*S*H, overlapped with the weight gradient; with
     ``gather_output`` also one all-gather of B*S*F in the forward. In a block, the block communicates.
 
     Args:
@@ -447,7 +447,7 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         if low < 0 or high >= self.num_embeddings:
             invalid = int(low if low < 0 else high)
             raise InputError(
-                f"The batch contains token {invalid}, but the vocabulary has {self.num_embeddings} tokens",
+                f"The batch contains the token id {invalid}, but the vocabulary has {self.num_embeddings} tokens",
                 remedy="Use the tokenizer of the model, or resize the model's embeddings before you shard it",
             )
 

@@ -87,7 +87,7 @@ class ReplicatedRegion:
         return self.start_reduce(multiply(x)[0]).wait()
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape of the local activations without the hidden dim, for a full tensor x."""
+        """Return the shape of the local activations without the hidden dim, from the shape of a full tensor x."""
         return tuple(x.shape[:-1])
 
 
@@ -161,7 +161,8 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
                 "gradient would be summed twice over the ranks",
-                remedy="Name it once in the policy: in `cross_states` of the stack, or in `inputs` of the attentions",
+                remedy="Name this tensor only once in the policy: in `cross_states` of the stack, or in `inputs` "
+                "of the attentions",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
@@ -228,7 +229,7 @@ def store_gathered(x: DeferredTensor, full: Tensor) -> None:
 
 
 def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
-    """Return the output of a column-parallel linear that is outside of a tensor-parallel block.
+    """Return the output of a column-parallel linear that is outside a tensor-parallel block.
 
     Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
     """
@@ -389,7 +390,7 @@ def align_random_state(axis: Axis, module: nn.Module) -> None:
     """Make ``module`` draw the same random numbers on all ranks, although their random states differ.
 
     Used for stochastic depth between blocks, which drops full samples, with sequence parallelism. A number drawn by
-    the first rank seeds the module, also in a recomputation under checkpointing.
+    the first rank seeds the module, including in a recomputation under checkpointing.
 
     Communicates: in training one broadcast of one number per call.
     """

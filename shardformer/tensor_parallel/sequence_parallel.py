@@ -54,7 +54,7 @@ class StackActivations:
         shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
-                f"A stack of layers cannot shard its activations by {shard}",
+                f"A stack of layers cannot shard its activations with {shard}",
                 rule=f"A stack shards only {', '.join(d for d in REGIONS_BY_DIM if d)}, in contiguous slices",
                 remedy="Shard this dim at the inputs of the model, or add a region in tensor_parallel/region.py",
             )
@@ -168,10 +168,10 @@ class StackActivations:
         return None if self._dim is None else TokenFreeHook(self, module, random)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHook | None:
-        """Gather the full sequence for ``module``, which needs all positions outside of its block.
+        """Gather the full sequence for ``module``, which needs all positions outside its block.
 
         Forward one all-gather of B*S*H, backward the same. Every rank computes the operations of the module that are
-        outside of a block.
+        outside a block.
         """
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 

@@ -63,7 +63,7 @@ class VocabParallelLogits(ShardedTensor):
       backward takes the local slice. In-place writes to the logits or a view gather too, and keep the local slice.
 
     Gradients are those of the local shard: ``retain_grad()`` keeps it, and ``grad`` and hooks see it as
-    VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside of torch.
+    VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside torch.
 
     Implementation: a wrapper of the full shape around the local shard, which has the autograd history. The wrapper is
     the output of ``_WrapShard``, so that code that autograd calls with the full logits also has correct gradients. A
@@ -136,7 +136,7 @@ class VocabParallelLogits(ShardedTensor):
         return layout == (other.axis, other.bounds, other.shard_dim, other.full_shape)
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-        """Apply an in-place function to the full logits, and update the tensors of which they are views.
+        """Apply an in-place function to the full logits. If the logits are views, update their base tensors.
 
         Keeps the local slices of the results. Communicates one all-gather of the origin, unless it is cached.
         """
@@ -188,7 +188,7 @@ def local_shard(x: VocabParallelLogits) -> Tensor:
 
 
 def _replace_values(x: VocabParallelLogits, full: Tensor) -> None:
-    """Replace the values and the autograd history of the logits x with those of the full tensor."""
+    """Replace the values and the autograd history of the logits x with the full tensor's."""
     local = local_slice_like(full, x)
     with DisableTorchFunctionSubclass():
         _ReplaceValues.apply(x, local)

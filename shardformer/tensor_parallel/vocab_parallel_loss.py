@@ -79,7 +79,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         InputError: for a label outside the vocabulary, on the CPU. On a GPU, where a check would synchronize with the
             host, a device-side assertion fails.
-        ConfigError: for an unknown reduction, or a label smoothing outside of [0, 1].
+        ConfigError: for an unknown reduction, or a label smoothing outside [0, 1].
     """
     check_choice("reduction", reduction, REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
@@ -263,9 +263,9 @@ def cross_entropy_1d(
     expected = bounds[axis.rank + 1] - bounds[axis.rank]
     if width != expected:
         raise InputError(
-            f"The logits have {width} columns on rank {axis.rank} of {axis.size}, but the share of this "
-            f"rank in vocab_size={vocab_size} is {expected} columns",
-            remedy="Shard the vocabulary evenly, with one column more on the first ranks if it does not divide",
+            f"The logits on rank {axis.rank} of {axis.size} have {width} columns, but the shard of this "
+            f"rank for vocab_size={vocab_size} has {expected} columns",
+            remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column",
         )
     return vocab_parallel_cross_entropy(
         logits.reshape(-1, width), labels.reshape(-1), axis, bounds, ignore_index=ignore_index

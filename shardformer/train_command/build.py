@@ -108,7 +108,7 @@ def _group_parameters(
     kind_of_param: dict[int, tuple[bool, float]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         is_decayed = not has_decay or table.decay_biases_and_norms or has_weight_decay(model, name)
-        # tied weights have the group of their first name, also on a pipeline stage that has only the other name
+        # tied weights have the group of their first name, even on a pipeline stage that has only the other name
         kinds[name] = kind_of_param.setdefault(id(param), (is_decayed, factors[name]))
     first = (True, 1.0)  # its learning rate is reported
     wanted = {*kinds.values(), first, *([(False, 1.0)] if has_decay else [])}
@@ -134,8 +134,9 @@ def _group_parameters(
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     """Return the factor of the learning rate of each parameter.
 
-    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Parameters before the list in
-    the order of registration, such as embeddings, belong to the layer before the first one.
+    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside of a layer, such as
+    experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
+    layer before the first one.
 
     Raises:
         ConfigError: A pattern matches no parameter, or the model has no stack of layers.
@@ -157,7 +158,11 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
 
 def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     """Return the number of layers between each parameter and the end of the longest stack of layers."""
-    stacks = {path: module for path, module in model.named_modules() if isinstance(module, nn.ModuleList)}
+    stacks: dict[str, nn.ModuleList] = {}
+    for path, module in model.named_modules():
+        is_in_layer = any(len(stack) > 1 and path.startswith(f"{outer}.") for outer, stack in stacks.items())
+        if isinstance(module, nn.ModuleList) and not is_in_layer:
+            stacks[path] = module
     path = max(stacks, key=lambda path: len(stacks[path]), default=None)
     if path is None or len(stacks[path]) < 2:
         raise ConfigError(
@@ -281,7 +286,7 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
     for name in known:
         p = parameters[name]
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
-            raise ConfigError(f"{table} has no {name}, which {cls.__name__} requires", remedy=f"Set {table}.{name}")
+            raise ConfigError(f"{table} has no {name}, but {cls.__name__} requires one", remedy=f"Set {table}.{name}")
 
 
 def count_steps(config: TrainConfig, data: TrainingData) -> int:
@@ -315,7 +320,7 @@ def count_warmup_steps(table: ScheduleTable, num_steps: int) -> int:
 
 
 def _to_steps(value: float, length: int) -> int:
-    """Return a number of steps, of which a value below 1 is the fraction."""
+    """Convert a number of steps, or a fraction of all steps if it is below 1, to a number of steps."""
     return math.ceil(value * length) if value < 1 else round(value)
 
 
@@ -541,7 +546,7 @@ def build_model(
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
-            f"model.head builds a {kind.__name__}, which takes no labels and returns no loss",
+            f"model.head builds a {kind.__name__}, which accepts no labels and returns no loss",
             remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM",
         )
     return model

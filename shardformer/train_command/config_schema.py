@@ -23,7 +23,7 @@ Task = Literal[
     "causal", "masked", "sequence_to_sequence", "classification", "multi_label_classification", "token_classification",
     "regression", "preference", "image_classification",
 ]  # fmt: skip
-Format = Literal["text", "jsonl", "csv", "parquet", "csv", "parquet", "datasets", "images"]
+Format = Literal["text", "jsonl", "csv", "parquet", "datasets", "images"]
 PATHS = ("folder", "name", "train", "validation", "tokenizer", "chat_template")
 """Configuration keys whose value may be a path, in which ~ is expanded."""
 
@@ -38,7 +38,7 @@ class ConfigTable(BaseModel):
     def _expand_value(cls, value: Any, info: ValidationInfo) -> Any:
         """Reject empty strings and empty lists, and expand ~ in paths."""
         if value == "" or (value == [] and info.field_name != "freeze") or (isinstance(value, list) and "" in value):
-            raise ValueError("It is empty: write a value, or remove the key")
+            raise ValueError("The value is empty. Write a value, or remove the key")
         if info.field_name not in PATHS:
             return value
         if isinstance(value, list):
@@ -91,7 +91,7 @@ class DataTable(ConfigTable):
     )
     format: Format | None = _config_key(
         "`text`: plain text; `jsonl`: JSON objects, one per line or in one list; `csv`: a table whose first line has "
-        "the names of the fields, also for .tsv files; `parquet`; `datasets`: the name or the folder of a data set of "
+        "the names of the fields (includes .tsv files); `parquet`; `datasets`: the name or the folder of a data set of "
         "the library `datasets`; `images`. By default it follows from the suffix, and a folder contains images.",
         None,
     )
@@ -156,6 +156,10 @@ class DataTable(ConfigTable):
     drop_last: bool = _config_key("Drop the last batch of an epoch if it is incomplete.", False)
     num_workers: int = _config_key("Data loading processes per training process.", 0, ge=0)
 
+    @property
+    def has_validation(self) -> bool:
+        return any(value is not None for value in (self.validation, self.validation_split, self.validation_fraction))
+
 
 ParallelTable = create_model(
     "ParallelTable",
@@ -169,7 +173,7 @@ ParallelTable = create_model(
 
 
 class OptimizerTable(ConfigTable):
-    """The optimizer. Further keys are arguments of its class, such as `betas` and `weight_decay`."""
+    """The optimizer. Further keys are arguments of the optimizer class, such as `betas` and `weight_decay`."""
 
     model_config = ConfigDict(extra="allow", frozen=True, strict=True, allow_inf_nan=False)
 
@@ -270,8 +274,7 @@ class TrainConfig(ConfigTable):
                 f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set",
                 remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
             )
-        validations = (data.validation, data.validation_split, data.validation_fraction)
-        if training.validate_every is not None and all(value is None for value in validations):
+        if training.validate_every is not None and not data.has_validation:
             raise ConfigError(
                 f"training.validate_every = {training.validate_every} requires data.validation",
                 remedy="Set data.validation, or remove validate_every",
@@ -286,7 +289,7 @@ class TrainConfig(ConfigTable):
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
                 f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}",
-                rule="There is one positive weight for each item",
+                rule="Each item needs one positive weight",
                 remedy="Correct the weights",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
@@ -406,7 +409,7 @@ TRAINER_KEYS = {
     "max_steps": "training.steps", "num_train_epochs": "training.epochs", "eval_steps": "training.validate_every",
     "save_steps": "hooks.checkpoint.every_steps", "save_total_limit": "hooks.checkpoint.retention",
     "output_dir": "folder, above all tables",
-    "logging_dir": "hooks.tensor_board.folder", "logging_steps": "hooks.json_lines.every",
+    "logging_dir": "hooks.tensor_board.directory", "logging_steps": "hooks.json_lines.every",
     "report_to": "hooks.tensor_board = true", "data_seed": "seed, above all tables",
     "num_labels": "model.config.num_labels. By default it follows from the data",
     "zero": "parallel.zero_stage", "deepspeed": "parallel.zero_stage", "fsdp": "parallel.zero_stage = 3",
@@ -443,13 +446,13 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
     except OSError as error:
         near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
-            f"The config {str(file)!r} cannot be read: {error.strerror or error}",
+            f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"The config {str(file)!r} is not valid TOML: {error}",
-            rule='A table starts with its name in brackets, and contains lines such as steps = 100 or name = "gpt2"',
+            f"The configuration file {str(file)!r} is not valid TOML: {error}",
+            rule='A table starts with its name in brackets, and its lines have the form steps = 100 or name = "gpt2"',
             remedy="Correct the line",
         ) from error
     for change in changes:

@@ -41,7 +41,7 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
-    """Return the messages of a row: those of its list of messages, or of its prompt and answer.
+    """Return the messages of a row, from its list of messages or from its prompt and answer.
 
     Raises:
         InputError: The row has none of these, or a message has no role and content.
@@ -53,7 +53,7 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     if pair is None:
         known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
         raise InputError(
-            f"A row has the fields {', '.join(map(repr, row))}, which are not a conversation",
+            f"The fields {', '.join(map(repr, row))} of a row do not contain a conversation",
             rule=f"A conversation is a list of messages in {data.messages!r} or 'conversations', or has {known}",
             remedy="Set data.messages, or data.prompt and data.target, to the names of the fields",
         )
@@ -94,7 +94,7 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
         messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
-            f"A row has {answer!r:.60} in the field {field!r}, which is not an answer to a prompt",
+            f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt",
             rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the prompt",
             remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields",
         )
@@ -159,7 +159,7 @@ class ChatFormat:
         if template is None:
             raise ConfigError(
                 f"The tokenizer {tokens.name!r} has no chat template, which conversations require",
-                rule="The template determines the text between messages, and must be the same in training and use",
+                rule="The template defines the text between messages, and must be the same in training and inference",
                 remedy="Set data.chat_template = 'chatml', 'none' (the texts without separators) or a file with a "
                 "Jinja template",
             )
@@ -185,7 +185,7 @@ class ChatFormat:
             ) from error
 
     def encode(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[int]]:
-        """Return the token ids of a conversation, and its labels, which are -100 outside of the trained messages.
+        """Return the token ids of a conversation, and its labels, which are -100 outside the trained messages.
 
         Args:
             messages: Conversation.
@@ -218,8 +218,9 @@ class ChatFormat:
                 raise InputError(
                     f"The chat template changes earlier text when it adds message {index + 1} of "
                     f"{list(messages)!r:.120}",
-                    rule="The labels of an answer are found by comparing the text with and without it",
-                    remedy="Set data.train_on = 'last' or 'all', or data.chat_template to a template without this",
+                    rule="The labels of an answer are found by comparing the text with and without the answer",
+                    remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that keeps earlier "
+                    "text unchanged",
                 )
             spans.append((len(prompt), len(until)))
         return spans
@@ -263,7 +264,7 @@ def encode_conversations(
             found.append(Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32)))
     if not found and not allow_none:
         raise InputError(
-            f"No row has an answer within data.sequence_length = {data.sequence_length} tokens",
+            f"No row has an answer within its first data.sequence_length = {data.sequence_length} tokens",
             remedy="Increase data.sequence_length, or set data.train_on = 'all'",
         )
     return found

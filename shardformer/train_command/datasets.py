@@ -323,7 +323,7 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
     if len(classes) < 2:
         raise InputError(
             f"All labels of the training data are {classes[0]!r}",
-            rule="A classification requires two classes or more; with one, transformers trains a regression",
+            rule="A classification requires at least two classes. With one class, transformers trains a regression",
             remedy="Correct the data or data.label",
         )
     return classes

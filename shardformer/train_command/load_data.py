@@ -140,11 +140,8 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
     train = _mix(config, [builder.build(each, False) for each in rows])
-    has_validation = any(
-        value is not None for value in (data.validation, data.validation_split, data.validation_fraction)
-    )
     validation = None
-    if has_validation:
+    if data.has_validation:
         sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
         is_stream = length_or_none(sources[0]) is None
         validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
@@ -193,7 +190,7 @@ def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
     if isinstance(train, (TokenBlocks, ImageDataset)):
         raise ConfigError(
             "data.group_by_length = true has no effect, because all samples have the same length",
-            remedy="Remove it",
+            remedy="Remove data.group_by_length",
         )
     return LengthGroupedSampler([len(train[index]["input_ids"]) for index in range(len(train))], data.batch_size)
 
@@ -229,7 +226,8 @@ class _DatasetBuilder:
     tokens: TextTokenizer | None
     transform: ImageTransform | None
     classes: Sequence[Any] | None
-    skipped: str = ""
+    num_skipped: int = 0
+    num_rows: int = 0
     preferences: list[PreferenceDataset] = field(default_factory=list)
     chat_template: str | None = None
 
@@ -244,7 +242,7 @@ class _DatasetBuilder:
             return self._build_stream(rows, self.tokens)
         if task == "preference":
             preferences = read_pairs(rows, data, self._chat_format(self.tokens))
-            self._count_skipped(len(rows) - len(preferences), len(rows))
+            self._count(preferences, rows)
             self.preferences.append(preferences)
             return preferences
         is_text = infer_format(data, data_sources_of(data, validation=validation)) == "text"
@@ -284,7 +282,7 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
             samples = encode_conversations(rows, data, self._chat_format(tokens))
-            self._count_skipped(len(rows) - len(samples), len(rows))
+            self._count(samples, rows)
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
         else:
@@ -296,10 +294,16 @@ class _DatasetBuilder:
         self.chat_template = chat.template
         return chat
 
-    def _count_skipped(self, count: int, total: int) -> None:
-        if count:
-            length = self.config.data.sequence_length
-            self.skipped = f"{count} of {total} rows are left out, because they have no answer within {length} tokens"
+    def _count(self, samples: Any, rows: DatasetRows) -> None:
+        self.num_skipped += len(rows) - len(samples)
+        self.num_rows += len(rows)
+
+    @property
+    def skipped(self) -> str:
+        """Description of the rows of all sources that are left out, or ""."""
+        length = self.config.data.sequence_length
+        text = f"{self.num_skipped} of {self.num_rows} rows are left out, because they have no answer within"
+        return f"{text} {length} tokens" if self.num_skipped else ""
 
     def _build_blocks(self, rows: DatasetRows, tokens: TextTokenizer) -> TokenBlocks:
         data = self.config.data
@@ -316,7 +320,7 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(f"{', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
+            raise InputError(f"The data {', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._chat_format(tokens))

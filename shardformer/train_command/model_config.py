@@ -60,8 +60,8 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
             f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}",
-            rule="A name is a folder that save_pretrained wrote, a name on the hub, or with random = true a config.json"
-            " or a model type of transformers",
+            rule="A model name is a folder that save_pretrained wrote, or a name on the hub. With random = true "
+            "it can also be a config.json or a model type of transformers",
             remedy=remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
@@ -230,7 +230,7 @@ def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_conf
         if len(names) < len(classes):
             raise ConfigError(
                 f"model.config has {len(names)} classes, but the data has {len(classes)}",
-                remedy="Remove num_labels and id2label, which follow from the data",
+                remedy="Remove num_labels and id2label, which are inferred from the data",
             )
         if "id2label" in own:
             return {"label2id": {name: number for number, name in enumerate(names)}}

@@ -24,7 +24,7 @@ ANSWER_IDS, REJECTED_FROM, REFERENCE = "answer_ids", "rejected_from", "reference
 
 @dataclass(eq=False)
 class PreferenceDataset(Dataset[dict[str, Any]]):
-    """Data set of rows that contain a chosen and a rejected answer to the same prompt, each with the prompt.
+    """Data set of rows with two answers to the same prompt, chosen and rejected, each after its own prompt.
 
     ``position_ids`` restart at the second answer, so that the model masks attention between the answers.
 
@@ -69,7 +69,7 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
             pairs.append((chosen, rejected))
     if not pairs:
         raise InputError(
-            f"No row has two answers within data.sequence_length = {data.sequence_length} tokens",
+            f"No row has both answers within its first data.sequence_length = {data.sequence_length} tokens",
             remedy="Increase data.sequence_length",
         )
     return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))

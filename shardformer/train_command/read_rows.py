@@ -8,7 +8,6 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,14 +25,6 @@ _CONVERT = (
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
 DatasetRows = Sequence[Mapping[str, Any]]
-
-
-@dataclass(frozen=True)
-class Source:
-    """One source of the data, which is mixed with others by ``data.weights``, and the format of its files."""
-
-    names: Sequence[str]
-    format: str
 
 
 def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
@@ -97,7 +88,7 @@ def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRo
     count = max(1, round(len(rows) * fraction))
     if count >= len(rows):
         raise InputError(
-            f"data.validation_fraction = {fraction} leaves no training data of {len(rows)} rows",
+            f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training",
             remedy="Use a smaller fraction or more data",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
@@ -202,7 +193,7 @@ def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[fl
 
 
 def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list[str]]:
-    """Return the lists of words of a field in all rows, or raise InputError for a row with another value."""
+    """Return the lists of words of a field in all rows, or raise InputError for a row with a different value."""
     values = read_field(rows, field)
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
@@ -245,7 +236,7 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        raise InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
+        raise InputError(f"The data {', '.join(names)} contains no rows", remedy="Pass a file with rows")
     return rows
 
 
@@ -304,7 +295,7 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
     if len(names) > 1:
         raise ConfigError(
             f"data.train has {len(names)} data sets",
-            remedy="Set data.weights, such as [1, 1], to mix them, or specify one",
+            remedy="Set data.weights, such as [1, 1], to mix the data sets, or specify only one",
         )
     name = names[0]
     try:
@@ -389,7 +380,7 @@ def to_image_source(value: Any) -> Any:
     if hasattr(value, "convert"):
         return value
     raise InputError(
-        f"A row has {value!r:.60} in the field of its image, which is not a path or a decoded image",
+        f"The image field of a row contains {value!r:.60}, which is neither a path nor a decoded image",
         remedy="Correct data.image or the rows",
     )
 
@@ -425,7 +416,8 @@ def _unsupported_format_error(task: str, data_format: str, names: Sequence[str])
         rule = "This task requires rows with a text and its class or target"
         remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
     return ConfigError(
-        f"model.task = {task!r} does not support {', '.join(map(repr, names))}, which is read as {data_format}",
+        f"model.task = {task!r} does not support the data {', '.join(map(repr, names))}, which has the "
+        f"format {data_format}",
         rule=rule,
         remedy=remedy,
     )

@@ -69,7 +69,8 @@ class Resume(Hook):
             if key.partition(".")[0] in FIXED:
                 keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
                 raise ConfigError(
-                    f"{key} is {_format_value(now)}, but {_format_value(was)} in the run in {self._config.folder!r}",
+                    f"{key} is {_format_value(now)}, but was {_format_value(was)} when the run in "
+                    f"{self._config.folder!r} started",
                     remedy=f"{keep} to resume the run, or set another folder to start a new run",
                 )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
@@ -83,9 +84,9 @@ class Resume(Hook):
             rates = f"changes from step {step + 1}, which uses {new_rate} (before: {old_rate})"
             if before["schedule"] == self._values["schedule"]:
                 raise ConfigError(
-                    f"Resuming with {self._num_steps} instead of {old_steps} steps and schedule.name = "
-                    f"{self._config.schedule.name!r} would change the learning rate of step {step + 1} from {old_rate} "
-                    f"to {new_rate}",
+                    f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
+                    f"learning rate of step {step + 1} from {old_rate} to {new_rate}, because schedule.name "
+                    f"= {self._config.schedule.name!r} depends on the number of steps",
                     remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
                     f"steps, or schedule.steps = {self._num_steps} to change it",
                 )
@@ -143,7 +144,7 @@ LENGTH = 8
 DECODER = "is_decoder"
 """Config field that turns an encoder of transformers into a decoder."""
 NOISE = 1e-5
-"""Relative tolerance for equal outputs, which differ slightly because experts receive other tokens."""
+"""Relative tolerance for equal outputs, which differ slightly because experts receive different tokens."""
 PERTURBATION = 0.05
 """Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
 
@@ -165,14 +166,15 @@ def check_task(config: TrainConfig, model: Any) -> None:
         name = type(model).__name__
         if task == "causal" and dependence.on_label:
             raise ConfigError(
-                f"model.task = 'causal' does not fit {name}, whose output depends on the token to predict",
+                f"model.task = 'causal' does not support {name}, whose output at a position depends on the "
+                "token to predict",
                 rule="A causal model predicts a token from earlier tokens only",
                 remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
             what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
             raise ConfigError(
-                f"model.task = 'masked' does not fit {name}, which {what}",
+                f"model.task = 'masked' does not support {name}, which {what}",
                 rule="A masked language model predicts a token at its position, from the tokens on both sides",
                 remedy="Set model.task = 'causal', or use a masked language model",
             )
@@ -180,7 +182,7 @@ def check_task(config: TrainConfig, model: Any) -> None:
 
 @dataclass(frozen=True)
 class LabelDependence:
-    """Which tokens affect the output that the loss compares with a label.
+    """Which tokens affect the output at a position, and whether the loss compares this output with the token there.
 
     Args:
         on_label: Whether the label token or later tokens change the output.
@@ -223,7 +225,7 @@ def check_packing(model: Any, option: str = "data.packing = true") -> None:
             is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option} does not fit {type(model).__name__}, which {reason}",
+            f"{option} does not support {type(model).__name__}, which {reason}",
             rule="Several texts in a row are separated by their position_ids",
             remedy="Use another model" if option.startswith("model") else "Remove data.packing",
         )

@@ -1,4 +1,4 @@
-"""Tokenizer of a training run: that of transformers, or one token per byte."""
+"""Tokenizer of a training run, which is a tokenizer of transformers or uses one token per byte."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Finds, loads and evaluates trained models: runs, checkpoints, and what ``from_pretrained`` takes."""
+"""Finds, loads and evaluates trained models: runs, checkpoints, and models that ``from_pretrained`` can load."""
 
 from __future__ import annotations
 
@@ -31,6 +31,7 @@ from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
 from shardformer.training.hooks import Metrics
 from shardformer.training.initialize import initialize
+from shardformer.training.sample_order import length_or_none
 from shardformer.training.trainer import HOOKS, Trainer
 from shardformer.transformers_compat import load_transformers
 from shardformer.weights.from_pretrained import from_pretrained
@@ -77,7 +78,7 @@ class TrainedModel:
             return from_pretrained(kind, self.name, config=config)
         except ValueError as error:  # the type has no such class
             raise ConfigError(
-                f"transformers has no {kind.__name__} for {self.name!r}, of type {config.model_type}",
+                f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}",
                 remedy="Pass a model that generates text",
             ) from error
 
@@ -121,8 +122,8 @@ def find_trained_model(source: str) -> TrainedModel:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         raise ConfigError(
-            f"There is no trained model {source!r}: {first_line(error)}",
-            rule=f"It is {SOURCES}",
+            f"{source!r} is not a trained model: {first_line(error)}",
+            rule=f"A trained model is {SOURCES}",
             remedy="Correct the path or name",
         ) from error
 
@@ -190,4 +191,5 @@ def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
     validation = create_data_loader(data.validation, engine.context, **options)
     values = Trainer(engine, hooks).evaluate(validation)
     found_values = {name.removeprefix("validation/"): value for name, value in values.items()}
-    return {**found_values, "samples": len(data.validation)} if engine.is_first else None
+    count = length_or_none(data.validation)  # None for a stream
+    return {**found_values, **({} if count is None else {"samples": count})} if engine.is_first else None

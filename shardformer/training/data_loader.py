@@ -225,7 +225,7 @@ class ShardedDataLoader:
         if size is not None and size < num_ranks:
             raise ConfigError(
                 f"batch_size={size} is smaller than the number of data ranks, {num_ranks}",
-                rule="It is the size of the global batch, which is sharded over the data ranks",
+                rule="batch_size is the size of the global batch, which is divided among the data ranks",
                 remedy=f"Use a batch_size of {num_ranks} or more",
             )
         if count is None or size is None:
@@ -239,14 +239,14 @@ class ShardedDataLoader:
         is_merged = self._merge_last and count > size
         if 0 < rest < num_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
-                f"The last batch has {rest} samples ({count} in total, batch_size={size}), fewer than the {num_ranks} "
-                "data ranks",
+                f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
+                f"than the {num_ranks} data ranks",
                 remedy="Pass drop_last=True, or change batch_size",
             )
 
 
 def create_data_loader(source: Any, context: ParallelContext, **options: Any) -> ShardedDataLoader:
-    """Create a data loader on all ranks, and raise on all ranks if one rank fails or reads other data."""
+    """Create a data loader on all ranks. Raises on all ranks if one rank fails or reads different data."""
     make = partial(ShardedDataLoader, source, context, **options)
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
@@ -288,7 +288,8 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     ]
     if len(inputs) > len(parameters):
         raise InputError(
-            f"The batch has {len(inputs)} inputs, but the forward of {type(model).__name__} takes {len(parameters)}",
+            f"The batch has {len(inputs)} inputs, but the forward of {type(model).__name__} takes "
+            f"{len(parameters)} inputs",
             rule="A tuple holds the forward arguments in order"
             + (", then the target of the loss" if has_target else ""),
             remedy="Pass a dict of arguments by name"

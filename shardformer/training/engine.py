@@ -147,7 +147,7 @@ class Engine:
 
     @property
     def layout(self) -> str:
-        """The layout in short, such as ``tensor=2, data=2, zero_stage=1``."""
+        """The layout as a short text, such as ``tensor=2, data=2, zero_stage=1``."""
         return self.parallel.describe({axis.name: axis.size for axis in self.context.base_axes})
 
     # --- a step
@@ -264,7 +264,7 @@ class Engine:
             compare_step_call("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
                 "engine.train_step cannot train under torch.no_grad()",
-                remedy="Call it outside of torch.no_grad(), or use engine.evaluate(batch)",
+                remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch)",
             )
         loss = self._compute_loss(batch, "engine.train_step", trains=True)
         self.backward(loss)
@@ -511,7 +511,7 @@ class Engine:
 
     @renamed_parameters({"folder": "directory"})
     def resume(self, directory: str | os.PathLike[str]) -> LoadedCheckpoint | None:
-        """Load the newest checkpoint of a folder, or return None if the folder contains no checkpoint."""
+        """Load the newest checkpoint of a folder, or return None if the folder has no checkpoint."""
         wait_for_all_ranks("engine.resume", self.world)
         return self.load(directory) if has_checkpoint(directory, self.world) else None
 

@@ -98,7 +98,7 @@ def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> No
             )
     if optimizer.state:
         raise ConfigError(
-            f"The {kind} optimizer already has a state for {len(optimizer.state)} parameters",
+            f"The {kind} optimizer already has state for {len(optimizer.state)} parameters",
             remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder)",
         )
 
@@ -137,9 +137,9 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
     problem, remedy = f"the context has {name}={context.sizes[name]}", "Pass only one of them"
     if context.world is None and all(size == 1 for size in context.sizes.values()):
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
-        remedy = f"Start it with {srun}shardformer run --nproc_per_node N script.py"
+        remedy = f"Start the script with {srun}shardformer run --nproc_per_node N script.py"
         problem = "there is only one process"
-    raise ConfigError(f"parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
+    raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
@@ -161,7 +161,7 @@ def _shard_with_optimizers(
 ) -> nn.Module:
     """Shard the model, move the optimizers to its sharded parameters, and call ``on_sharded`` with the sharded model.
 
-    An error, also of ``on_sharded``, restores the model and the optimizers.
+    An error, including one of ``on_sharded``, restores the model and the optimizers.
     """
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
@@ -199,8 +199,8 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
         return scheduler
     if not callable(scheduler) or len(optimizers) != 1:
         raise ConfigError(
-            f"scheduler={scheduler!r:.80} is not supported with {len(optimizers)} optimizers",
-            rule="It is a scheduler, a list of schedulers, or with one optimizer a function that creates a scheduler",
+            f"scheduler={scheduler!r:.80} cannot be used with {len(optimizers)} optimizers",
+            rule="The scheduler is an instance, a list of instances, or for one optimizer a function that creates it",
             remedy="Pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...), for example",
         )
     return scheduler(optimizers[0])

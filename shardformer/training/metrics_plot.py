@@ -60,7 +60,7 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     files = [find_metrics_file(path) for path in paths]
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"{str(twice[0])!r} is passed twice", remedy="Pass each run once")
+        raise ConfigError(f"The run {str(twice[0])!r} was passed twice", remedy="Pass each run once")
     return dict(zip(name_runs([Path(path) for path in paths]), map(read_records, files)))
 
 
@@ -160,7 +160,7 @@ class LayoutChange(NamedTuple):
 
 
 def layout_changes(records: Sequence[MetricsRecord]) -> list[LayoutChange]:
-    """Return where a run was resumed or changed its parallel layout."""
+    """Return the steps at which a run was resumed or its parallel layout was changed."""
     changes, layout, step = [], "", 0
     for record in records:
         if record.layout and layout:
@@ -178,7 +178,7 @@ def loss_difference(records: Sequence[MetricsRecord], others: Sequence[MetricsRe
 
 
 def describe_differences(runs: Runs) -> list[str]:
-    """Return a line for each run after the first that compares its losses with those of the first run."""
+    """Return a line for each run after the first that compares its losses with the losses of the first run."""
     (first, records), *others = runs.items()
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [
@@ -189,7 +189,7 @@ def describe_differences(runs: Runs) -> list[str]:
 
 
 def find_coinciding(runs: Runs, name: str) -> list[tuple[int, int]]:
-    """Return for each run its place among the runs whose curves of a metric coincide, and the number of these runs."""
+    """Return for each run its position among the runs with a coinciding curve, and the number of these runs."""
     series = [dict(zip(*drop_nonfinite(metric_series(records, name)))) for records in runs.values()]
     values = [value for each in series for value in each.values()]
     bound = _COINCIDE * (max(values) - min(values)) if values else 0.0

@@ -89,7 +89,8 @@ class StreamedSource:
             self._reader = _StreamReader(self._source, epoch, seed)
         elif self._reader.count > start:
             raise InputError(
-                f"The iterator {self.name} cannot restart at sample {start} after {self._reader.count} samples",
+                f"The iterator {self.name} cannot restart at sample {start}, because {self._reader.count} "
+                "samples were already read",
                 remedy="Pass a list, or an object whose __iter__ restarts",
             )
         return self._reader
@@ -313,7 +314,7 @@ def make_source(
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
             f"Training data of type {type(data).__name__} is not supported",
-            rule="Supported are a Dataset, a list, a Hugging Face data set, a DataLoader, and an ordered iterable",
+            rule="The supported types are Dataset, list, Hugging Face data set, DataLoader, and ordered iterables",
             remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets)",
         )
     assert collate is not None  # only a DataLoader has its own
@@ -358,7 +359,7 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
             f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
-            remedy="Add a __len__, or pass an IterableDataset",
+            remedy="Add the method __len__ to the sampler, or pass an IterableDataset",
         )
     data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}

@@ -289,7 +289,7 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"{name} failed: {_error_with_location(error)}",
+            f"The function {name} failed: {_error_with_location(error)}",
             remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1",
         ) from error
 
@@ -450,7 +450,7 @@ class ModelSource:
             return _make_source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"head={head!r} does not apply to {self.title}, which is built by a function",
+                f"head={head!r} has no effect on {self.title}, because a function builds this model",
                 remedy="Build the head in the function, and remove the option",
             )
         if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
@@ -469,8 +469,8 @@ class ModelSource:
             return self
         if layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"{layers} layers are too many for {self.title}",
-                rule=f"A small model has at most {MAX_STAGE_LAYERS} layers",
+                f"A small model of {self.title} cannot have {layers} layers",
+                rule=f"The limit is {MAX_STAGE_LAYERS} layers",
                 remedy="Use fewer stages or a smaller --num-model-chunks",
             )
         model_fn = self.model_fn.deeper(layers)
@@ -492,8 +492,8 @@ class ModelSource:
         if isinstance(self.model_fn, Pretrained) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} does not apply to {self.title}",
-                    rule="The number of tokens is determined by the images or sounds in the text",
+                    f"sequence={sequence} has no effect on {self.title}",
+                    rule="The number of tokens depends on the images or sounds in the text",
                     remedy="Remove the option",
                 )
             return ExampleBatches(self.model_fn, batch)
@@ -593,7 +593,7 @@ def load_hf_config(where: str, local: bool = True) -> Any:
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"The config {where!r} has {layers} layers",
+            f"The config {where!r} has {layers} layers, which is too many for a small model",
             rule=f"The maximum is {MAX_SMALL_LAYERS} layers, because each is built one after the other",
             remedy="Correct num_hidden_layers, or the field that this family uses instead",
         )
@@ -658,7 +658,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"{name} has required arguments: {signature(function)}",
+            f"The function {name} has required arguments: {signature(function)}",
             remedy="Add default values to its parameters, or wrap it in a function without arguments",
         ) from error
     except ValueError:  # a function written in C may have no signature
@@ -671,7 +671,7 @@ def _make_source_from_function(name: str) -> ModelSource:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"{name} returned {_describe_returned(returned)}",
+            f"The function {name} returned {_describe_returned(returned)}",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
             "functions from the top level of the module",
         )

@@ -337,7 +337,7 @@ class RandomBatches:
     Every row has the same number of labels, so the loss of a batch is the mean of the losses of its shards.
 
     Args:
-        head: a class of transformers. Classes outside of ``HEAD_CLASSES`` receive token ids.
+        head: a class of transformers. Classes outside ``HEAD_CLASSES`` receive token ids.
         vocab_size, num_labels, eos: fields of the model's config.
         batch, sequence: rows, and tokens per row.
         changes: fields of the head's config that differ from the small model's, for the sizes of images and sounds.
@@ -453,7 +453,7 @@ def num_samples(batch: Mapping[str, Any]) -> float:
 
 
 def _float_outputs(output: Any) -> Iterator[Tensor]:
-    """Yield all floating-point tensors in a nested model output, without those of key-value caches."""
+    """Yield all floating-point tensors in a nested model output, except key-value caches."""
     if isinstance(output, Tensor):
         if output.is_floating_point():
             yield output

@@ -178,8 +178,8 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
         if batch_size_of(smaller) < batch_size_of(larger):
             for name in _outputs_with_sample_pairs(model, larger, smaller):
                 raise ConfigError(
-                    f"{type(model).__name__} compares the samples of a batch with each other: its output {name} of "
-                    f"{batch_size_of(larger)} samples has as many rows and columns",
+                    f"{type(model).__name__} compares the samples of a batch with each other, because its "
+                    f"output {name} of {batch_size_of(larger)} samples has as many rows and columns",
                     rule="If a batch is split, the loss of each shard is computed without the other samples",
                     remedy=remedy,
                 )
@@ -327,13 +327,13 @@ class VerifyJob:
 
     @property
     def average_loss_over(self) -> str:
-        """The passed average, or that of the compared step: of ``Pipeline``, or of ``loss.backward()`` on each rank."""
+        """The average that was passed, or by default "tokens" for ``Pipeline`` and "ranks" for ``loss.backward()``."""
         return self.training.average_loss_over or ("ranks" if self.pipeline is None else "tokens")
 
 
 @dataclass
 class TrainingTrace:
-    """Losses, gradients and gradient norms of each training step of a model, and its weights before and after."""
+    """Losses, gradients and gradient norms of each training step, and the weights before and after training."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -454,7 +454,7 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
         first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
-            f"The loss of the first batch is {first:.6g}, and {second:.6g} when it is recomputed",
+            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again",
             rule="Micro-batches, and data ranks with a reference over the full batch, draw different random numbers"
             if draws_anew
             else "With the same seeds of torch, NumPy and Python the loss must be the same",

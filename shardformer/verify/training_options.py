@@ -76,7 +76,7 @@ class VerifyTraining:
         except re.error as error:
             raise ConfigError(
                 f"frozen={self.frozen_pattern!r} is not a regular expression: {error}",
-                remedy="Write an expression that matches full names of parameters, such as embeddings.*",
+                remedy="Write an expression that matches full names of parameters, for example embeddings.*",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
         check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)

@@ -75,7 +75,9 @@ def check_layout(
         except Exception:  # the workers report it, with the rank
             return None
     if not isinstance(model, nn.Module):
-        raise ConfigError(f"model_fn returned a {type(model).__name__}", remedy="Return an nn.Module")
+        raise ConfigError(
+            f"model_fn returned a {type(model).__name__} instead of a model", remedy="Return an nn.Module"
+        )
     check_can_be_sharded(model)
     ranks = num_ranks(tensor, "tensor")
     if ranks == 1 and stages is None and policy is None and not options:
@@ -159,7 +161,7 @@ def _worst_weight_difference(
 
 
 def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Whether a gradient contains only rounding errors, as for key biases, so that its update is not comparable."""
+    """Whether a gradient contains only rounding errors, as for a key bias. Its update is not compared."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 
@@ -224,9 +226,9 @@ def _main_module_location() -> str:
 
 def _main_guard_error(place: str) -> ConfigError:
     return ConfigError(
-        f'verify() is called outside of `if __name__ == "__main__":`, at {place}',
+        f'verify() was called outside `if __name__ == "__main__":`, at {place}',
         rule="verify starts processes that import the script, which would call verify again",
-        remedy='Put the call and the other top-level code of the script under if __name__ == "__main__":\n',
+        remedy='Move the call and the other top-level code of the script under if __name__ == "__main__":\n',
     )
 
 

@@ -44,7 +44,7 @@ def from_pretrained(
     all_bytes: bool = False,
     **options: Any,
 ) -> nn.Module:
-    """Build a transformers model from saved weights, of which each rank reads only its shards in ``shard_model``.
+    """Build a transformers model from saved weights. In ``shard_model``, each rank reads only its shards.
 
     Weights that the files lack, such as those of a new head, get the values that transformers' ``from_pretrained``
     produces after the same ``torch.manual_seed``. ``describe_sharding`` lists them.
@@ -94,7 +94,7 @@ def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[An
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
             f"transformers cannot load the weights of {path_or_name!r} into {model_class.__name__}: {error}",
-            remedy="Check with transformers' from_pretrained which class loads them",
+            remedy="Find the class that can load the weights with from_pretrained of transformers",
         ) from error
 
 
@@ -247,14 +247,14 @@ def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]
         raise ConfigError(
             f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
             f"but the files have {min(info['unexpected_keys'], default='nothing')!r}",
-            remedy="Pass the class from which they were saved",
+            remedy="Pass the class of the saved model",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
     lacking = [key for key in sorted(missing) if key.startswith(prefix) and re.search(r"\.\d+\.", key)]
     if lacking:
         raise ConfigError(
             f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}",
-            rule="Only modules outside the layers, such as a new head, may be initialized randomly",
+            rule="Only modules outside the layers, such as a new head, can be initialized randomly",
             remedy="Pass a config with the number of saved layers, or build under LazyInit for random weights",
         )
 

@@ -117,7 +117,7 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
     if find_metadata(tensors.model).adapters is not None:
         raise ConfigError(
-            f"This {type(tensors.model).__name__} has adapters of PEFT, which from_pretrained does not read",
+            f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load",
             remedy="Save them with save_pretrained of the PEFT model, or export the result of merge_and_unload()",
         )
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
@@ -145,7 +145,7 @@ def check_target(target: Path, model: Any = None) -> None:
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
         raise ConfigError(
-            f"{target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
+            f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
             remedy="Pass another directory, or move this one away",
         )
     source = getattr(model, "name_or_path", None)
@@ -331,7 +331,8 @@ def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
-            f"save_pretrained received the path of a file, {os.fspath(folder)!r}", remedy="Pass a directory"
+            f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}",
+            remedy="Pass a directory",
         )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):

@@ -41,7 +41,7 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     if len(set(sharded.values())) > 1:
         a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
-            f"The state dict has the full tensor {a}, but only a shard of {b}",
+            f"The state dict contains the full tensor {a}, but only a shard of {b}",
             remedy="Pass shardformer.full_state_dict(model), or a checkpoint of the plain model",
         )
     _check_names(type(self).__name__, own, here, state_dict, strict=strict)
@@ -90,8 +90,8 @@ def _check_load_arguments(assign: bool) -> None:
     if assign:
         raise ConfigError(
             "load_state_dict(assign=True) is not supported on a sharded model",
-            rule="It would replace the parameters whose gradients are synchronized between ranks",
-            remedy="Remove assign=True. The values are copied",
+            rule="The option would replace the parameters whose gradients are synchronized between ranks",
+            remedy="Remove assign=True, so that the values are copied",
         )
 
 

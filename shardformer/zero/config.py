@@ -51,7 +51,7 @@ class ZeroOptions:
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
-                f"OffloadConfig({self.offload.to!r}, parameters=True) does not support stage={self.stage}",
+                f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}",
                 rule="Only ZeRO stage 3 can keep parameters in host memory",
                 remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True)",
             )

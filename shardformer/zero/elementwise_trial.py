@@ -24,7 +24,7 @@ def _create_test_matrices() -> list[Tensor]:
 
 @without_fake_tensors()
 def needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Test whether an optimizer needs full matrices, because it updates a matrix differently from two slices of it.
+    """Test whether an optimizer updates a matrix differently from two slices of it, so that it needs full matrices.
 
     The optimizer runs a few steps on small matrices, with the settings of each parameter group.
 
@@ -151,6 +151,7 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
 def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
     return ConfigError(
         f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}",
-        rule="ZeRO passes each rank's optimizer only some parameters, so the update of one must not depend on others",
+        rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "
+        "must not depend on the others",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
     )

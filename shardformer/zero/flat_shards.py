@@ -163,7 +163,7 @@ class FlatShard:
 
     @property
     def is_changed(self) -> bool:
-        """Whether any parameter of the shard received a gradient, even if the user discarded it. Same on all ranks."""
+        """Whether any rank had a gradient for a parameter of the shard, even if the user discarded it."""
         return any(self.has_gradient) or self._is_discarded
 
     def find_param_with_moved_memory(self) -> str | None:
@@ -177,7 +177,7 @@ class FlatShard:
         return None
 
     def copy_written_params_to_shard(self) -> None:
-        """Copy parameters that changed outside of the optimizer, as by ``model.load_state_dict``, into the shard.
+        """Copy parameters that changed outside the optimizer, as by ``model.load_state_dict``, into the shard.
 
         All ranks must write the same values. Parameters that are views of the shard are already up to date.
         """
@@ -366,7 +366,7 @@ class FlatShard:
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
-                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name}",
+                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name} under ZeRO",
                 rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
                 remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
             )
@@ -469,7 +469,7 @@ class FlatShard:
         return self.gradients[number].unpack(full[self.places[number]]) if self.has_gradient[number] else None
 
     def write(self, values: Tensor) -> None:
-        """Copy all-gathered values into the parameters of which this rank stores only a slice."""
+        """Copy all-gathered values into the parameters that this rank stores only in part."""
         for gradient, place in zip(self.gradients, self.places, strict=True):
             if gradient.is_shared:
                 gradient.param.detach().copy_(gradient.unpack(values[place]))

@@ -37,7 +37,7 @@ class GradientStorage(Protocol):
 
 
 class ShardedGradient(Tensor):
-    """Gradient in the shape of its parameter, of which this rank stores only a slice.
+    """Gradient in the shape of its parameter that stores only this rank's slice.
 
     It is the gradient itself, or the result of an element-wise function of it.
 

@@ -1,4 +1,4 @@
-"""Estimate or measure the training memory of one rank: parameters, gradients, master weights, optimizer states.
+"""Estimate or measure the training memory of one rank: parameters, gradients, master weights and optimizer states.
 
 Rajbhandari et al., "ZeRO: Memory Optimizations Toward Training Trillion Parameter Models" (2020), section 3.1 and
 figure 1. Activations are not included, because they depend on the batch.
@@ -213,7 +213,7 @@ def format_memory_report(
         title.append(f"no master weights: {precision.rounding}")
     if offload.to is not None:
         title.append(f"offload to {offload.to}")
-    reduced = "in every backward pass, also under no_sync" if settings.stage >= 2 else "once per step under no_sync"
+    reduced = "in every backward pass, even under no_sync" if settings.stage >= 2 else "once per step under no_sync"
     found = [", ".join(title), f"gradients are reduced {reduced}", "", "memory of this rank", str(memory)]
     speeds: dict[str, float | None] = {}
     if host is not None:

@@ -294,7 +294,7 @@ def _compute_state_norms(optimizer: Any, state_dict: Mapping[str, Any], table: S
 
 
 class LiveState(MutableMapping[Tensor, State]):
-    """Mapping from parameters to the states of several optimizers, through which states can be changed.
+    """Mapping from parameters to the states of several optimizers, which can be used to change states.
 
     A key may be a parameter of the model or this rank's slice of one. For a parameter without a slice on this rank the
     state contains empty tensors, so that a script can edit the states of all parameters on every rank.

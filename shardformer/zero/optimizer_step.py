@@ -30,7 +30,7 @@ MAX_UPDATES_IN_FLIGHT = 8
 
 
 class OptimizerUpdate:
-    """Updates this rank's shards of the parameters with one or several optimizers.
+    """Updates this rank's shards of the parameters with one or more optimizers.
 
     Args:
         host: Where shards are offloaded to. None if all are on the device.
@@ -143,7 +143,7 @@ class ParamAllGather:
 
 @contextmanager
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """Let an optimizer step only the parameters with these ids inside of the context."""
+    """Let an optimizer step only the parameters with these ids inside the context."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:

@@ -14,7 +14,7 @@ from shardformer.offload.host import FREE_MEMORY
 
 
 class HybridAdam(Adam):
-    """Fused Adam of torch whose states stay on the GPU as far as they fit, under ``shard_optimizer`` with ``offload``.
+    """Fused Adam of torch that keeps as many states on the GPU as fit, under ``shard_optimizer`` with ``offload``.
 
     In the first step all states are on the host. Then as many as fit move to the free GPU memory, and the GPU and the
     host update their states at the same time. Without a GPU or without ``offload`` it is the fused Adam of torch. For

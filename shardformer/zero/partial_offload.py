@@ -1,4 +1,4 @@
-"""Keep offloaded optimizer shards and gathered ZeRO-3 layers in GPU memory, as far as they fit.
+"""Keep as many offloaded optimizer shards and gathered ZeRO-3 layers in GPU memory as fit.
 
 The user sets the amount, or ShardFormer measures the memory that is free after the first step. Optimizer shards whose
 gradients are reduced last stay on the device: the gradients of earlier shards can be copied to the host during the

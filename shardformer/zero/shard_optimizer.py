@@ -108,7 +108,8 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], t
     if not all(map(can_step_separately, optimizers)):
         raise ConfigError(
             f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}",
-            rule="With files, the buckets are updated one by one, which changes the result of this optimizer",
+            rule="With offload to files, buckets are updated one after the other, which changes the result of "
+            "this optimizer",
             remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW",
         )
     reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]

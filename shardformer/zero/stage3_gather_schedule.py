@@ -192,7 +192,7 @@ class GatherScheduler:
 
     def _begin_forward(self, path: str, module: nn.Module, args: Any) -> None:
         if self._saving is not None and module is not self._caller:
-            return  # called inside of a forward pass
+            return  # called inside a forward pass
         if self._saving is not None:  # an exception such as KeyboardInterrupt ended the previous forward pass
             self._stop_saving(module, (), None)
         if torch_compat.current_graph_task_id() >= 0:
@@ -266,7 +266,7 @@ class GatherScheduler:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read outside of a forward or backward pass of the model",
+                f"A parameter of {units[0].name} was read outside a forward or backward pass of the model",
                 rule="ZeRO stage 3 gathers parameters only during these passes",
                 remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model)",
             )
@@ -334,7 +334,7 @@ class GatherScheduler:
         return self._record.units[-1] if self._record.units else END
 
     def _end_pass(self) -> None:
-        """End the pass on this rank, after taking part in the remaining all-gathers of other ranks."""
+        """End the pass on this rank, after it has taken part in the remaining all-gathers of other ranks."""
         assert self._kind is not None
         self._keep = ()
         self._gather_up_to(END)
@@ -427,10 +427,10 @@ class GatherScheduler:
     def _begin_backward(self, run: int | None) -> None:
         """Begin a backward pass through the graph of a forward pass, by default the current or the last one."""
         if torch_compat.current_graph_task_id() < 0:
-            return  # a saved tensor was read outside of a backward pass
+            return  # a saved tensor was read outside a backward pass
         if self._caller is not None and not self._is_backward:
             raise InputError(
-                f"A backward pass was started inside of the forward pass of {type(self._caller).__name__}, which ZeRO "
+                f"A backward pass was started inside the forward pass of {type(self._caller).__name__}, which ZeRO "
                 "stage 3 does not support",
                 remedy="Use stage=2, or start the backward pass after the forward pass",
             )

@@ -37,7 +37,7 @@ GROUP_ATTRIBUTE = "_shardformer_unit"
 class UngatheredParameter(nn.Parameter):
     """Parameter whose full values are not on this rank until its parameter group is gathered.
 
-    An operation that reads the values gathers the group, or raises an error outside of a forward or backward pass.
+    An operation that reads the values gathers the group, or raises an error outside a forward or backward pass.
 
     Shape, dtype, device, hooks and ``.grad`` are available without a gather.
     """
@@ -100,7 +100,7 @@ def gathered_class(kind: Any) -> Any:
 
 
 SMALL_GROUP_NUMEL = 2**15
-"""Modules outside of layers with fewer elements share a group."""
+"""Modules outside layers with fewer elements share a group."""
 LARGE = 0.25
 """A layer with more than this fraction of the model is split if it contains layers."""
 
@@ -211,7 +211,7 @@ class ParamGroup:
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
     """Divide the parameters of a model into named groups that are gathered together.
 
-    Each layer is a group. Outside of layers, each large module is a group, and consecutive small modules share one.
+    Each layer is a group. Outside layers, each large module is a group, and consecutive small modules share one.
     Layers are the elements of ModuleList and Sequential. The order is that of module registration, which is identical
     on all ranks. A shared parameter is in the first group that contains it.
     """

@@ -466,7 +466,7 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"This optimizer's state was saved by the rank {saved}, but this rank is {place}",
+                f"The state of this optimizer was saved by the rank {saved}, but this rank is {place}",
                 remedy="Load the state that this rank saved, with the same number of processes, or use "
                 "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
             )

@@ -253,7 +253,7 @@ def test_ddp_around_a_plain_model(pool2: WorkerPool) -> None:
         assert equal((*own, None, None), (*other, None, None))
 
 
-def test_sharded_model_inside_of_a_wrapper() -> None:
+def test_sharded_model_inside_a_wrapper() -> None:
     models = [build("gpt2", False) for _ in range(2)]
 
     def run(context: ParallelContext) -> int:

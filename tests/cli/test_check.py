@@ -37,7 +37,7 @@ def test_a_hanging_all_reduce_is_killed_and_reported() -> None:
 @pytest.mark.slow
 def test_a_failed_process_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no-such-device")
-    with pytest.raises(WorkerError, match=r"Rank \d of an all-reduce exited with code 1"):
+    with pytest.raises(WorkerError, match=r"Rank \d exited with code 1 during an all-reduce"):
         measure_all_reduce()
 
 

@@ -86,7 +86,7 @@ def test_the_path_of_a_saved_chart_is_printed(tmp_path: Path, capsys: pytest.Cap
     [
         (("--schedule", "1f2b"), "Did you mean '1f1b'?"),
         (("--schedule", "interleaved", "--micro-batches", "10"), "Use 8 or 12"),
-        (("--durations", "W=1"), "The schedule '1f1b' has the actions F, B"),
+        (("--durations", "W=1"), "The actions of the schedule '1f1b' are F, B"),
         (("--durations", "F=one"), "F=1.5"),
         (("--durations", "F"), "F=1.5"),
         (("--durations", "B=0"), "duration B=0"),

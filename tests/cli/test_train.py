@@ -17,18 +17,10 @@ from shardformer.errors import ConfigError, LaunchError
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
+from tests.runs.small_run import MODEL_AND_DATA
 from tests.scripts import SHARDFORMER
 
-RUN = """
-[model]
-name = "gpt2"
-random = true
-config = { n_embd = 16, n_layer = 2, n_head = 2 }
-[data]
-train = "text.txt"
-sequence_length = 16
-batch_size = 4
-[training]
+RUN = f"""{MODEL_AND_DATA}[training]
 steps = 4
 export = true
 """
@@ -116,7 +108,7 @@ def test_only_tasks_of_srun_are_launched(
         monkeypatch.setenv(name, value)
     assert launcher_variable() == launched
     assert num_slurm_tasks() == (0 if "SLURM_STEP_ID" not in variables else 4 if launched else 1)
-    with pytest.raises(LaunchError, match=r"of a launcher are missing.*with `srun python train.py`"):
+    with pytest.raises(LaunchError, match=r"which a launcher sets, are missing.*with `srun python train.py`"):
         for name in variables:
             monkeypatch.delenv(name)
         monkeypatch.setenv("SLURM_JOB_ID", "7")

@@ -161,6 +161,25 @@ def test_all_layouts_give_the_values_of_the_run(
         assert values == pytest.approx(alone, rel=2e-6), changes
 
 
+@pytest.mark.parametrize("kind", ["fraction", "stream"])
+def test_other_validation_data_give_the_values_of_the_run(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rows = write_rows(tmp_path, [{"text": f"{number} words " * 9} for number in range(20)])
+    forms: dict[str, dict[str, Any]] = {
+        "fraction": {"validation_fraction": 0.3},
+        "stream": {"validation": rows, "streaming": True},
+    }
+    data = {"train": rows, **forms[kind]}
+    run_training(config(tmp_path, "gpt2", data, training={"steps": 2}, hooks={"progress": False}))
+    capsys.readouterr()
+    assert run("evaluate", tmp_path / "run", "--json")[0] == 0
+    values = json.loads(capsys.readouterr().out)
+    record = [each.values for each in read_records(tmp_path / "run") if "validation/loss" in each.values][-1]
+    assert values["loss"] == record["validation/loss"]
+    assert ("samples" in values) == (kind == "fraction")
+
+
 def test_a_language_model_has_a_perplexity_without_a_hook(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run("evaluate", trained, "--set", "hooks.metrics=false", "--json")[0] == 0
     values = json.loads(capsys.readouterr().out)
@@ -220,7 +239,7 @@ def test_the_exported_byte_tokenizer_has_the_tokens_of_the_run(text: str, adds_e
         ),
         ("generate {run} hi --top-p 1.5", "--top-p 1.5 is not above 0 and up to 1"),
         ("generate {run} hi --temperature 0", "--temperature 0.0 is not above 0"),
-        ("generate {run}/none hi", "There is no trained model"),
+        ("generate {run}/none hi", "is not a trained model"),
         ("export {run}/model out", "is already a model for from_pretrained"),
         ("export {run} {run}", "is not an export of ShardFormer"),
         ("export {empty} out", "contains no checkpoint"),
@@ -242,4 +261,4 @@ def test_invalid_uses_raise(
 def test_a_classifier_does_not_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     run_training(make_run(tmp_path, "bert"))
     assert run("generate", tmp_path / "run", "hi")[0] == 2
-    assert "does not generate text" in capsys.readouterr().err
+    assert "cannot generate text" in capsys.readouterr().err

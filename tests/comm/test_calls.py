@@ -134,7 +134,7 @@ def of_processes(folder: str, others: str) -> str:
 
 
 def test_call_on_one_process_raises_or_waits(pool2: WorkerPool, tmp_path: Path) -> None:
-    """The other ranks train or are slow. For ranks inside of a collective see ``tests/policies/test_edges.py``."""
+    """The other ranks train or are slow. For ranks inside a collective see ``tests/policies/test_edges.py``."""
     for said in pool2.run(of_processes, str(tmp_path / "a"), "train"):
         assert "rank 0 called engine.save and rank 1 called engine.train_step" in said.lower()
     assert not list(tmp_path.rglob("*")), "nothing is written"

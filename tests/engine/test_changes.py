@@ -192,7 +192,7 @@ def test_only_an_engine_of_one_process_can_be_copied() -> None:
 @pytest.mark.parametrize("how", [torch.nn.utils.weight_norm, functools.partial(prune.l1_unstructured, amount=0.5)])
 @pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated:FutureWarning")
 def test_weight_norm_and_pruning_continue_after_reshard(how: Any) -> None:
-    """Their weight is computed by a hook, so that ``copy.deepcopy`` fails."""
+    """A hook computes the weight of these modules, so that ``copy.deepcopy`` fails."""
 
     def trained(layouts: list[dict[str, Any] | None]) -> list[float]:
         torch.manual_seed(0)

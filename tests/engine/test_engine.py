@@ -398,7 +398,7 @@ def test_an_optimizer_with_state_raises() -> None:
     optimizer = sgd(model)
     model(torch.rand(2, 4)).sum().backward()
     optimizer.step()
-    with pytest.raises(ConfigError, match="already has a state"):
+    with pytest.raises(ConfigError, match="already has state"):
         initialize(model, optimizer)
 
 

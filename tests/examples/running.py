@@ -5,6 +5,9 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import torch
+from transformers import AutoModelForCausalLM
+
 from tests.scripts import run_line
 
 NUM_STEPS = 10
@@ -18,3 +21,11 @@ def losses_in(output: str) -> list[float]:
 
 def run_in_two(script: Path, folder: Path) -> list[float]:
     return losses_in(run_line(f"shardformer run --nproc_per_node 2 {script}", folder))
+
+
+def assert_same_weights(expected: Path, saved: Path) -> None:
+    """Assert that two exported models have the same parameters, up to rounding."""
+    plain, sharded = (dict(AutoModelForCausalLM.from_pretrained(path).named_parameters()) for path in (expected, saved))
+    assert sharded.keys() == plain.keys()
+    for name, weight in plain.items():
+        torch.testing.assert_close(sharded[name], weight, rtol=0, atol=1e-3, msg=name)

@@ -45,6 +45,7 @@ def write_pairs(folder: Path) -> None:
         (folder / f"msr_paraphrase_{part}.txt").write_text("\n".join(lines) + "\n", encoding="utf-8-sig")
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     "layouts",
     [{"sequence 2": "2"}, pytest.param({"sequence 2": "2", "pipe 2, data 2, ZeRO 1": "4"}, marks=pytest.mark.full)],

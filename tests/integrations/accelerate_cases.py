@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
+from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
     full_weights,
     largest_difference,
@@ -96,7 +97,7 @@ class Loop:
 
 
 def train_loop(case: dict[str, Any]) -> dict[str, Any]:
-    """Train, predict, save and continue, and return the differences to one process."""
+    """Train, predict, save and continue, and return the differences from one process."""
     folder, layout = case["folder"], case["layout"]
     options = {name: value for name, value in case.items() if name not in ("folder", "layout")}
     loop = Loop(layout, **options)
@@ -159,15 +160,7 @@ def refusals() -> dict[str, str]:
         "plain, evaluation": lambda: accelerate.Accelerator(cpu=True).prepare_model(sharded(), evaluation_mode=True),
         "other layout": lambda: Accelerator(cpu=True, parallel={"data": 2}).prepare(sharded()),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        reset_accelerate()
-        try:
-            attempt()
-            found[name] = "no error"
-        except shardformer.ConfigError as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 def losses_of_notebook() -> list[float]:
@@ -209,3 +202,33 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
         "steps": scheduler.last_epoch,
         "reduced": [float(accelerator.reduce(value, how)) for how in ("sum", "mean", "max")],
     }
+
+
+def misuses(folder: str) -> dict[str, str]:
+    """Return the messages of the errors by what is misused."""
+    from shardformer.integrations.accelerate import Accelerator
+
+    def prepare_two_optimizers() -> None:
+        model = llama()
+        optimizers = [torch.optim.SGD(params, lr=0.1) for params in (model.model.parameters(), [model.lm_head.weight])]
+        Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1}).prepare(model, *optimizers)
+
+    os.makedirs(os.path.join(folder, "shardformer_0"), exist_ok=True)
+    return errors_of(
+        {
+            "two optimizers": prepare_two_optimizers,
+            "reduction": lambda: Accelerator(cpu=True, parallel={"data": 2}).reduce(torch.ones(1), "min"),
+            "load before prepare": lambda: Accelerator(cpu=True, parallel={"data": 2}).load_state(folder),
+        }
+    )
+
+
+def optimizer_prepared_after_model() -> str:
+    """Return the class of an optimizer that is created from the parameters of a model that ``prepare`` returned."""
+    from shardformer.integrations.accelerate import Accelerator
+
+    reset_accelerate()
+    accelerator = Accelerator(cpu=True, parallel={"data": 2, "zero_stage": 1})
+    model = accelerator.prepare(llama())
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), lr=1e-2))
+    return type(optimizer.optimizer).__name__

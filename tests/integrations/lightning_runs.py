@@ -283,3 +283,15 @@ def fit_twice(first: dict[str, Any] | None, second: dict[str, Any] | None) -> li
     except shardformer.ConfigError as error:
         return str(error)
     return module.losses
+
+
+class SkipsBatches(LanguageModel):
+    def training_step(self, batch: Any, index: int) -> Any:
+        return None
+
+
+def skip_batches() -> str:
+    """Return the error of a training step without a loss on data ranks."""
+    with pytest.raises(shardformer.ConfigError) as error:
+        trainer_of({}).fit(SkipsBatches(llama()), loader({}, token_rows()))
+    return str(error.value)

@@ -338,6 +338,36 @@ def switch_adapters(layout: Layout | None) -> list[float]:
     return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
 
 
+def shard_different_adapters(context: ParallelContext, options: dict[str, int]) -> None:
+    """Shard adapters whose options differ between the ranks."""
+    torch.manual_seed(0)
+    own = {name: value + context.rank for name, value in options.items()}
+    shardformer.shard_model(adapted("llama", config_of("LoRA", **own)), context=context)
+
+
+def names_after_deletion() -> tuple[set[str], set[str]]:
+    """Return the adapters' names before an adapter is added, and after it is deleted. It is named like a module."""
+    from shardformer.layout.sharding_metadata import metadata_of
+
+    def run(context: ParallelContext) -> tuple[set[str], set[str]]:
+        model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
+        before = set(metadata_of(model).adapters.own)
+        model.add_adapter("model", config_of("LoRA"))
+        assert len(metadata_of(model).adapters.own) == 2 * len(before)
+        model.delete_adapter("model")
+        return before, set(metadata_of(model).adapters.own)
+
+    return run_as_threads(run, tensor=2, in_turn=True)[0]
+
+
+def errors_of_different_adapters() -> tuple[str, str]:
+    """Return the errors for other ranks of the matrices, and for another scale."""
+    return (
+        error_of(shard_different_adapters, {"r": 3}, data=2),
+        error_of(shard_different_adapters, {"lora_alpha": 6}, tensor=2),
+    )
+
+
 def block_collectives(feature: str, layout: str) -> tuple[dict[str, int], dict[str, int]]:
     """Return the collectives of one step of full fine-tuning and with adapters, by kind and purpose."""
     options, sizes = LAYOUTS[layout].options, LAYOUTS[layout].sizes

@@ -25,7 +25,7 @@ class Refusal:
 
 
 ONE_LIBRARY = "Only one library can shard the model"
-OWN_LOSS = "the model's own loss"
+OWN_LOSS = "the loss of the model itself"
 REFUSALS: dict[str, Sequence[Refusal]] = {
     "peft": (
         Refusal(
@@ -50,9 +50,9 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
         ),
         Refusal(
-            "`modules_to_save` with a linear inside of an attention or MLP, under tensor parallelism",
+            "`modules_to_save` with a linear inside an attention or MLP, under tensor parallelism",
             "Use an adapter for it",
-            {"saved in a block": ("inside of a block",)},
+            {"saved in a block": ("inside a block",)},
         ),
         Refusal(
             "`lora_bias=True` on a row-parallel linear; DoRA on embeddings; variants of LoRA other than DoRA, under "
@@ -71,7 +71,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "dropout of an adapter on a replicated linear between the blocks with sequence parallelism",
-            "Each rank has other positions",
+            "Each rank has different positions",
             {"dropout": ("each tensor rank has other positions",)},
         ),
         Refusal(
@@ -156,7 +156,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments")},
         ),
         Refusal(
-            "another layout than that of a sharded model, or two layouts",
+            "a layout that differs from that of the sharded model, or two layouts",
             "Pass the layout once",
             {
                 "other layout": ("parallel requests data=2", "the context has data=1"),
@@ -165,7 +165,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         ),
         Refusal(
             "a sharded model in the plain Trainer",
-            "It gives every process other batches",
+            "It passes different batches to all processes",
             {
                 "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
                 "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
@@ -195,13 +195,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"pipe": ("pipe=2", "engine.train_step")},
         ),
         Refusal(
-            "a model with another layout than the Accelerator's",
+            "a model whose layout differs from that of the Accelerator",
             "Pass the context of the model",
             {"other layout": ("data=2", "Pass the context of the model")},
         ),
         Refusal(
             "a sharded model in accelerate's own `Accelerator`",
-            "It gives every process other batches",
+            "It passes different batches to all processes",
             {
                 "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
                 "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
@@ -269,4 +269,4 @@ def check_refusals(library: str, found: Mapping[str, str]) -> None:
 def table(library: str) -> str:
     """Return the table of a library in Markdown."""
     rows = [f"| {row.what} | {row.why} |" for row in REFUSALS[library]]
-    return "\n".join(["| refused | reason or alternative |", "|---|---|", *rows])
+    return "\n".join(["| option | reason or alternative |", "|---|---|", *rows])

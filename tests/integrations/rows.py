@@ -17,7 +17,7 @@ from tests.integrations.process import FOLDER
 
 @dataclass(frozen=True)
 class Row:
-    """Largest relative differences to one process.
+    """Largest relative differences from one process.
 
     Args:
         loss: difference of a loss; None if the layout refuses the feature.

@@ -31,7 +31,7 @@ COLUMNS = (
     "combined",
     "files",
 )
-MEASURED, REFUSED, NOT_RUN, EMPTY = "measured", "refused", "not run", "–"
+MEASURED, REFUSED, NOT_RUN, EMPTY = "measured", "error", "not run", "–"
 LIBRARIES = ("peft", "transformers", "accelerate", "lightning")
 Cells = dict[tuple[str, str, str], str]
 """(library, feature, column) -> text of the cell."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from tests.integrations import accelerate_cases as cases
 from tests.integrations.accelerate_cases import helpers, losses_of_notebook, refusals, train_loops
 from tests.integrations.process import ROOT, IntegrationProcess, environment
 from tests.integrations.refusals import check_refusals
@@ -63,6 +64,25 @@ def test_losses_norms_predictions_and_resumed_loops_equal_one_process(
     integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
     check(integrations, tmp_path, SAMPLE)
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_misuse_is_reported_on_both_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    first, second = integrations(2).run(cases.misuses, str(tmp_path))
+    assert first == second
+    for name, parts in {
+        "two optimizers": ("zero_stage=1", "2 optimizers"),
+        "reduction": ("reduction='min'", "mean"),
+        "load before prepare": ("the weights of 1 models, but 0", "after prepare"),
+    }.items():
+        assert all(part in first[name] for part in parts), (name, first[name])
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_zero_also_shards_an_optimizer_that_is_prepared_after_its_model(integrations: IntegrationProcess) -> None:
+    assert integrations(2).run(cases.optimizer_prepared_after_model) == ["ZeroOptimizer"] * 2
 
 
 @pytest.mark.slow

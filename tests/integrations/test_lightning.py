@@ -102,6 +102,11 @@ def test_metrics_count_data_parallel_ranks(integrations: IntegrationProcess, par
         assert decisions == [False, True]
 
 
+def test_a_skipped_batch_raises_on_data_ranks(integrations: IntegrationProcess) -> None:
+    errors = integrations(2).run(call, "skip_batches")
+    assert all(f"training_step returned None on data-parallel rank {rank}" in text for rank, text in enumerate(errors))
+
+
 def test_a_checkpoint_resumes_under_another_layout(integrations: IntegrationProcess, tmp_path: Path) -> None:
     saved, folder = {"tensor": 2}, tmp_path / "last.ckpt"
     integrations(2).run(call, "save", folder, saved)
@@ -169,4 +174,4 @@ def test_a_second_fit_continues_or_is_refused(integrations: IntegrationProcess) 
     for error in integrations(2).run(call, "fit_twice", tensor, data):
         assert "is sharded over" in error
     for error in integrations(2).run(call, "fit_twice", zero, zero):
-        assert "An earlier fit trained this model with ZeRO" in error
+        assert "This model was trained with ZeRO by an earlier fit" in error

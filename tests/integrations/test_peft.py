@@ -108,6 +108,17 @@ def test_adapters_are_added_switched_merged_and_deleted(integrations: Integratio
     assert max(abs(a - b) for a, b in zip(plain, sharded, strict=True)) < BOUND
 
 
+def test_an_adapter_with_the_name_of_a_module_can_be_deleted(integrations: IntegrationProcess) -> None:
+    before, after = integrations(1).run(runs.names_after_deletion)[0]
+    assert before == after
+
+
+def test_adapters_that_differ_between_ranks_raise(integrations: IntegrationProcess) -> None:
+    shape, scale = integrations(1).run(runs.errors_of_different_adapters)[0]
+    assert "q_proj lora_A.default" in shape and "out_features=3" in shape
+    assert "q_proj scaling={'default': 2.0}" in scale and "rank 1" in scale
+
+
 def test_adapters_add_no_collective_to_a_block(integrations: IntegrationProcess) -> None:
     for layout, kinds in (("tensor", ["all_reduce"]), ("sequence parallel", ["all_gather", "reduce_scatter"])):
         full, adapted = integrations(1).run(runs.block_collectives, "LoRA, dropout", layout)[0]

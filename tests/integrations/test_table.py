@@ -16,12 +16,12 @@ def test_the_page_is_current() -> None:
 def test_cells_follow_the_cases_of_the_tests() -> None:
     cases = table.existing_cases()
     cells = table.current_cells({}, {})
-    assert cells.keys() == cases.keys() and set(cells.values()) == {"not run", "refused"}
+    assert cells.keys() == cases.keys() and set(cells.values()) == {"not run", "error"}
     cell, gone = ("peft", "LoRA", "tensor"), ("peft", "another feature", "tensor")
     assert table.current_cells({cell: "1e-7", gone: "0"}, {}) == cells | {cell: "1e-7"}
     assert table.current_cells({cell: "1e-7"}, {cell: "2e-7"}) == cells | {cell: "2e-7"}
     refused = "peft", "AdaLoRA", "pipeline"
-    assert table.current_cells({refused: "1e-7"}, {})[refused] == "refused"
+    assert table.current_cells({refused: "1e-7"}, {})[refused] == "error"
 
 
 def test_a_cell_is_the_largest_difference_of_its_layouts() -> None:

@@ -13,6 +13,7 @@ from torch import nn
 
 import shardformer
 from shardformer.config import ParallelConfig
+from tests.integrations.errors import errors_of
 from tests.integrations.small_models import gpt2, llama, t5, token_rows
 from tests.integrations.trainer_cases import reset_accelerate
 
@@ -72,15 +73,7 @@ def refusals(folder: str) -> dict[str, str]:
         "plain Trainer evaluates": lambda: transformers.Trainer(sharded(), args(), eval_dataset=rows).evaluate(),
         "other layout": lambda: Trainer(sharded(), args(), parallel=ParallelConfig(data=2)),
     }
-    found = {}
-    for name, attempt in attempts.items():
-        reset_accelerate()
-        try:
-            attempt()
-            found[name] = "no error"
-        except shardformer.ConfigError as error:
-            found[name] = str(error)
-    return found
+    return errors_of(attempts)
 
 
 class Stop(transformers.TrainerCallback):

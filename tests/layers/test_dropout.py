@@ -116,7 +116,7 @@ def test_recomputation_draws_the_same_mask(pool2: WorkerPool, use_reentrant: boo
     assert pool2.run(recomputed, use_reentrant) == [[True, True]] * 2
 
 
-# ---------------------------------------------------------------------------------------------------- inside of a block
+# ---------------------------------------------------------------------------------------------------- inside a block
 
 
 class Mlp(nn.Module):

@@ -149,7 +149,7 @@ def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
     optimizer.step()
 
 
-@pytest.mark.filterwarnings("ignore:The model normalizes by batch statistics")
+@pytest.mark.filterwarnings("ignore:The model computes statistics over the batch")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:
     """The running statistics of BatchNorm are those of an fp32 model."""

@@ -155,7 +155,7 @@ def test_a_split_that_omits_indices_is_refused() -> None:
 
 
 def test_an_axis_that_shards_two_dims_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"sharded twice over the axis 'tensor'.*An axis shards one dim"):
+    with pytest.raises(ConfigError, match=r"sharded twice over the axis 'tensor'.*An axis can shard only one dim"):
         ShardSpec((4, 4), {0: Split.even(4, 2), 1: Split.even(4, 2)})
 
 

@@ -95,9 +95,9 @@ def test_all_reduce_runs_along_the_axis(pool4: WorkerPool) -> None:
 
 def words() -> tuple[list[str], bool, bool]:
     context = ParallelContext.from_world({"tensor": 2})
-    twin = copy.deepcopy(context)
+    duplicate = copy.deepcopy(context)
     texts = [str(context), str(context.tensor), str(ParallelContext.from_group(context.data)), str(context.device)]
-    return texts, twin is context, copy.deepcopy(context.tensor) is context.tensor
+    return texts, duplicate is context, copy.deepcopy(context.tensor) is context.tensor
 
 
 def test_context_has_str_and_deepcopies_to_itself(pool4: WorkerPool) -> None:
@@ -217,7 +217,7 @@ def test_default_is_tensor_parallel_over_all_processes(pool2: WorkerPool) -> Non
         ({"parallel": {"tensor": True}}, r"tensor=True"),
         ({"parallel": 2}, r"parallel = 2"),
         ({"paralel": {"tensor": 2}}, r"paralel = "),
-        ({"tensor": 2}, r"tensor = 2 outside of parallel"),
+        ({"tensor": 2}, r"tensor = 2 outside parallel"),
         ({"parallel": {"pipe": 1, "pipeline": 1}}, r"both pipe=1 and pipeline=1"),
         ({"seed": "x"}, r"seed='x'"),
         (3, r"config=3"),
@@ -305,7 +305,7 @@ def test_missing_environment_variables_are_named(monkeypatch: pytest.MonkeyPatch
     for name in missing:
         monkeypatch.delenv(name)
     monkeypatch.delenv("SLURM_PROCID", raising=False)
-    with pytest.raises(LaunchError, match=f"{', '.join(missing)} of a launcher are missing.*shardformer run"):
+    with pytest.raises(LaunchError, match=f"{', '.join(missing)}, which a launcher sets, are missing.*shardformer run"):
         launch_from_torch()
 
 

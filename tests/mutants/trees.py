@@ -110,7 +110,7 @@ def run_tests(tree: Path, arguments: Sequence[str], limit_s: float) -> Run:
 
 
 def _end_all(process: subprocess.Popen[bytes], tree: Path) -> None:
-    """End the process group, and processes outside of it whose environment names this tree."""
+    """End the process group, and processes outside it whose environment names this tree."""
     for _ in range(5):
         left = [process.pid] if process.poll() is None else []
         left += [int(entry.name) for entry in Path("/proc").glob("[0-9]*") if _belongs_to(entry, tree)]

@@ -185,7 +185,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
     return max(run_as_threads(train, data=ranks)), said
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -252,8 +252,8 @@ def test_parameter_has_the_metadata_of_all_its_models() -> None:
     assert tables_of(params)[first] == first.entries
     some = list(other.parameters())[:2]
     assert [e.param for e in tables_of(some)[second]] == some
-    twin = copy.deepcopy(one)
-    assert list(tables_of(twin.parameters())) == [metadata_of(twin)]
+    reference = copy.deepcopy(one)
+    assert list(tables_of(reference.parameters())) == [metadata_of(reference)]
 
 
 def test_metadata_is_released_with_its_model() -> None:

@@ -103,6 +103,7 @@ def test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise(name: str, 
         assert all(torch.equal(weights[key], value) for key, value in want.items())
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "job", "bound"),
@@ -239,15 +240,15 @@ def test_existing_state_of_a_full_matrix_moves_to_its_owner() -> None:
     own = torch.optim.Adafactor(model.parameters(), lr=0.01)
     model(torch.ones(2, 4).double()).sum().backward()
     own.step()
-    twin = nn.Linear(4, 4).double()
-    twin.load_state_dict(model.state_dict())
+    reference = nn.Linear(4, 4).double()
+    reference.load_state_dict(model.state_dict())
     ours: ZeroOptimizer = shard_optimizer(model, own)
-    other = torch.optim.Adafactor(twin.parameters(), lr=0.01)
-    twin(torch.ones(2, 4).double()).sum().backward()
+    other = torch.optim.Adafactor(reference.parameters(), lr=0.01)
+    reference(torch.ones(2, 4).double()).sum().backward()
     other.step()
-    twin.load_state_dict(model.state_dict())
-    for net_, optimizer in ((model, ours), (twin, other)):
+    reference.load_state_dict(model.state_dict())
+    for net_, optimizer in ((model, ours), (reference, other)):
         optimizer.zero_grad()
         net_(torch.ones(2, 4).double()).square().sum().backward()
         optimizer.step()
-    assert torch.equal(model.weight, twin.weight)
+    assert torch.equal(model.weight, reference.weight)

@@ -41,6 +41,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "bound"),
@@ -487,7 +488,7 @@ def test_communication_volume_and_gathered_memory(
 # -------------------------------------------------------------------------------------------------------------- refused
 
 
-def test_reading_a_parameter_outside_of_a_pass_raises() -> None:
+def test_reading_a_parameter_outside_a_pass_raises() -> None:
     def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
         weight = model.layers[2].linear.weight
         assert weight.shape == (6, 6) and weight.dtype == torch.float64 and weight.requires_grad

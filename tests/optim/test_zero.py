@@ -330,7 +330,7 @@ def test_schedulers_closures_and_saved_states() -> None:
         scheduler.load_state_dict(rates)
         assert [step(), step()] == losses
         saved["place"]["coords"]["data"] += 1
-        with pytest.raises(ConfigError, match="This optimizer's state was saved by the rank"):
+        with pytest.raises(ConfigError, match="The state of this optimizer was saved by the rank"):
             optimizer.load_state_dict(saved)
 
     over_ranks(use)
@@ -470,12 +470,12 @@ def wrapped() -> None:
 
 def test_copied_model_does_not_use_zero() -> None:
     def use(model: Net, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
-        twin = copy.deepcopy(model)
-        twin(images(0, context.rank)).square().mean().backward()
+        reference = copy.deepcopy(model)
+        reference(images(0, context.rank)).square().mean().backward()
         model(images(0, context.rank)).square().mean().backward()
-        assert torch.equal(twin.a.weight.grad, optimizer.full_gradient("a.weight"))  # type: ignore[arg-type]
-        twin.zero_grad()
-        assert twin.a.weight.grad is None and optimizer.full_gradient("a.weight") is not None
+        assert torch.equal(reference.a.weight.grad, optimizer.full_gradient("a.weight"))  # type: ignore[arg-type]
+        reference.zero_grad()
+        assert reference.a.weight.grad is None and optimizer.full_gradient("a.weight") is not None
         model.zero_grad()
         assert optimizer.full_gradient("a.weight") is None
 

@@ -28,8 +28,8 @@ def counts_of(bounds: Sequence[int]) -> list[int]:
     return [b - a for a, b in pairwise(bounds)]
 
 
-def peak(costs: Sequence[float], bounds: Sequence[int], before: Sequence[float]) -> float:
-    return max(own + math.fsum(costs[a:b]) for own, (a, b) in zip(before, pairwise(bounds), strict=True))
+def peak(costs: Sequence[float], bounds: Sequence[int]) -> float:
+    return max(math.fsum(costs[a:b]) for a, b in pairwise(bounds))
 
 
 def all_cuts(layers: int, parts: int) -> list[list[int]]:
@@ -42,14 +42,13 @@ def assert_a_cut(bounds: list[int], layers: int, parts: int) -> None:
 
 
 @settings(deadline=None)
-@given(COSTS, st.integers(1, 8), st.data())
-def test_balanced_partition_has_smallest_peak(costs: list[float], parts: int, data: st.DataObject) -> None:
+@given(COSTS, st.integers(1, 8))
+def test_balanced_partition_has_smallest_peak(costs: list[float], parts: int) -> None:
     parts = min(parts, len(costs))
-    before = data.draw(st.lists(st.integers(0, 5), min_size=parts, max_size=parts))
-    bounds = partition_balanced(costs, parts, before)
+    bounds = partition_balanced(costs, parts)
     assert_a_cut(bounds, len(costs), parts)
-    best = min(peak(costs, cut, before) for cut in all_cuts(len(costs), parts))
-    assert peak(costs, bounds, before) == pytest.approx(best, rel=1e-12)
+    best = min(peak(costs, cut) for cut in all_cuts(len(costs), parts))
+    assert peak(costs, bounds) == pytest.approx(best, rel=1e-12)
 
 
 @settings(deadline=None)
@@ -58,7 +57,7 @@ def test_ties_prefer_even_counts_and_lighter_early_stages(costs: list[int], part
     parts = min(parts, len(costs))
 
     def badness(cut: list[int]) -> tuple[float, int, list[int]]:
-        return peak(costs, cut, [0] * parts), sum(n * n for n in counts_of(cut)), counts_of(cut)
+        return peak(costs, cut), sum(n * n for n in counts_of(cut)), counts_of(cut)
 
     assert partition_balanced(costs, parts) == min(all_cuts(len(costs), parts), key=badness)
 
@@ -68,9 +67,8 @@ def test_rounding_does_not_break_ties() -> None:
     assert counts_of(partition_balanced([0.1, 0.2, 0.3, 0.3, 0.2, 0.1], 2)) == [3, 3]
 
 
-def test_equal_stage_overhead_changes_nothing_and_first_stage_overhead_removes_layers() -> None:
-    assert partition_balanced([1] * 8, 4, extra_costs=3.5) == partition_balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
-    assert counts_of(partition_balanced([1] * 9, 3, extra_costs=[2, 0, 1])) == [2, 4, 3]
+def test_equal_costs_give_equal_counts() -> None:
+    assert partition_balanced([1] * 8, 4) == [0, 2, 4, 6, 8]
 
 
 def test_partition_of_many_layers_is_fast() -> None:
@@ -146,10 +144,3 @@ def test_invalid_number_of_stages_raises_with_both_numbers(
 def test_invalid_cost_raises(bad: float) -> None:
     with pytest.raises(ConfigError, match=re.escape(f"costs[1]={bad}")):
         partition_balanced([1, bad, 1], 2)
-    with pytest.raises(ConfigError, match=re.escape(f"extra_costs[1]={bad}")):
-        partition_balanced([1, 1, 1], 2, extra_costs=[0, bad])
-
-
-def test_stage_overhead_needs_one_number_per_stage() -> None:
-    with pytest.raises(ConfigError, match="3 numbers for 2 stages"):
-        partition_balanced([1, 1, 1], 2, extra_costs=[0, 0, 0])

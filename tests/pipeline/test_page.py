@@ -1,4 +1,4 @@
-"""docs/pipeline.md: its examples run on two processes, and its pictures and tables match the schedules."""
+"""docs/pipeline.md and docs/schedules.md: the examples run, and the pictures and tables match the schedules."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from shardformer.pipeline.schedules import SCHEDULES, make_schedule, simulate
 from tests.pipeline.schedule_checks import grid_rows
 from tests.scripts import SHARDFORMER
 
-PAGE = (Path(__file__).parents[2] / "docs" / "pipeline.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("pipeline.md", "schedules.md"))
 FILES = {
     text.split("\n", 1)[0].removeprefix("# "): text for text in re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL)
 }

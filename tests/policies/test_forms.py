@@ -67,6 +67,7 @@ def test_stack_can_be_a_sequential(pool2: WorkerPool) -> None:
     check_toy(ToyPolicy, pool2, InSequential, SEQUENCE)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
 def test_norm_after_the_exit_of_a_block_trains_correctly(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(ToyPolicy, pool2, partial(ToyLM, norm_in_mlp=True), config)

@@ -137,7 +137,7 @@ def test_policy_with_a_wrong_type_is_refused_at_planning(policy: type[Policy], w
 
 @pytest.mark.parametrize("family", sorted(name for name in SMALL_CONFIGS if name not in LIBRARIES))
 def test_shipped_descriptions_have_valid_types(family: str) -> None:
-    """They are not checked when a model is sharded."""
+    """The descriptions of the package are not checked when a model is sharded."""
     model = SmallModel(family)()
     known = find_registered_policy(model)
     assert known is not None

@@ -133,7 +133,7 @@ def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> Non
         ({"local_attrs": {**ATTENTION.local_attrs, "scale": "inside"}}, "must match the size of tensor"),
         (
             {"local_attrs": {n: k for n, k in ATTENTION.local_attrs.items() if n != "shift"}},
-            "shift is a direct parameter of",
+            "shift is a parameter of",
         ),
     ],
 )
@@ -196,7 +196,7 @@ def saved() -> nn.Module:
     [
         (Model, {"q_bia": "width"}, r"names layers\.\*\.attn\.q_bia, which does not exist.*'q_bias'"),
         (Model, {"q_bia": ("width", 0)}, r"unknown kind 'width' for an argument. Use 'heads'"),
-        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a direct parameter of"),
+        (Model, {"q_bia": ("heads", 0)}, r"attn\.q_bias is a parameter of"),
         (
             Model,
             {"num_heads": "inside"},

@@ -1,4 +1,4 @@
-"""The files in docs/policies.md run unmodified and print the documented output."""
+"""The files in docs/policies.md and docs/derived-policies.md run unmodified and print the documented output."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import io
 import re
 import runpy
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from itertools import pairwise
@@ -17,9 +16,10 @@ import pytest
 
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.verify.verification import verify
-from tests.scripts import PYTHON
+from tests.scripts import PYTHON, importable_files
 
-PAGE = (Path(__file__).parents[2] / "docs" / "policies.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = "\n".join((DOCS / name).read_text(encoding="utf-8") for name in ("policies.md", "derived-policies.md"))
 BLOCKS = re.findall(r"```(python|text)\n(.*?)```", PAGE, flags=re.DOTALL)
 FILES = {text.split("\n", 1)[0].removeprefix("# "): text for kind, text in BLOCKS if kind == "python"}
 PRINTED = {
@@ -32,14 +32,7 @@ PRINTED = {
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """Write the page's files to a folder from which they can be imported."""
-    folder = tmp_path_factory.mktemp("page")
-    for name, text in FILES.items():
-        (folder / name).write_text(text)
-    sys.path.insert(0, str(folder))
-    yield folder
-    sys.path.remove(str(folder))
-    for name in FILES:
-        sys.modules.pop(name.removesuffix(".py"), None)
+    yield from importable_files(tmp_path_factory.mktemp("page"), FILES)
 
 
 def _printed_by(path: str) -> str:

@@ -132,5 +132,5 @@ def test_stack_without_a_match_is_refused() -> None:
     class Elsewhere(StagedPolicy):
         stack = LayerStack("stages.*.blocks", StagedPolicy.stack.blocks)
 
-    with pytest.raises(PolicyError, match=r"There is no module 'stages\.\*\.blocks'.*'layers"):
+    with pytest.raises(PolicyError, match=r"The model has no module 'stages\.\*\.blocks'.*'layers"):
         run_as_threads(lambda context: shard_model(Staged(), Elsewhere, context=context), tensor=2)

@@ -325,14 +325,14 @@ def test_copied_model_has_its_own_monitor() -> None:
     def do(context: ParallelContext) -> None:
         run = Run(context)
         run.step(run.batch(0))
-        twin = copy.deepcopy(run.model)
-        state = twin.__dict__["_shardformer"]
+        duplicate = copy.deepcopy(run.model)
+        state = duplicate.__dict__["_shardformer"]
         assert isinstance(state.monitor, ConsistencyMonitor)
         assert state.monitor.state is state
         assert state.monitor.steps == 0
         for step in range(2):
             run.step(run.batch(step))
-            twin(**run.batch(step)).loss.backward()
+            duplicate(**run.batch(step)).loss.backward()
 
     run_as_threads(do, data=2)
 

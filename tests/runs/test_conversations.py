@@ -105,6 +105,14 @@ def test_the_input_of_an_instruction_follows_it(tmp_path: Path) -> None:
     assert "system\nCount.<|im_end|>" in text and "user\nAdd.\n\n1 and 2<|im_end|>" in text
 
 
+def test_rows_without_an_answer_are_counted_in_all_sources(tmp_path: Path) -> None:
+    short, long = conversations(2), [{"messages": [{**CHAT[1], "content": "q" * 200}, CHAT[2]]}]
+    train = [write_rows(tmp_path, short + long, "a.jsonl"), write_rows(tmp_path, short, "b.jsonl")]
+    data = {"train": train, "weights": [1, 1], "validation": write_rows(tmp_path, short + 2 * long, "c.jsonl")}
+    found = load_data(config(tmp_path, "gpt2", {**data, "sequence_length": 90}))
+    assert found.skipped == "3 of 9 rows are left out, because they have no answer within 90 tokens"
+
+
 def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
     sample = first_sample(tmp_path, {"prompt": "2+2=", "completion": "4"}, chat_template="none")
     assert sample["input_ids"].tolist() == [*b"2+2=4", 256]
@@ -151,10 +159,10 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
     ("row", "data", "words"),
     [
         ({"messages": [{"role": "user"}]}, {}, r"Row 1 .*A message in the field 'messages' is \{'role': 'user'\}"),
-        ({"messages": CHAT[:2]}, {}, r"No row has an answer within data.sequence_length = 400 tokens"),
+        ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first data.sequence_length = 400 tokens"),
         ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer .* = 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
-        ({"q": "words"}, {"prompt": "q"}, r"fields 'q', which are not a conversation"),
+        ({"q": "words"}, {"prompt": "q"}, r"fields 'q' of a row do not contain a conversation"),
     ],
     ids=str,
 )
@@ -245,7 +253,7 @@ def test_a_model_that_mixes_packed_documents_raises(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, conversations()), "sequence_length": 160, "packing": True}
     small = {"hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "num_heads": 8, "head_dim": 8, "n_groups": 1}
     made = config(tmp_path, "gpt2", data, model={"name": "mamba2", "config": small})
-    with pytest.raises(ConfigError, match=r"data.packing = true does not fit Mamba2ForCausalLM"):
+    with pytest.raises(ConfigError, match=r"data.packing = true does not support Mamba2ForCausalLM"):
         make_dry_run_report(made)
 
 

@@ -122,7 +122,7 @@ def test_data_sets_of_the_datasets_library(tmp_path: Path) -> None:
         (
             {"train": "text.txt"},
             "classification",
-            r"'classification' does not support 'text.txt', which is read as text",
+            r"'classification' does not support the data 'text.txt', which has the format text",
         ),
         ({"train": "."}, "causal", r"read as images.*data.format = 'datasets'"),
         ({"train": "rows.xlsx"}, "classification", r"cannot be inferred from the name.*pandas.read_excel"),
@@ -195,7 +195,7 @@ def test_rows_may_contain_image_paths(tmp_path: Path) -> None:
     assert found.classes == ["cat", "dog"]
     assert found.train[0]["pixel_values"].shape == (3, 32, 32)
     wrong = write_rows(tmp_path, [{"image": 3, "label": kind} for kind in ("cat", "dog")], "wrong.jsonl")
-    with pytest.raises(InputError, match=r"has 3 in the field of its image"):
+    with pytest.raises(InputError, match=r"The image field of a row contains 3"):
         load_data(config(tmp_path, "vit", {"train": wrong}, model={"task": "image_classification"}), 32)
 
 

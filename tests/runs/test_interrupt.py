@@ -15,18 +15,10 @@ import pytest
 
 from shardformer.training.metrics_log import read_records
 from tests.runs.files import write_text
+from tests.runs.small_run import MODEL_AND_DATA
 from tests.scripts import SHARDFORMER
 
-RUN = """
-[model]
-name = "gpt2"
-random = true
-config = { n_embd = 16, n_layer = 2, n_head = 2 }
-[data]
-train = "text.txt"
-sequence_length = 16
-batch_size = 4
-num_workers = 1
+RUN = f"""{MODEL_AND_DATA}num_workers = 1
 [parallel]
 tensor = 2
 [training]
@@ -34,7 +26,7 @@ steps = 100000
 [hooks]
 "pauses.py:Pauses" = true
 throughput = false
-checkpoint = { every_steps = 5 }
+checkpoint = {{ every_steps = 5 }}
 """
 HOOK = """
 import json, pathlib, time, shardformer

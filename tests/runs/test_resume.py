@@ -88,11 +88,11 @@ def test_more_epochs_are_another_length(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("tables", "words"),
     [
-        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr is 0.5, but 0.01 in the run in .*Set optimizer.lr = 0.01"),
-        ({"seed": 5}, r"seed is 5, but 0 in the run in"),
+        ({"optimizer": {"lr": 0.5}}, r"optimizer.lr is 0.5, but was 0.01 when the run in .*Set optimizer.lr = 0.01"),
+        ({"seed": 5}, r"seed is 5, but was 0 when the run in"),
         (
             {"optimizer": {"weight_decay": 0.3}},
-            r"optimizer.weight_decay is 0.3, but not set in the run in .*Remove optimizer.weight_decay",
+            r"optimizer.weight_decay is 0.3, but was not set when the run in .*Remove optimizer.weight_decay",
         ),
         (
             {"model": {"config": {"n_embd": 16, "n_layer": 2, "n_head": 2, "attn_pdrop": 0.5}}},

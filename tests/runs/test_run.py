@@ -222,7 +222,7 @@ def test_an_interrupted_run_saves_a_checkpoint_and_reports_it(tmp_path: Path) ->
         ({"model": {"config": {"dtype": "bfloat16"}}}, r"dtype = 'bfloat16', which has no effect.*parallel.precision"),
         ({"model": {"config": {"model_type": "bert"}}}, r"model_type = 'bert'.*model.name"),
         ({"model": {"task": "masked"}}, r"'masked' does not support 'gpt2'.*model.task = 'causal' or 'classification'"),
-        ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which takes no labels"),
+        ({"model": {"head": "AutoModel"}}, r"builds a GPT2Model, which accepts no labels"),
         ({"model": {"head": "AutoConfig"}}, r"model.head = 'AutoConfig' is not a model class"),
         ({"model": {"random": False, "config": {}}}, r"model.name = 'gpt2'.*model.random = true"),
         (

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from shardformer.errors import ConfigError, InputError
-from shardformer.train_command.build import build_hooks, build_optimizer, count_steps
-from shardformer.train_command.config_schema import parse_config
+from shardformer.train_command.build import KNOWN_HOOKS, build_hooks, build_optimizer, count_steps, hook_arguments
+from shardformer.train_command.config_schema import RENAMED_KEYS, TRAINER_KEYS, TrainConfig, parse_config
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import load_tokenizer
@@ -115,3 +116,16 @@ def test_a_key_of_another_table_or_library_is_answered_with_ours(tables: dict[st
         made = parse_config({"model": {"name": "gpt2"}, "data": {"train": "a.txt"}} | tables, "run.toml")
         build_optimizer(made.optimizer), build_hooks(made)
     assert remedy in caught.value.remedy
+
+
+@pytest.mark.parametrize("key", sorted({*TRAINER_KEYS.values(), *RENAMED_KEYS.values()}))
+def test_keys_of_remedies_exist(key: str) -> None:
+    table, *names = re.split(r"[^\w.]", key)[0].rstrip(".").split(".")
+    known: Any = {name: field.annotation for name, field in TrainConfig.model_fields.items()}
+    assert table in known
+    if table == "hooks":
+        hook, *arguments = names
+        assert {*arguments} <= {*hook_arguments(KNOWN_HOOKS[hook])}
+    elif names:
+        fields = {*known[table].model_fields, *({"betas", "eps"} if table == "optimizer" else ())}
+        assert names[0] in fields

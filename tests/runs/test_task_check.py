@@ -49,7 +49,9 @@ def test_whether_a_model_sees_the_token_to_predict(kind: str, fields: dict[str, 
 def test_causal_training_of_an_encoder_raises(tmp_path: Path) -> None:
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)})
     for call in (load_data_and_model, make_dry_run_report):
-        with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel.*task = 'masked', or .*is_decoder = true"):
+        with pytest.raises(
+            ConfigError, match=r"does not support BertLMHeadModel.*task = 'masked', or .*is_decoder = true"
+        ):
             call(made)
     fixed = config(
         tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": {**SMALL["bert"], "is_decoder": True}}
@@ -73,7 +75,7 @@ def test_masked_training_of_a_decoder_raises(kind: str, head: str, words: str, t
 def test_a_large_model_is_checked_with_a_reduced_model(tmp_path: Path) -> None:
     fields = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12, "intermediate_size": 3072}
     made = config(tmp_path, "bert", {"train": write_text(tmp_path)}, model={"config": fields})
-    with pytest.raises(ConfigError, match=r"does not fit BertLMHeadModel, whose output depends on"):
+    with pytest.raises(ConfigError, match=r"does not support BertLMHeadModel, whose output at a position depends on"):
         check_task(made, model_of("bert", fields))
 
 

@@ -117,6 +117,17 @@ def test_the_learning_rate_decreases_from_layer_to_layer() -> None:
     assert rates == pytest.approx(expected)
 
 
+def test_experts_are_not_counted_as_layers() -> None:
+    def layer() -> nn.Module:
+        return nn.ModuleDict({"experts": nn.ModuleList(nn.Linear(2, 2, bias=False) for _ in range(4))})
+
+    rates = rates_of(nn.ModuleDict({"layers": nn.ModuleList(layer() for _ in range(2))}), layer_decay=0.5)
+    assert {name: rate for name, rate in rates.items() if ".0.experts" in name} == {
+        f"layers.0.experts.{expert}.weight": 0.5 for expert in range(4)
+    }
+    assert all(rate == 1.0 for name, rate in rates.items() if ".1.experts" in name)
+
+
 def test_learning_rates_by_name_multiply_those_by_layer() -> None:
     factors = {"*.2.mlp.*": 3.0, "*.mlp.*": 10.0}
     rates = rates_of(small_llama(), layer_decay=0.5, lr_factors=factors)

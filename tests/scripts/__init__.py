@@ -13,6 +13,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from tests.scripts.client import SOCKET
@@ -32,6 +33,17 @@ def run_line(line: str, folder: Path, **environment: str) -> str:
     done = subprocess.run(line, shell=True, cwd=folder, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, f"{line}\n{done.stdout}{done.stderr}"
     return done.stdout
+
+
+def importable_files(folder: Path, files: Mapping[str, str]) -> Iterator[Path]:
+    """Write modules to a folder from which they can be imported until the generator ends."""
+    for name, text in files.items():
+        (folder / name).write_text(text)
+    sys.path.insert(0, str(folder))
+    yield folder
+    sys.path.remove(str(folder))
+    for name in files:
+        sys.modules.pop(name.removesuffix(".py"), None)
 
 
 def set_up() -> None:

@@ -6,7 +6,6 @@ import copy
 import re
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +33,7 @@ from shardformer.verify.train_both import ForceFp64
 from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 from tests.pairwise import in_turn
+from tests.sharding.plain_models import in_fp64, plain_of, train_steps
 
 STEPS, LEARNING_RATE, SAMPLES, BOUND = 2, 0.1, 3, 1e-10
 Sizes = tuple[int, ...]
@@ -64,17 +64,6 @@ SMALL_GRIDS: list[tuple[str, Sizes]] = [
 FAMILIES = [name for name in DEFAULT_HEAD if name not in ("sam", "albert", "gpt_neo")]  # these below, or refused
 
 
-def in_fp64(batch: Batch) -> dict[str, Any]:
-    return {name: x.double() if isinstance(x, Tensor) and x.is_floating_point() else x for name, x in batch.items()}
-
-
-@cache
-def plain_of(family: str) -> nn.Module:
-    torch.manual_seed(0)
-    model: nn.Module = SmallModel(family)().double().train()
-    return model
-
-
 def batches_of(family: str, samples: int = SAMPLES, steps: int = STEPS) -> list[dict[str, Any]]:
     batches = RandomBatches(DEFAULT_HEAD[family], batch=samples)
     return [in_fp64(batches(step)) for step in range(steps)]
@@ -84,22 +73,12 @@ def train(
     model: nn.Module, batches: list[dict[str, Any]], casts: float | None = None, **pipeline: Any
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of some steps, and the gradients of the first step."""
-    optimizer = torch.optim.SGD(model.parameters(), lr=LEARNING_RATE)
-    losses: list[float] = []
-    first: dict[str, Tensor] = {}
-    step = shardformer.Pipeline(model, **pipeline).step if pipeline else None
-    for batch in batches:
-        if step is not None:
-            loss = step(batch)
-        else:
-            with ForceFp64() if casts is None else nullcontext():  # its backward supports only one thread
-                loss = sample_loss(model, batch)
-            loss.backward()
-        first = first or {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-        optimizer.step()
-        optimizer.zero_grad()
-        losses.append(float(loss.detach()))
-    return losses, first
+
+    def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
+        with ForceFp64() if casts is None else nullcontext():  # its backward supports only one thread
+            return sample_loss(model, batch)
+
+    return train_steps(model, batches, loss_of, LEARNING_RATE, **pipeline)
 
 
 def ranks_of(sizes: Sizes) -> int:
@@ -160,7 +139,7 @@ def test_larger_grids_equal_one_process(family: str, mode: str, sizes: Sizes) ->
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(cover="mode")
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
 def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
@@ -198,7 +177,7 @@ def test_unsupported_mode_of_a_family_is_refused(
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
     [("llama", "2d", (1, 2)), ("t5", "2d", (2, 1)), ("whisper", "3d", (2, 1, 2)), ("blip-2", "2d", (2, 1))],
@@ -593,7 +572,7 @@ def test_examples_of_the_grid_page_run(pool4: WorkerPool) -> None:
     assert losses == pytest.approx([losses[0]] * 4)
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=4, first=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes", "training"),
     [

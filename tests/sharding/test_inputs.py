@@ -168,7 +168,7 @@ def test_trained_mask_is_refused_on_all_ranks() -> None:
 
     def check(context: ParallelContext) -> None:
         model = shardformer.shard_model(copy.deepcopy(plain), context=context)
-        with pytest.raises(InputError, match="different gradients of the input attention_mask"):
+        with pytest.raises(InputError, match="different gradients for the input attention_mask"):
             masked(model)
 
     run_as_threads(check, tensor=2)

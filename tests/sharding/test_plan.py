@@ -129,14 +129,14 @@ def test_block_with_a_missing_path_is_refused(broken: Mapping[str, Any]) -> None
     block = BlockDescription(**{"entry": "attn", "columns": ["attn.q"], "row": "attn.o", **broken})
     description = cut("attn.q", "attn.o")
     description.blocks = [block]
-    refused(Written({"Layer": description}), "There is no module 'layers.0.a")
+    refused(Written({"Layer": description}), "The model has no module 'layers.0.a")
 
 
 @pytest.mark.parametrize(
     "stack", [StackDescription("layer"), StackDescription("layers", "ln"), StackDescription("layers", None, ("e", "x"))]
 )
 def test_stack_with_a_missing_path_is_refused(stack: StackDescription) -> None:
-    refused(Written({}, [stack]), "There is no module")
+    refused(Written({}, [stack]), "The model has no module")
 
 
 # ---------------------------------------------------------------------------------------------------- conflicting rules

@@ -65,6 +65,7 @@ def test_numpy_masks_are_identical_on_tensor_ranks(pool2: WorkerPool) -> None:
     assert abs(first[0] - first[1]) > 1e-3, "the two steps draw other numbers"
 
 
+@pytest.mark.full
 def test_numpy_masks_are_identical_on_pipeline_stages(pool4: WorkerPool) -> None:
     first, second, *_ = pool4.run(speech, 2)
     assert first == pytest.approx(second, rel=1e-6)

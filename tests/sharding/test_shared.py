@@ -95,7 +95,7 @@ class NormedAttention(SelfAttention):
 
 
 class AttentionsOnly(nn.Module):
-    """Its layers are attentions."""
+    """A model whose layers are attentions."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -102,7 +102,7 @@ def test_torch_distributed_checkpoint_is_refused(tmp_path: Path) -> None:
 def test_standalone_parallel_layer_is_not_saved() -> None:
     def do(context: ParallelContext) -> None:
         layer = Linear1D_Col.from_native_module(nn.Linear(4, 6), context.tensor)
-        with pytest.raises(ConfigError, match=r"weight of shape \(3, 4\) is a shard and cannot be saved"):
+        with pytest.raises(ConfigError, match=r"weight of shape \(3, 4\) is a shard, so it cannot be saved"):
             torch.save(nn.Sequential(layer).state_dict(), io.BytesIO())
 
     run_as_threads(do, tensor=2)
@@ -135,7 +135,7 @@ def test_nothing_is_saved_under_zero_stage_3(tmp_path: Path) -> None:
 
 
 def test_shard_behaves_like_a_tensor_in_torch(tmp_path: Path) -> None:
-    """It can be loaded, copied, compared, computed with and restored in the same layout."""
+    """A shard can be loaded, copied, compared, computed with and restored in the same layout."""
 
     def do(context: ParallelContext) -> None:
         model, batch = sharded(context), torch.randint(0, 50, (2, 5), generator=torch.Generator().manual_seed(3))

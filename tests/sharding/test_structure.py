@@ -241,7 +241,7 @@ def test_stage_can_be_compiled_per_layer() -> None:
         with pytest.raises(ConfigError, match=r"model.compile was called on a pipeline stage.*compile=True"):
             model.compile(backend="eager")
         layers[0].compile(backend="eager")
-        with pytest.raises(ConfigError, match="is compiled, which does not work in a pipeline"):
+        with pytest.raises(ConfigError, match="is compiled, which pipelines do not support"):
             pipeline.step(batch())
 
     run_as_threads(do, pipe=2, in_turn=True)

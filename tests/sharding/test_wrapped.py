@@ -54,13 +54,18 @@ def gradient(model: Any) -> Tensor | None:
     return norm_of(model)
 
 
+def plain_gradient(model: Any, batch: dict[str, Tensor]) -> Tensor | None:
+    model(**batch).loss.backward()
+    expected = norm_of(model)
+    model.zero_grad()
+    return expected
+
+
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_torch_checkpoint_wrapper_gives_the_same_gradients(layout: dict[str, int], order: str) -> None:
     model = plain()
-    model(**BATCH).loss.backward()
-    expected = norm_of(model)
-    model.zero_grad()
+    expected = plain_gradient(model, BATCH)
 
     def check(context: ParallelContext) -> None:
         own = copy.deepcopy(model)
@@ -84,9 +89,7 @@ def test_checkpoint_wrapper_works_with_context_parallelism_and_cache() -> None:
     model = plain()
     model.config.use_cache = True
     batch = {name: x for name, x in BATCH.items() if name != "attention_mask"}
-    model(**batch).loss.backward()
-    expected = norm_of(model)
-    model.zero_grad()
+    expected = plain_gradient(model, batch)
 
     def check(context: ParallelContext) -> None:
         own = copy.deepcopy(model)
@@ -101,9 +104,7 @@ def test_checkpoint_wrapper_works_with_context_parallelism_and_cache() -> None:
 @pytest.mark.parametrize("how", ["offload", "twice", "reentrant", "attention"])
 def test_other_wrappers_give_the_same_gradients(how: str) -> None:
     model = plain()
-    model(**BATCH).loss.backward()
-    expected = norm_of(model)
-    model.zero_grad()
+    expected = plain_gradient(model, BATCH)
 
     def check(context: ParallelContext) -> None:
         own = copy.deepcopy(model)

@@ -29,7 +29,7 @@ class Layer(nn.Module):
 
 
 class Model(nn.Module):
-    """Its shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
+    """The shards have the same size on all ranks, so torch's wrappers mistake them for full parameters."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ def _wrap(how: str, sizes: dict[str, int]) -> str:
 @pytest.mark.parametrize("axis", ["tensor", "data"])
 def test_wrapper_around_a_sharded_model_is_refused(pool2: WorkerPool, how: str, axis: str) -> None:
     for said in pool2.run(_wrap, how, {axis: 2}):
-        assert how.split()[0] in said and f"does not work with a model that is sharded over {axis}=2" in said
+        assert how.split()[0] in said and f"The model is sharded over {axis}=2 and cannot be wrapped in" in said
         assert "shard_model(model, data=...)" in said
 
 

@@ -170,7 +170,7 @@ def test_a_signal_ends_the_run_after_the_current_step() -> None:
 @pytest.mark.parametrize(
     "moment", ["before_validation", "on_validation_batch", "after_validation", "before_save", "after_save"]
 )
-def test_a_signal_outside_of_a_step_saves_and_ends_the_run(moment: str) -> None:
+def test_a_signal_outside_a_step_saves_and_ends_the_run(moment: str) -> None:
     saved: list[int] = []
 
     class Asks(Hook):

@@ -1,4 +1,4 @@
-"""Random numbers that a model draws outside of its blocks are the same in the sharded and the plain model."""
+"""Random numbers that a model draws outside its blocks are the same in the sharded and the plain model."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sounds(step: int) -> dict[str, Tensor]:
     return {"input_values": values, "labels": torch.randint(1, 32, (4, 5), generator=generator)}
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
 def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
     """NumPy draws a mask per sample (SpecAugment)."""
@@ -85,7 +85,7 @@ def by_chance(model: nn.Module, batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def test_a_model_with_unseeded_randomness_raises(pool2: WorkerPool) -> None:
-    with pytest.raises(ConfigError, match=r"when it is recomputed. With the same seeds"):
+    with pytest.raises(ConfigError, match=r"when it is computed again. With the same seeds"):
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), loss_fn=by_chance, pool=pool2)
 
 

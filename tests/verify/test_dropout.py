@@ -102,7 +102,7 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
     """Join a mask: return one of equal masks, and concatenate shards along the dimension that is shorter."""
     cut = [d for d in range(len(shape)) if parts[0].shape[d] != shape[d]]
     if not cut:
-        assert all(torch.equal(p, parts[0]) for p in parts), "outside of a block the masks are the same on all ranks"
+        assert all(torch.equal(p, parts[0]) for p in parts), "outside a block the masks are the same on all ranks"
         return parts[0]
     if parts[0].shape == parts[1].shape:
         assert not torch.equal(parts[0], parts[1]), "inside a block every rank has a mask of its own"

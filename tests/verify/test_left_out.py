@@ -184,6 +184,7 @@ OTHER_CASES = [
 ]
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in OTHER_CASES)], ids=str
 )

@@ -98,7 +98,7 @@ def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     assert done.returncode == 1
     last = done.stderr.strip().splitlines()[-1]
     where = f"line 3 of {script}."
-    assert f'ConfigError: verify() is called outside of `if __name__ == "__main__":`, at {where}' in last
+    assert f'ConfigError: verify() was called outside `if __name__ == "__main__":`, at {where}' in last
     assert last.endswith('if __name__ == "__main__":') and done.stderr.count("Traceback") == 1
     assert "freeze_support" not in done.stderr and "WorkerError" not in done.stderr
 

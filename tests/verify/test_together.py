@@ -21,6 +21,7 @@ from shardformer.verify import model_source as any_type
 from shardformer.verify.model_source import ReducedModelType, all_classes, find_model
 from shardformer.verify.train_both import VerifyJob, VerifyPipeline, check_samples_are_independent, data_rank_batch
 from shardformer.verify.training_options import VerifyTraining
+from tests.sharding.plain_models import in_fp64
 
 IMAGE = 126
 TEXT = dict(
@@ -65,10 +66,6 @@ def of_clip(step: int) -> Mapping[str, Tensor]:
 def of_qwen(step: int) -> Mapping[str, Tensor]:
     model = qwen()
     return next(insert_media_tokens(model, dict(generate_inputs(model))))
-
-
-def in_fp64(batch: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: x.double() if x.is_floating_point() else x for name, x in batch.items()}
 
 
 @pytest.mark.parametrize(("model_fn", "tokens"), [(qwen, [4, 8]), (llava, [4, 4])])

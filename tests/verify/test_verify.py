@@ -307,7 +307,7 @@ CASES = [
 ]
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
     sample = SmallModel(case.family, changes=case.changes)
@@ -370,6 +370,7 @@ def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
     assert data["bounds"] == {"loss": 1e-5, "gradient": 1e-4, "eps": 1.2e-7}
 
 
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
 def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are computed in fp64 in both models."""

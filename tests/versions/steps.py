@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
+from tests.runs.small_run import MODEL_AND_DATA
 from tests.versions.rows import ROOT, Environment
 
 FAST = ("--tier", "fast")
@@ -20,16 +21,7 @@ POLICIES = ("tests/policies",)
 TORCHRUN = ("-m", "torch.distributed.run")
 LIMIT_S = 3600.0
 """Time limit of a step."""
-TRAIN = """
-[model]
-name = "gpt2"
-random = true
-config = { n_embd = 16, n_layer = 2, n_head = 2 }
-[data]
-train = "text.txt"
-sequence_length = 16
-batch_size = 4
-[parallel]
+TRAIN = f"""{MODEL_AND_DATA}[parallel]
 tensor = 2
 [training]
 steps = 2

@@ -58,7 +58,7 @@ FULL_DELTA = ("hada_", "lokr_")
 
 
 class AdapterDropout(nn.Module):
-    """Dropout on an input of which each rank has some features or positions, with the mask of one process.
+    """Dropout with the mask of one process, on an input that is sharded over features or positions.
 
     Every rank draws the mask of all features and positions from the shared random state and selects its own.
     Communicates nothing.
@@ -370,14 +370,14 @@ def release_base(tuner: Any) -> None:
 def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
     """Shard a trainable copy of a module (``modules_to_save``) like the original, or return it if that is replicated.
 
-    Raises ConfigError if the original is inside of a tensor-parallel block.
+    Raises ConfigError if the original is inside a tensor-parallel block.
     """
     if any(isinstance(m, ParallelModule) for m in original.modules()) and (
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
-            f"modules_to_save contains {path}, which tensor parallelism shards inside of a block",
-            remedy="Use an adapter for it, or name only embeddings, heads and norms in modules_to_save",
+            f"modules_to_save contains {path}, which is inside a block that tensor parallelism shards",
+            remedy="Target this module with an adapter, or list only embeddings, heads and norms in modules_to_save",
         )
     if not isinstance(original, ParallelModule) or isinstance(plain, ParallelModule):
         return plain

@@ -50,7 +50,7 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     saved = getattr(config, "modules_to_save", None) or ()
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
-            f"This {type(config).__name__} computes adapters from the weights or copies modules, which are on "
+            f"This {type(config).__name__} reads weights or copies modules, which are divided among "
             f"{state.context.pipe.size} pipeline stages",
             remedy="Call peft.get_peft_model first, then shard_model",
         )
@@ -96,7 +96,7 @@ def _needs_values(config: Any) -> bool:
 
 
 def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
-    """Return the parallel linears and embeddings by path, also those inside of adapters."""
+    """Return the parallel linears and embeddings by path, including those inside adapters."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -130,7 +130,7 @@ def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.M
 
 
 def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
-    """Apply to a parallel layer what PEFT changed on the plain layer: values, what trains, and hooks."""
+    """Apply the changes of PEFT to a plain layer (values, ``requires_grad``, hooks) to its parallel layer."""
     for name, param in layer._parameters.items():
         full = plain._parameters[name]
         if param is None or full is None:
@@ -294,7 +294,7 @@ def _all_adapters(self: Any) -> Iterator[None]:
 
 @contextmanager
 def _plain_embeddings(self: Any) -> Iterator[None]:
-    """Show plain layers inside of the adapters on embeddings and heads, whose base PEFT saves by its class."""
+    """Show plain layers inside the adapters on embeddings and heads, whose base PEFT saves by its class."""
     state, shown = metadata_of(self), []
     for tuner in _embeddings_of(inner_model(self)):
         if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):
@@ -388,7 +388,7 @@ def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     if state.context.pipe.size > 1:
         raise ConfigError(
             "The number of trainable parameters is not available on a pipeline stage",
-            remedy="Call it on the plain model before sharding",
+            remedy="Call the method on the plain model before sharding",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
     return sum(n for n, trains in counts if trains), sum(n for n, _ in counts)

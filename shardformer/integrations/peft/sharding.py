@@ -1,4 +1,4 @@
-"""Take the adapters off a model, shard the plain model, and put the adapters on the sharded model.
+"""Remove the adapters from a model, shard the plain model, and add the adapters to the sharded model.
 
 The plain model is sharded as if it had no adapters: its policy, its plan and all checks stay the same. The adapters
 then follow the layers that they belong to (``layers.py``). Their parameters get a layout and a gradient reduction.
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
-from shardformer.consistency.initial_weights import sync_initial_weights
+from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
 from shardformer.errors import ConfigError
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
@@ -51,14 +51,9 @@ INNER = {"original_module", "base_layer"}
 HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
 
 
-def is_loaded() -> bool:
-    """Whether the process has imported PEFT. Without it no model has adapters."""
-    return "peft" in sys.modules
-
-
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT has wrapped the model or modules of it."""
-    return is_loaded() and (_is_peft_model(model) or any(map(is_wrapper, model.modules())))
+    """Whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
+    return _is_peft_model(model) or any(map(is_wrapper, model.modules()))
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -95,7 +90,7 @@ def calls_model(tuner: nn.Module) -> bool:
 
 def inner_model(model: nn.Module) -> nn.Module:
     """Return the model that PEFT wraps, or the model itself."""
-    return model.get_base_model() if is_loaded() and _is_peft_model(model) else model  # type: ignore[operator]
+    return model.get_base_model() if "peft" in sys.modules and _is_peft_model(model) else model  # type: ignore[operator]
 
 
 def find_wrappers(model: nn.Module) -> dict[str, nn.Module]:
@@ -144,7 +139,7 @@ def take_off(model: nn.Module) -> dict[str, nn.Module]:
 
 @dataclass(eq=False)
 class AdaptedNames:
-    """Names of parameters and buffers before and after the adapters are on the model.
+    """Maps names of parameters and buffers without the adapters to their names with the adapters.
 
     Args:
         paths: path of a wrapped module before -> after.
@@ -178,6 +173,11 @@ class AdaptedNames:
         while owner and owner not in self.paths:
             owner = owner.rpartition(".")[0]
         return owner or None
+
+    def adapter_of(self, name: str) -> str:
+        """Return the name of the adapter that has a parameter: that of its entry in a table of the wrapper."""
+        parts = name.removeprefix(f"{self.wrapper_of(name)}.").split(".")
+        return parts[1] if len(parts) > 1 else ""
 
 
 def shard_with_adapters(
@@ -239,7 +239,7 @@ def put_on_adapters(
         model: the model that the user has: ``sharded``, or PEFT's wrapper around it.
         referenced: ids of the parameters to which something else, such as an optimizer, refers.
 
-    Communicates checksums of the adapters, and their values if they differ between ranks.
+    Communicates a hash of the adapters' settings, checksums, and their values if these differ between ranks.
     """
     state = metadata_of(sharded)
     _check_forward(model, state)
@@ -250,6 +250,8 @@ def put_on_adapters(
     own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
     known = state.by_param()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
+    adapters = {"prompts": nn.ModuleList(_modules_outside(model, sharded)), **wrappers}
+    collective_call(state.context, lambda: _fingerprint(adapters), lambda lines: lines, action="add these adapters")
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
     tensors = {path: wrapper.state_dict(prefix=f"{path}.", keep_vars=True) for path, wrapper in wrappers.items()}
     shapes = {
@@ -287,6 +289,15 @@ class _WrappedModule(nn.Module):
         self.register_buffer(self.MARK, torch.empty(0))
 
 
+def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
+    """Describe adapters by lines of text that must be identical on all ranks: settings and shapes."""
+    return [
+        f"{path} {line}"
+        for path, adapter in adapters.items()
+        for line in (*model_fingerprint(adapter), f"scaling={getattr(adapter, 'scaling', None)}")
+    ]
+
+
 def _draws_random_numbers(module: nn.Module) -> bool:
     rates = [rate for name in ("rank_dropout", "module_dropout") for rate in getattr(module, name, {}).values()]
     return any(rates) or (isinstance(module, (DropoutBase, AdapterDropout)) and module.p > 0)
@@ -301,7 +312,8 @@ def _check_forward(model: Any, state: ShardingMetadata) -> None:
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
             f"{kind} of PEFT does not work with pipe={state.context.pipe.size}",
-            rule="It changes the inputs or the loss of the full model, which is on several pipeline stages",
+            rule="This adapter changes the inputs or the loss of the full model, which is divided among "
+            "pipeline stages",
             remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA",
         )
 
@@ -359,8 +371,9 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
         stages = {s for n, _ in base.named_parameters() for s in state.stages.stages_of(f"{path}.{n}")}
         if len(stages) > 1:
             raise ConfigError(
-                f"The adapter on {path} would be on {len(stages)} pipeline stages, which share this layer",
-                remedy="Remove it from target_modules, or remove the pipe axis",
+                f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages "
+                "share the layer",
+                remedy="Remove the layer from target_modules, or remove the pipe axis",
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
@@ -374,7 +387,7 @@ def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> No
     layout, region = state.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
         raise ConfigError(
-            f"The adapter on {path} has dropout, but each tensor rank has other positions of this replicated layer",
+            f"The adapter on {path} has dropout, but each tensor rank has different positions of this replicated layer",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
             "enable_sequence_parallelism=False",
         )
@@ -403,7 +416,7 @@ def _record_names(
     shapes: Mapping[str, tuple[int, ...]],
     tensors: Mapping[str, Mapping[str, Any]],
 ) -> None:
-    """Record the new names of the base's parameters and the adapters' names, in the stages of a pipeline too.
+    """Record the names of all parameters after the adapters were added, in the entries and the pipeline stages.
 
     Args:
         tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
@@ -444,7 +457,7 @@ def _plain_order(
 
 
 def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:
-    """Record the layout and gradient reduction of new parameters, and drop parameters that are gone.
+    """Record the layout and gradient reduction of new parameters, and remove the entries of deleted parameters.
 
     Rebuilds the gradient reducer of the parameters that one stage has.
     """
@@ -488,7 +501,7 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
 def _find_region(
     sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the region of a parameter of an adapter: that of the parameters of its base."""
+    """Return the region of an adapter's parameter, which is the region of the parameters of its base."""
     path = names.wrapper_of(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model
@@ -496,7 +509,7 @@ def _find_region(
     base = wrapped_module(wrapper)
     if is_tuner(wrapper) and isinstance(base, ParallelModule) and not isinstance(base, EMBEDDINGS):
         if isinstance(base, Linear1D_Row) and not base.is_inside_adapter:
-            # (IA)^3 multiplies the input of the row, inside of the block, or its output, like a bias
+            # (IA)^3 multiplies the input of the row, inside the block, or its output, like a bias
             if ".ia3_l." in name and not wrapper.is_feedforward:
                 found: tuple[ActivationLayout, ModelRegion] = state.regions.find_region(f"{path}.bias")
                 return found
@@ -509,7 +522,8 @@ def _find_region(
 def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> None:
     """Remove an adapter that PEFT deleted from the metadata."""
     state = metadata_of(sharded)
-    gone = {name for name in state.adapters.own if adapter_name in name.split(".")}
+    names: AdaptedNames = state.adapters
+    gone = {name for name in names.own if names.adapter_of(name) == adapter_name}
     state.adapters.own -= gone
     if state.stages is not None:
         state.stages.drop_tensors(gone.__contains__)

@@ -72,7 +72,7 @@ class GridRegion:
 
     @property
     def num_row_features(self) -> int:
-        """Number of hidden features in one row of the grid: all in 2D and 2.5D, those of this depth in 3D."""
+        """Number of hidden features in one row of the grid: all in 2D and 2.5D, and only those of this depth in 3D."""
         return local_length(self.full, self.grid.contraction)
 
     def num_samples_inside_block(self, x: Tensor) -> int:
@@ -83,7 +83,7 @@ class GridRegion:
         return self.batch_dim if x.dim() > 2 else 0
 
     def leading_shape(self, x: Tensor) -> tuple[int, ...]:
-        """Return the shape that x, an activation inside a block, has between the blocks, without the hidden dim."""
+        """Return the shape of x between the blocks, without the hidden dim, for an activation x inside a block."""
         dim = self._sample_dim(x)
         samples = x.shape[dim] * self.grid.core.size // self.grid.batch.size
         return (*x.shape[:dim], samples, *x.shape[dim + 1 : -1])
@@ -142,7 +142,7 @@ class GridRegion:
 def project_grid_columns(
     x: Tensor, region: GridRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor | None, list[Tensor]]:
-    """Return the detached input of the column-parallel linears, and their outputs, on a tensor grid.
+    """Multiply the input by the column-parallel weights on a tensor grid. Return the detached input and the outputs.
 
     In 3D the input stays sharded, and None is returned for it. ``gathered_x`` is the full input, if already gathered.
     """
@@ -322,7 +322,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
     """Column-parallel linear on a tensor grid: (b, S, H) -> (b, S, f).
 
     Shards its weight along F over columns, by the split of its role, and along H over rows (in 3D first over depth).
-    In a block, the block communicates. Outside of a block it gathers its weight (backward: a reduce-scatter).
+    In a block, the block communicates. Outside a block it gathers its weight (backward: a reduce-scatter).
     """
 
     def _make_specs(self, shape: Sequence[int]) -> tuple[ShardSpec, ShardSpec]:
@@ -380,8 +380,8 @@ class ModeLayers:
 
     column: type[ParallelModule]  # the first linears of a block
     row: type[ParallelModule]  # the last linear of a block
-    norm: type[ParallelModule]  # a norm over sharded features inside of a block
-    bias_table: type[ParallelModule]  # an embedding inside of a block whose columns are heads
+    norm: type[ParallelModule]  # a norm over sharded features inside a block
+    bias_table: type[ParallelModule]  # an embedding inside a block whose columns are heads
     embedding: type[ParallelModule]  # the vocabulary embedding
     head: type[ParallelModule]  # the linear that computes logits
 

@@ -35,7 +35,7 @@ from shardformer.transformers_compat import caches_in, holds_tokens
 class GridStackActivations(StackActivations):
     """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
-    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside of training, a
+    Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside training, a
     forward that reads or returns cached keys and values is replicated over the ranks.
     """
 
@@ -69,7 +69,7 @@ class GridStackActivations(StackActivations):
         self._is_open = is_training or not (caches or kwargs.get("use_cache"))
         if is_training and any(map(holds_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
-                "A forward in training received cached keys and values, which a tensor grid does not support",
+                "The model received cached keys and values in training, which a tensor grid does not support",
                 remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'",
             )
         return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))

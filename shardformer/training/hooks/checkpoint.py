@@ -22,7 +22,7 @@ class Checkpoint(Hook):
 
     >>> hooks = [Checkpoint("run/checkpoints", every_minutes=10, retention=3)]                    # doctest: +SKIP
 
-    A restarted run resumes from the newest complete checkpoint in the directory, also in the middle of an epoch, and
+    A restarted run resumes from the newest complete checkpoint in the directory, even in the middle of an epoch, and
     restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
     Saving communicates as ``Engine.save`` does.

@@ -47,7 +47,7 @@ class EarlyStopping(Hook):
         if self.metric not in trainer.values:
             raise InputError(
                 f"EarlyStopping cannot find the metric {self.metric!r} in trainer.values",
-                rule="The hook that computes a metric must come before EarlyStopping",
+                rule="A hook that computes a metric must be listed before EarlyStopping",
                 remedy=did_you_mean(self.metric, trainer.values),
             )
         value = trainer.values[self.metric]

@@ -138,7 +138,7 @@ class _MlflowWriter:
 
 
 def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return the values of nested tables with the names of the tables before theirs, such as ``model.name``."""
+    """Return the values of nested tables under joined names, such as ``model.name``."""
     found: dict[str, Any] = {}
     for key, value in config.items():
         if isinstance(value, Mapping) and value:

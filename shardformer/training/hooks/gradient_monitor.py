@@ -57,8 +57,8 @@ class GradientMonitor(Hook):
             self._nonfinite_steps += not (has_scale and is_loss_finite)
             if self._nonfinite_steps >= self.patience:
                 raise InputError(
-                    f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was not finite for "
-                    f"{self._nonfinite_steps} steps in a row, up to step {trainer.step}",
+                    f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was NaN or infinite "
+                    f"for {self._nonfinite_steps} steps in a row, up to step {trainer.step}",
                     rule=f"GradientMonitor ends a run after {self.patience} consecutive steps with nonfinite gradients",
                     remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
                     "max_grad_norm",
@@ -69,8 +69,8 @@ class GradientMonitor(Hook):
             median = statistics.median(self._norms)
             if norm > self.factor * median:
                 warnings.warn(
-                    f"The gradient norm of step {trainer.step} is {norm:.3g}, {norm / max(median, 1e-30):.0f} "
-                    f"times its median ({median:.3g})",
+                    f"The gradient norm of step {trainer.step} is {norm:.3g}, which is "
+                    f"{norm / max(median, 1e-30):.0f} times its median ({median:.3g})",
                     stacklevel=2,
                 )
         self._norms.append(norm)

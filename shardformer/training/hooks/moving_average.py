@@ -158,7 +158,7 @@ class MovingAverage(Hook):
         found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
-                f"MovingAverage has no average of a parameter of shape {tuple(param.shape)}",
+                f"MovingAverage has no average for a parameter of shape {tuple(param.shape)}",
                 remedy="Call Trainer.fit first, and also after engine.reshard",
             )
         if found.device != param.device:  # offloaded parameters may have moved to the device

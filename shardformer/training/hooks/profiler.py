@@ -77,7 +77,7 @@ class Profiler(Hook):
     def after_train(self, trainer: TrainerProtocol) -> None:
         self.on_exception(trainer)
         if not self.written and trainer.is_first:
-            warnings.warn("Profiler: the run was too short for a trace. Reduce wait.", stacklevel=2)
+            warnings.warn("The run was too short for a trace of the Profiler. Reduce its argument wait.", stacklevel=2)
 
     def on_exception(self, trainer: TrainerProtocol) -> None:
         profiler, self._profile, self._is_ending = self._profile, None, True
@@ -105,7 +105,7 @@ def plot_memory(trace: Path, image: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         warnings.warn(
-            "Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
+            "The Profiler cannot plot the memory without matplotlib. Run pip install 'shardformer[plot]'.", stacklevel=2
         )
         return
     times, megabytes = read_memory_trace(trace)

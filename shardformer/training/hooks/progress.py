@@ -152,7 +152,7 @@ class StatusLine:
         return shown
 
     def bar_width(self, width: int) -> int:
-        """Return the columns of the bar, or 0 if the required texts leave too little room."""
+        """Return the width of the bar in columns, or 0 if the required texts leave too little space."""
         if self.done is None or len(GAP.join(self.required)) + MIN_BAR + 1 > width:
             return 0
         return BAR if width >= WIDE else MIN_BAR

@@ -82,7 +82,7 @@ def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
 
 
 def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
-    """Use the block input also outside of the linears."""
+    """Use the block input also outside the linears."""
     out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
     return out
 
@@ -137,7 +137,7 @@ def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
-    """Run after a forward that raised inside of the block."""
+    """Run after a forward that raised inside the block."""
     down = block.get_submodule("down")
     handle = down.register_forward_pre_hook(_fail)
     with suppress(ArithmeticError):
@@ -162,10 +162,10 @@ def without_gradient_before(block: nn.Module, x: Tensor) -> Tensor:
 
 def of_a_copy(block: nn.Module, x: Tensor) -> Tensor:
     block(x)
-    twin = copy.deepcopy(block)
-    for p, q in zip(block.parameters(), twin.parameters(), strict=True):
+    duplicate = copy.deepcopy(block)
+    for p, q in zip(block.parameters(), duplicate.parameters(), strict=True):
         q.register_hook(lambda grad, p=p: setattr(p, "grad", grad))
-    out: Tensor = twin(x)
+    out: Tensor = duplicate(x)
     return out
 
 

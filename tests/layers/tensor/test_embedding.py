@@ -107,7 +107,7 @@ def looked_up(kind: str, token: int) -> None:
 def test_token_outside_the_vocabulary_raises_on_all_ranks(pool2: WorkerPool, token: int) -> None:
     pool2.run(torch.add, 1, 1)
     pids = pool2.pids
-    with pytest.raises(InputError, match=f"contains token {token}, but the vocabulary has 127 tokens"):
+    with pytest.raises(InputError, match=f"contains the token id {token}, but the vocabulary has 127 tokens"):
         pool2.run(looked_up, "vocabulary", token)
     assert pool2.pids == pids, "no rank waited for another"
 

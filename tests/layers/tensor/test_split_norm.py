@@ -1,4 +1,4 @@
-"""A norm over sharded features equals the plain norm, also if ranks share heads."""
+"""A norm over sharded features equals the plain norm, even if ranks share heads."""
 
 from __future__ import annotations
 

@@ -146,6 +146,7 @@ def images(size: int, step: int) -> dict[str, Tensor]:
     return {"pixel_values": torch.randn(size, 3, 32, 32, generator=generator), "labels": torch.arange(size) % 2}
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("pipe", "data"), [(2, 1), (1, 2)])
 def test_a_model_without_a_policy_trains_without_tensor_parallelism(pool2: WorkerPool, pipe: int, data: int) -> None:
     pipeline = VerifyPipeline(pipe, 3) if pipe > 1 else None

@@ -48,7 +48,7 @@ def drawn(family: str) -> nn.Module:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_these_weights_are_sharded_by_a_derived_policy(family: str) -> None:
     assert family not in FAMILIES

@@ -112,7 +112,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(cover="need")
+@pytest.mark.reduced(one_in=4)
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
@@ -299,7 +299,7 @@ def test_a_reduced_model_has_a_layer_of_each_kind() -> None:
 
 @pytest.mark.slow
 def test_a_model_with_infinite_gradients_in_fp64_is_validated_in_fp32() -> None:
-    """Its mask is the lowest fp64 value, for which softmax in fp32 is not finite, and its inputs are (S, B, H)."""
+    """The mask is the lowest fp64 value, for which softmax in fp32 is not finite, and the inputs are (S, B, H)."""
     model = transformers.LongformerForMaskedLM(shrink_config(transformers.LongformerConfig()))
     assert next(reduce_model(model).model.parameters()).dtype == torch.float32
     policy: Any = derive_policy(model)
@@ -325,7 +325,7 @@ OTHER_STATES = {
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=4, first=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_STATES)
 def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
     native: Any = getattr(transformers, name)

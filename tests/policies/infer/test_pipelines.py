@@ -81,7 +81,7 @@ def report_of(pool: WorkerPool, family: str, name: str) -> Report:
         return verify(Small(family, name), tokens, tensor=1, steps=2, pipeline=VerifyPipeline(2, 3), pool=patient)
 
 
-@pytest.mark.reduced(one_in=7)
+@pytest.mark.reduced(one_in=14)
 @pytest.mark.parametrize("family", CLASSES)
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_unregistered_models_match_one_device_over_a_pipeline(pool2: WorkerPool, family: str) -> None:

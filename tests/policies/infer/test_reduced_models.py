@@ -33,7 +33,7 @@ def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
     return {".".join(n.split(".")[-2:]) for n in linears} - replicated
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=8)
 @pytest.mark.parametrize(
     ("model_type", "name", "shapes"),
     [
@@ -60,7 +60,7 @@ def test_a_config_class_recomputes_derived_sizes() -> None:
     assert small.attention_head_dim == 2 * ODD.head_dim
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("model_type", "name"),
     [
@@ -74,6 +74,7 @@ def test_a_config_is_rebuilt_if_its_reduced_fields_are_inconsistent(model_type: 
     assert find_layer_kinds(reduce_model(model).model) == find_layer_kinds(model)
 
 
+@pytest.mark.full
 def test_a_tied_head_of_a_nested_model_is_sharded_with_its_embedding() -> None:
     model = native("shieldgemma2", "ShieldGemma2ForImageClassification")
     assert derive_policy(model).head == ("model.lm_head",)
@@ -97,6 +98,7 @@ def test_the_image_size_of_a_staged_model_is_reduced() -> None:
     assert max(shrink_config(transformers.CvtConfig()).depth) == 3
 
 
+@pytest.mark.full
 def test_layers_in_a_sequential_and_convolved_projections_are_sharded() -> None:
     sizes = {"embed_dim": (12, 24, 48), "num_heads": (1, 2, 4), "depth": (1, 2, 3)}
     policy = derive_policy(native("cvt", "CvtForImageClassification", **sizes))

@@ -34,7 +34,7 @@ def test_outputs_that_are_exchanged_have_another_loss() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.full
 @pytest.mark.parametrize("name", ["T5Gemma2ForConditionalGeneration", "FSMTForConditionalGeneration"])
 def test_encoder_states_enter_a_block_once_with_cross_states(name: str) -> None:
     native: Any = getattr(transformers, name)

@@ -46,6 +46,7 @@ def test_a_draft_is_validated_once_and_equals_the_searched_policy(monkeypatch: p
     assert 2 <= with_plan < len(sizes) - with_plan
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("left_out", ["self_attn", "mlp"])
 def test_entries_missing_from_a_plan_are_derived(left_out: str) -> None:

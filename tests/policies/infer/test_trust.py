@@ -107,6 +107,7 @@ def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     run_as_threads(do, tensor=2)
 
 
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(
     "make",
     [of_class(OverFeatures), patched(OverFeatures.forward), closed_over, lambda: OwnLlama(plain().config)],
@@ -120,7 +121,7 @@ def test_code_that_the_policy_does_not_know_is_refused(make: Callable[[], Any]) 
         return str(error.value)
 
     for message in run_as_threads(do, tensor=2):
-        assert "runs code that LlamaPolicy was not written for" in message
+        assert "LlamaPolicy was not written for the code of" in message
         assert "shardformer.derive_policy(model)" in message
 
 
