@@ -72,7 +72,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "dropout of an adapter on a replicated linear between the blocks with sequence parallelism",
             "Each rank has different positions",
-            {"dropout": ("each tensor rank has other positions",)},
+            {"dropout": ("each tensor rank has different positions",)},
         ),
         Refusal(
             "adding adapters after `shard_optimizer`, or to a model whose optimizer exists",
@@ -88,7 +88,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "adapters that are computed from the weights (PiSSA, DoRA), or `modules_to_save`, added to a pipeline "
             "stage",
             "Add the adapters first, then shard",
-            {"PiSSA and pipe": ("computes adapters from the weights",), "saved and pipe": ("copies modules",)},
+            {"PiSSA and pipe": ("reads weights or copies modules",), "saved and pipe": ("copies modules",)},
         ),
         Refusal(
             "`load_adapter` of transformers on a sharded model",

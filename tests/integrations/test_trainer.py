@@ -127,9 +127,9 @@ def test_every_feature_equals_one_process_under_every_layout(
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.above_budget("trains with four ranks")
-def test_combinations_of_axes_equal_one_process(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    cases = [(feature, layout) for feature in FEATURES_COMBINED for layout in COMBINED]
-    check(integrations, tmp_path, cases, 4)
+@pytest.mark.parametrize("feature", FEATURES_COMBINED)
+def test_combinations_of_axes_equal_one_process(feature: str, integrations: IntegrationProcess, tmp_path: Path) -> None:
+    check(integrations, tmp_path, [(feature, layout) for layout in COMBINED], 4)
 
 
 @pytest.mark.slow
