@@ -166,9 +166,8 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
-def check_can_be_sharded(model: nn.Module) -> None:
-    """Raise ConfigError if the model is already sharded or was created under ``torch.inference_mode``."""
-    check_not_sharded(model)
+def check_no_dtensors(model: nn.Module) -> None:
+    """Raise ConfigError if torch or transformers has sharded the model."""
     if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
         raise ConfigError(
             f"{found} of this {type(model).__name__} is a DTensor, as created by fully_shard, parallelize_module or a "
@@ -176,6 +175,12 @@ def check_can_be_sharded(model: nn.Module) -> None:
             rule="Only one library can shard the model",
             remedy="Load the model without distributed_config, and set the layout in ParallelConfig",
         )
+
+
+def check_can_be_sharded(model: nn.Module) -> None:
+    """Raise ConfigError if the model is already sharded or was created under ``torch.inference_mode``."""
+    check_not_sharded(model)
+    check_no_dtensors(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained",
