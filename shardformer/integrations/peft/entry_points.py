@@ -2,7 +2,7 @@
 
 ``peft.get_peft_model``, ``PeftModel.from_pretrained``, ``peft.inject_adapter_in_model`` and ``add_adapter`` of
 transformers create a ``PeftModel`` or a tuner. Their constructors are replaced by functions that shard the new adapters
-if the model is sharded. They are replaced when PEFT is imported, also if that is after ``shard_model``.
+if the model is sharded. They are replaced when PEFT is imported, before or after ``shard_model``.
 """
 
 from __future__ import annotations
