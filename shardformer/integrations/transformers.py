@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial, wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -107,6 +108,11 @@ class ShardedTrainer:
         check_arguments(args, self.parallel)
 
     def _shard_after_init(self) -> None:
+        if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
+            raise ConfigError(
+                f"TrainingArguments found one process, but the layout is {self.context}",
+                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU",
+            )
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",

@@ -164,6 +164,11 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             },
         ),
         Refusal(
+            "`TrainingArguments` that found one process, but a layout for several",
+            "On machines without GPUs, pass `use_cpu=True`",
+            {"one process": ("found one process", "use_cpu=True")},
+        ),
+        Refusal(
             "a sharded model in the plain Trainer",
             "It passes different batches to all processes",
             {

@@ -48,6 +48,9 @@ def refusals(folder: str) -> dict[str, str]:
         changed.deepspeed = {"zero_optimization": {"stage": 2}}
         return Trainer(llama(), changed, parallel={"tensor": 2})
 
+    def without_cpu() -> Any:  # the workers have no LOCAL_RANK, by which accelerate recognizes several processes
+        return transformers.TrainingArguments(folder, report_to=[])
+
     def start_twice() -> Any:
         settings: dict[str, Any] = {"use_cpu": True, "report_to": []}
         twice = integration.TrainingArguments(folder, parallel={"tensor": 2}, **settings)
@@ -60,6 +63,7 @@ def refusals(folder: str) -> dict[str, str]:
         "pipe and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"pipe": 2}),
         "pipe and NEFTune": lambda: start({"pipe": 2}, neftune_noise_alpha=5.0),
         "two layouts": start_twice,
+        "one process": lambda: Trainer(llama(), without_cpu(), parallel={"data": 2}),
         "fully_shard": lambda: Trainer(fully_shard(llama()), args(), parallel={"data": 2}),
         "deepspeed": start_with_deepspeed,
         "parallelism_config": lambda: start({"tensor": 2}, parallelism_config=ParallelismConfig(tp_size=2)),
@@ -151,7 +155,13 @@ def other_ways_to_start(folder: str) -> dict[str, list[float]]:
             more["parallel"] = layout if world > 1 else None
         else:  # an unmodified Trainer
             parser = transformers.HfArgumentParser(TrainingArguments)
-            text = ["--output_dir", folder, *(["--parallel", json.dumps(layout)] if world > 1 else [])]
+            text = [
+                "--output_dir",
+                folder,
+                "--use_cpu",
+                "true",
+                *(["--parallel", json.dumps(layout)] if world > 1 else []),
+            ]
             (args,) = parser.parse_args_into_dataclasses(text)
             for name, value in options.items():
                 setattr(args, name, value)
