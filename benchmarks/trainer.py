@@ -1,10 +1,9 @@
 """Overhead of transformers' Trainer with ShardFormer, compared with a loop over the same sharded model.
 
 The loop reads a data loader, calls the model, clips, steps the optimizer and the scheduler, and clears the gradients.
-In one process the plain Trainer is compared with the same loop over the plain model: that overhead is transformers'
-own. The ratio of the CPU times of the first process depends less on other processes of the machine. Each variant is
-built twice, first and last, because the memory that a model gets changes the step time by some percent. Needs
-accelerate: ``pip install 'shardformer[accelerate]'``.
+The ratio of the CPU times of the first process depends less on other processes of the machine. Each variant is built
+twice, first and last, because the memory that a model gets changes the step time by some percent. Needs accelerate:
+``pip install 'shardformer[accelerate]'``.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ import shardformer
 from shardformer.mesh.parallel_context import ParallelContext
 
 LAYOUTS: dict[str, dict[str, int]] = {
-    "one process": {},
     "data 2": {"data": 2},
     "tensor 2": {"tensor": 2},
     "data 2, ZeRO 2": {"data": 2, "zero_stage": 2},
@@ -70,34 +68,27 @@ def loop(size: Llama, batch: int, layout: dict[str, int]) -> Step:
     """Return the step of a training loop that calls the model itself."""
     model: Any = size.build().train()
     sizes = {name: n for name, n in layout.items() if name != "zero_stage"}
-    own = OwnBatches(batch, 0, 1)
-    if sizes:
-        context = ParallelContext.from_world(sizes)
-        model = shardformer.shard_model(model, context=context)
-        own = OwnBatches(batch, context.data.rank, context.data.size)
+    context = ParallelContext.from_world(sizes)
+    model = shardformer.shard_model(model, context=context)
+    own = OwnBatches(batch, context.data.rank, context.data.size)
     optimizer: Any = common.adamw(model)
     for group in optimizer.param_groups:
         group["weight_decay"] = 0.0  # the default of TrainingArguments
     if stage := layout.get("zero_stage"):
         optimizer = shardformer.shard_optimizer(model, optimizer, stage=stage)
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / NUM_STEPS)
-    clip: Callable[[Any, float], object] = shardformer.clip_grad_norm_ if sizes else _clip
     batches: Iterator[dict[str, Tensor]] = iter(DataLoader(Rows(size, batch), batch_sampler=own, collate_fn=collate))
 
     def step(index: int) -> float:
         loss = model(**next(batches), use_cache=False).loss
         loss.backward()
-        clip(model, 1.0)
+        shardformer.clip_grad_norm_(model, 1.0)
         optimizer.step()
         schedule.step()
         optimizer.zero_grad()
         return float(loss.detach())
 
     return step
-
-
-def _clip(model: Any, norm: float) -> Tensor:
-    return torch.nn.utils.clip_grad_norm_(model.parameters(), norm)
 
 
 class Turns:
@@ -153,9 +144,7 @@ def trainer(size: Llama, batch: int, layout: dict[str, int]) -> Step:
             self.turns.wait()
 
     def run(turns: Any) -> None:
-        kind: Any = Trainer if layout else transformers.Trainer
-
-        class Watched(kind):
+        class Watched(Trainer):
             def training_step(self, *args: Any, **kwargs: Any) -> Any:
                 turns.last = super().training_step(*args, **kwargs)
                 return turns.last
@@ -166,9 +155,7 @@ def trainer(size: Llama, batch: int, layout: dict[str, int]) -> Step:
         folder = tempfile.mkdtemp()
         args = transformers.TrainingArguments(folder, use_cpu=True, optim="adamw_torch_fused", **options, **quiet)
         data: dict[str, Any] = {"train_dataset": Rows(size, batch), "data_collator": collate}
-        if layout:
-            data["parallel"] = layout
-        made = Watched(size.build(), args, **data, callbacks=[InTurns(turns)])
+        made = Watched(size.build(), args, **data, parallel=layout, callbacks=[InTurns(turns)])
         made.remove_callback(transformers.PrinterCallback)
         made.train()
 
@@ -223,7 +210,7 @@ def main(argv: list[str] | None = None) -> int:
         size = common.llama(hidden, args.sequence, args.layers, args.vocabulary)
         for name in args.layouts:
             common.progress(f"measuring hidden {hidden}, {name}")
-            with common.processes(2 if LAYOUTS[name] else 1, args.threads) as pool:
+            with common.two_processes(args.threads) as pool:
                 timings, cpu = pool.run(measure, size, args.batch, LAYOUTS[name], args.repetitions, args.seconds)[0]
             results[f"{hidden}, {name}"] = {"cpu_ms": cpu, **common.timings_as_dict(timings)}
             means, cpu_means = joined({kind: t.ms for kind, t in timings.items()}), joined(cpu)

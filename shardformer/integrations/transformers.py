@@ -108,11 +108,6 @@ class ShardedTrainer:
         check_arguments(args, self.parallel)
 
     def _shard_after_init(self) -> None:
-        if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
-            raise ConfigError(
-                f"TrainingArguments found one process, but the layout is {self.context}",
-                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU",
-            )
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",
@@ -120,6 +115,11 @@ class ShardedTrainer:
                 remedy="Evaluate the loss only, or use the tensor axis",
             )
         self._check_loss(self.context.pipe.size)
+        if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
+            raise ConfigError(
+                f"TrainingArguments found one process, but the layout is {self.context}",
+                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU",
+            )
         self._shard(self.model)
         if self.label_smoother is not None:
             self.label_smoother = DataParallelSmoother(self.label_smoother, self.context.data)
