@@ -237,7 +237,10 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             "parameters in several attributes, or of the LightningModule itself",
             "Put them into one `nn.Module`",
-            {"two models": ("belong to the attributes ['head', 'model']",), "own parameter": ("belong to the attributes ['model', 'scale']",)},
+            {
+                "two models": ("belong to the attributes ['head', 'model']",),
+                "own parameter": ("belong to the attributes ['model', 'scale']",),
+            },
         ),
         Refusal(
             "`sync_batchnorm`, averaging callbacks, checkpoint plugins",
