@@ -34,7 +34,6 @@ FEATURES: dict[str, dict[str, Any]] = {
     "shuffled data": {"shuffle": True},
     "bf16": {"mixed_precision": "bf16"},
     "LoRA of PEFT": {"adapter": "LoRA"},
-    "prompt tuning of PEFT": {"adapter": "prompt tuning"},
 }
 SAMPLE = [
     ("accumulate", {"tensor": 2}),
