@@ -347,3 +347,8 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
     finally:
         logger.removeFilter(note)
     return reasons[0] if reasons else "unknown"
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)

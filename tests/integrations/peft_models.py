@@ -127,6 +127,26 @@ def mixtral() -> Any:
     return transformers.MixtralForCausalLM(config)
 
 
+def qwen2_moe() -> Any:
+    """A mixture with a replicated linear between the blocks."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        experts_implementation="eager",
+        **SMALL,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -136,6 +156,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "gptj": gptj,
     "opt": opt,
     "mixtral": mixtral,
+    "qwen2_moe": qwen2_moe,
 }
 
 
@@ -210,7 +231,7 @@ def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:
     if kind == "LoraConfig":
         settings = {"r": 3, "lora_alpha": 6, "target_modules": "all-linear", **settings}
     of_model = {"gpt2": {"fan_in_fan_out": True}, "bert": {"task_type": "SEQ_CLS"}}.get(model_name, {})
-    if model_name == "mixtral":  # all-linear would include the experts
+    if model_name in ("mixtral", "qwen2_moe"):  # all-linear would include the experts
         of_model = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
     return getattr(peft, kind)(**{**settings, **of_model, **options})
 

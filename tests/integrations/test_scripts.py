@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.integrations.process import ROOT, IntegrationProcess
+from tests.integrations.process import ROOT, IntegrationProcess, environment
 
 EXAMPLES = ROOT / "examples" / "integrations"
 CHANGED = {
@@ -122,3 +123,19 @@ def test_example_scripts_log_what_they_log_on_one_device(integrations: Integrati
         alone, sharded = (losses(tmp_path / f"{name}_{ranks}") for ranks in (1, 2))
         assert len(alone) >= 3
         assert sharded == pytest.approx(alone, rel=1e-4), name
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("starts two processes")
+def test_the_benchmark_of_trainer_compares_equal_losses(tmp_path: Path) -> None:
+    size = ["--hidden", "32", "--layers", "1", "--vocabulary", "64", "--batch", "2", "--sequence", "16"]
+    command = [sys.executable, str(ROOT / "benchmarks" / "trainer.py"), "--json", "--repetitions", "2", *size]
+    done = subprocess.run(
+        [*command, "--layouts", "tensor 2", "data 2, ZeRO 2"], env=environment(), capture_output=True, timeout=300
+    )
+    assert done.returncode == 0, done.stderr
+    for variants in json.loads(done.stdout)["results"].values():
+        expected = variants["loop"]["losses"]
+        assert variants["Trainer"]["losses"] == pytest.approx(expected, rel=1e-5)
+        assert set(variants["cpu_ms"]) == {"loop", "Trainer", "Trainer again", "loop again"}
