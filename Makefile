@@ -9,6 +9,7 @@
 # make features       test all model families and write docs/features.md from the results
 # make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
 # make test-integrations  test with PEFT, accelerate, TRL and Lightning, in a folder of their own
+# make integration-table  run these tests and write their results into docs/integrations.md; ARGS runs some of them
 # make test-versions  test in one environment per row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train"
 # make test-gpu       check and measure one GPU in at most 5 minutes; without a GPU, test device placement
 # make hostile        run all generated misuse; ARGS="--seed 7" repeats a run
@@ -28,7 +29,7 @@ TEST_ENV := OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false PYTH
 STARTED := $(shell date +%s)
 TIER := $(TEST_ENV) $(BIN)/python -m tests.run_tier --jobs $(JOBS) --started $(STARTED)
 
-.PHONY: demo test test-fast test-all test-gpu test-oldest test-integrations test-versions hostile mutants features pages docs docs-serve dist lint format bench clean
+.PHONY: demo test test-fast test-all test-gpu test-oldest test-integrations integration-table test-versions hostile mutants features pages docs docs-serve dist lint format bench clean
 .DEFAULT_GOAL := demo
 
 demo: $(VENV)/.installed
@@ -52,6 +53,11 @@ test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
 
 test-integrations: $(VENV)/.installed-test $(VENV)/.installed-integrations-more
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) tests/integrations $(ARGS)
+
+integration-table: $(VENV)/.installed-test $(VENV)/.installed-integrations-more
+	rm -f $(VENV)/integration-rows
+	$(TEST_ENV) INTEGRATION_ROWS=$(CURDIR)/$(VENV)/integration-rows $(BIN)/python -m pytest --numprocesses $(JOBS) tests/integrations $(ARGS)
+	$(BIN)/python -m tests.integrations.table $(VENV)/integration-rows
 
 test-versions: $(VENV)/.installed-test
 	$(BIN)/python -m tests.versions $(ARGS)

@@ -153,6 +153,11 @@ def state_digest(device: torch.device) -> list[int]:
     return [*of_torch, zlib.crc32(keys), *map(hash, of_numpy), of_python]
 
 
+def local_seed(seed: int, rank: int) -> int:
+    """Return the seed of a rank for a seed that all ranks have. Rank -1 has the seed itself, up to its range."""
+    return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
+
+
 class LocalRandomState:
     """Gives each rank its own random state between ``enter`` and ``leave``, in place of the shared one.
 
@@ -168,19 +173,26 @@ class LocalRandomState:
 
     def __init__(self, rank: int, share: Callable[[Tensor], Tensor] | None = None, *, enabled: bool = True) -> None:
         self._rank, self._share, self.is_enabled = rank, share, enabled
+        self.is_in_graph = False  # whether the layers of the model are compiled with their random state
         self._outer: list[tuple[torch.Generator, Tensor]] = []
 
     def enter(self, x: Tensor, training: bool = True) -> None:
         if not (self.is_enabled and training):
             return
-        seed, own = torch.randint(2**62, (), device="cpu"), SPLITMIX64[0] * (self._rank + 1)
+        if self.is_in_graph and torch.compiler.is_compiling():
+            torch.ops.shardformer.enter_random_state(self._rank)
+            return
+        seed, rank = torch.randint(2**62, (), device="cpu"), self._rank
         if self._share is not None:
-            seed, own = self._share(seed.to(x.device)), 0
+            seed, rank = self._share(seed.to(x.device)), -1
         self._outer = [(g, g.get_state()) for g in random_generators(x.device)]
         for g, _ in self._outer:
-            g.manual_seed((int(to_list(seed)) + own) % 2**63)
+            g.manual_seed(local_seed(int(to_list(seed)), rank))
 
     def leave(self) -> None:
+        if self.is_in_graph and torch.compiler.is_compiling():
+            torch.ops.shardformer.leave_random_state()
+            return
         for generator, state in self._outer:
             generator.set_state(state)
         self._outer = []
@@ -188,6 +200,13 @@ class LocalRandomState:
     @contextmanager
     def outside(self) -> Iterator[None]:
         """Draw from the outer random state in this context, also between ``enter`` and ``leave``."""
+        if self.is_in_graph and torch.compiler.is_compiling():
+            torch.ops.shardformer.swap_random_state()
+            try:
+                yield
+            finally:
+                torch.ops.shardformer.swap_random_state()
+            return
         inner = [(generator, generator.get_state()) for generator, _ in self._outer]
         for generator, state in self._outer:
             generator.set_state(state)

@@ -19,7 +19,7 @@ from shardformer.discovery.example_inputs import UnknownInputsError
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
-from shardformer.integrations.peft import has_adapters, shard_with_adapters
+from shardformer.integrations.peft import has_adapters, install_entry_points, shard_with_adapters
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -91,6 +91,7 @@ def _shard_plain_model(
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
         install_saving_and_loading(sharder.model, sharder.state)
         sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
+        install_entry_points()
         sharder.model.__dict__["compile"] = compile_model.__get__(sharder.model)
         finish(sharder.model)
     return sharder.model, shared_params

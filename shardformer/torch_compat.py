@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import TCPStore as TCPStore
+from torch._guards import detect_fake_mode as detect_fake_mode
 from torch._subclasses.fake_tensor import FakeCopyMode as FakeCopyMode
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -346,3 +347,8 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
     finally:
         logger.removeFilter(note)
     return reasons[0] if reasons else "unknown"
+
+
+def is_dtensor(value: object) -> bool:
+    """Whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
+    return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)

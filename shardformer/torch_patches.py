@@ -12,10 +12,13 @@ them. The next ``shard_model`` installs the patches it needs again.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from importlib.abc import MetaPathFinder
+from importlib.util import find_spec
 from typing import Any
 
 from shardformer.errors import ConfigError
@@ -109,6 +112,56 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
         setattr(owner, name, original)
 
     return undo
+
+
+class ImportFinder(MetaPathFinder):
+    """Entry of ``sys.meta_path`` that calls a function after a module was imported.
+
+    Args:
+        name: the module.
+        call: the function.
+    """
+
+    def __init__(self, name: str, call: Callable[[], object]) -> None:
+        self._name, self._call, self._thread = name, call, threading.local()
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> Any:
+        if name != self._name or getattr(self._thread, "is_searching", False):
+            return None
+        self._thread.is_searching = True  # asks the other finders
+        try:
+            spec = find_spec(name)
+        finally:
+            self._thread.is_searching = False
+        loader: Any = None if spec is None else spec.loader
+        if loader is not None:
+            execute = loader.exec_module
+
+            def exec_module(module: Any) -> None:
+                execute(module)
+                self._call()
+
+            loader.exec_module = exec_module
+        return spec
+
+
+def call_after_import(name: str, patch: Patch, call: Callable[[], object]) -> None:
+    """Call a function now if a module was imported, or else after its import.
+
+    Args:
+        name: the module.
+        patch: description of the entry that ``sys.meta_path`` gets in the second case.
+    """
+    if name in sys.modules:
+        call()
+        return
+
+    def apply() -> Undo:
+        finder = ImportFinder(name, call)
+        sys.meta_path.insert(0, finder)
+        return lambda: sys.meta_path.remove(finder)
+
+    install(patch, apply)
 
 
 def replace_decorated(function: Any, make: Callable[[Any], Any], *places: tuple[Any, str]) -> Undo:

@@ -46,6 +46,7 @@ CONTINUED = re.compile(r"(?!(?:accelerate|safetensors|timm|torch|transformers)\b
 """Starts of a paragraph that is not a sentence, or that continues a sentence across a code block."""
 MAX_PAGE_WORDS = 2500
 GENERATED_PAGE = "This page is generated from the code"
+GENERATED_TABLE = re.compile(r"<!-- \w+ \w+ -->.*?<!-- end -->", re.DOTALL)
 TEXT_CALLS = {"echo", "print", "warn", "info", "warning", "error", "log"}
 TEXT_KEYWORDS = {"help", "rule", "remedy", "text", "message", "epilog", "description"}
 ERRORS = re.compile(r"(?:\w*Error|\w*Warning)$")
@@ -134,7 +135,7 @@ def sentences(text: str) -> Iterator[str]:
 
 def _check_page(shown: Path, source: str) -> Iterator[Finding]:
     """Find long pages, and paragraphs that are unclear without the text before them."""
-    if (words := len(source.split())) > MAX_PAGE_WORDS and GENERATED_PAGE not in source:
+    if (words := len(GENERATED_TABLE.sub("", source).split())) > MAX_PAGE_WORDS and GENERATED_PAGE not in source:
         yield Finding(shown, 1, "long page", f"{words} words: split or cut the page")
     for text in texts_in_markdown(source):
         start = text.text.lstrip("\n").removeprefix("**")

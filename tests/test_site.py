@@ -30,13 +30,16 @@ def render(name: str) -> str:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = (ROOT / "docs" / name).read_text(encoding="utf-8")
-    return str(module.on_page_markdown(text, page=SimpleNamespace(file=SimpleNamespace(src_path=name))))
+    config = SimpleNamespace(nav=yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    page = SimpleNamespace(file=SimpleNamespace(src_path=name))
+    return str(module.on_page_markdown(text, page=page, config=config))
 
 
 def test_the_home_page_is_the_readme_with_links_inside_the_site() -> None:
     page = render("index.md")
     assert "# ShardFormer" in page and "](engine.md)" in page
     assert "](docs/" not in page and "](examples/" not in page
+    assert "[Pipeline parallelism](pipeline.md)" in page and "[docs/" not in page
 
 
 def test_no_page_links_to_a_file_outside_the_site() -> None:

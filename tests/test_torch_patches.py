@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 import threading
 from collections.abc import Iterator
@@ -157,3 +158,23 @@ def test_an_undecorated_function_is_replaced_in_its_library() -> None:
     assert here.f is there.g is min
     undo()
     assert here.f is there.g is len
+
+
+def test_a_function_is_called_after_the_import_of_a_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "imported_later.py").write_text("value = 1\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    calls: list[int] = []
+    patch = Patch("sys.meta_path", "test", "a test")
+
+    def call() -> None:
+        calls.append(sys.modules["imported_later"].value)
+
+    torch_patches.call_after_import("imported_later", patch, call)
+    assert importlib.util.find_spec("imported_later") is not None and calls == []  # only asks whether it exists
+    importlib.import_module("imported_later")
+    assert calls == [1]
+    torch_patches.call_after_import("imported_later", patch, call)
+    assert calls == [1, 1]
+    torch_patches.uninstall()
+    assert not any(isinstance(finder, torch_patches.ImportFinder) for finder in sys.meta_path)
+    install_all()

@@ -31,11 +31,13 @@ class CheckpointRetention:
         last: number of newest checkpoints to keep; None: all.
         every: also keep checkpoints whose step is a multiple of this number.
         younger_than: also keep checkpoints younger than this many seconds.
+        steps: also keep the checkpoints of these steps.
     """
 
     last: int | None = None
     every: int | None = None
     younger_than: float | None = None
+    steps: tuple[int, ...] = ()
 
     def __post_init__(self) -> None:
         for name in ("last", "every", "younger_than"):
@@ -91,7 +93,7 @@ def delete_old_checkpoints(root: Path, keep: CheckpointRetention, newest: Path) 
     now = time.time()
     for place, (folder, at) in enumerate(list_checkpoints(root)):
         step = int(match[1]) if (match := STEP_NAME.fullmatch(folder.name)) else None
-        is_kept = keep.every is not None and step is not None and step % keep.every == 0
+        is_kept = step in keep.steps or (keep.every is not None and step is not None and step % keep.every == 0)
         is_young = keep.younger_than is not None and now - at < keep.younger_than
         if place >= keep.last and folder != newest and not is_kept and not is_young:
             delete_checkpoint(folder)

@@ -155,7 +155,7 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
-                f"Only {covered} of the {prod(entry.shape)} elements of {name} were written",
+                f"{covered} elements of {name} were written instead of {prod(entry.shape)}",
                 remedy="Save the full model on all ranks that train it, and pass the optimizer on every rank",
             )
 

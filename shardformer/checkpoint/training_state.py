@@ -23,10 +23,11 @@ from shardformer.checkpoint.file_format import CheckpointIndex, check_dtype, fro
 from shardformer.comm.collective_call import gather_from_all_ranks
 from shardformer.errors import ConfigError, did_you_mean
 from shardformer.layout.shard_export_guard import to_plain_tensor
-from shardformer.layout.sharding_metadata import find_metadata
+from shardformer.layout.sharding_metadata import find_metadata, sharded_module
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.rank_grid import AXES
 from shardformer.random_state import random_states, set_random_states
+from shardformer.torch_compat import is_dtensor
 from shardformer.zero.flat_shards import FlatShard, ParamSlice
 from shardformer.zero.optimizer_state_view import load_in_place
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -45,6 +46,7 @@ class ModelTensors:
         zero: the ZeRO optimizer of the model, or None.
         world: axis of all ranks that train the model.
         tensors: parameters and persistent buffers by their first name in the unsharded model.
+        plain_names: names of the parameters and buffers of the full model, in its order, if it has stages.
         extra_states: results of the modules' ``get_extra_state``, by name in the state dict.
     """
 
@@ -59,13 +61,14 @@ class ModelTensors:
         self._names: dict[int, str] = {}
         self.tensors: dict[str, Tensor] = {}
         self.extra_states: dict[str, Any] = {}
-        plain = state.stages.state if state.stages is not None else {}
+        plain = {} if state.stages is None else state.stages.first_names(sharded_module(self.model, state)[1])
+        self.plain_names = list(plain)
         registered = {id(x) for x in (*self.model.parameters(), *self.model.buffers())}
         for name, value in self.model.state_dict(keep_vars=True).items():
             if name.rpartition(".")[2] == EXTRA_STATE:
                 self.extra_states[name] = value
             elif id(value) not in self._names:
-                first = plain[name][0] if name in plain else name
+                first = plain.get(name, name)
                 _check_state_dict_entry(name, value, is_registered=id(value) in registered)
                 self._names[id(value)] = first
                 self.tensors[first] = value
@@ -87,12 +90,6 @@ class ModelTensors:
     def has_stages(self) -> bool:
         """Whether the model has pipeline stages on other ranks."""
         return self._state.stages is not None and self._state.context.pipe.size > 1
-
-    @property
-    def plain_names(self) -> list[str]:
-        """Names of the parameters and buffers of the full model, in its order."""
-        stages = self._state.stages
-        return list(self.tensors if stages is None else stages.state)
 
     def readable(self) -> AbstractContextManager[object]:
         """Return a context manager that makes the values of all ZeRO shards readable."""
@@ -202,7 +199,7 @@ def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> No
             f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
             remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module",
         )
-    if any(kind.__name__ == "DTensor" for kind in type(value).__mro__):  # importing DTensor is slow
+    if is_dtensor(value):
         raise ConfigError(
             f"{name} is a DTensor, as created by fully_shard, which save_checkpoint does not support",
             remedy="Save the model with torch.distributed.checkpoint, or use shard_optimizer(..., stage=3)",

@@ -26,13 +26,19 @@ TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transforme
 """Oldest and newest tested minor version, as in docs/versions.md."""
 _OPTIONAL_PACKAGES = {
     # package: (module, what it is for, the command to install it)
+    "accelerate": ("accelerate", "integrations.accelerate", "pip install 'shardformer[accelerate]'"),
     "datasets": ("datasets", "data.format = 'datasets', and parquet files", "pip install 'shardformer[data]'"),
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
+    "lightning": ("lightning", "integrations.lightning", "pip install 'shardformer[lightning]'"),
     "matplotlib": ("matplotlib", "plots of metrics and schedules", "pip install 'shardformer[plot]'"),
+    "mlflow": ("mlflow", "the hook mlflow", "pip install 'shardformer[mlflow]'"),
+    "peft": ("peft", "adapters (LoRA)", "pip install 'shardformer[peft]'"),
     "pillow": ("PIL", "image data", "pip install 'shardformer[data]'"),
+    "ray": ("ray", "Ray Train", "pip install 'shardformer[ray]'"),
     "scikit-learn": ("sklearn", "the hook metrics", "pip install 'shardformer[metrics]'"),
     "tensorboard": ("tensorboard", "the hook tensor_board", "pip install 'shardformer[tensorboard]'"),
     "timm": ("timm", "vision models of timm", "pip install 'shardformer[timm]'"),
+    "wandb": ("wandb", "the hook wandb", "pip install 'shardformer[wandb]'"),
 }
 _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
     # backend: (status without it, how to install it)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from keyword import iskeyword
 from typing import Annotated
 
@@ -21,6 +22,7 @@ def derive_policy(
         ),
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Class name of the policy.")] = "MyPolicy",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the class name and the code as JSON.")] = False,
 ) -> None:
     """Derive a policy for MODEL, validate it on a reduced model, and print it as a table of roles."""
     from shardformer.discovery.derive_policy import derive_policy as infer_policy
@@ -38,4 +40,5 @@ def derive_policy(
     else:  # the weights are not needed
         source.config.architectures = [source.head]
         policy = infer_policy(source.config)
-    print(format_policy(policy, name), end="")
+    code = format_policy(policy, name)
+    print(json.dumps({"model": model, "name": name, "code": code}) if as_json else code.rstrip("\n"))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
     from rich.text import Text
 
-    from shardformer.pipeline.schedules import ActionKind, Schedule
+    from shardformer.pipeline.schedules import ActionKind, Schedule, Timeline
 
 MAX_MICRO_BATCHES = 2**14  # maximum number of micro-batches in a picture, over all stages
 MAX_CELLS = 2**15
@@ -28,7 +30,7 @@ RENAMED_OPTIONS = {"--mode": "--tensor-parallel-mode", "--chunks": "--num-model-
 OPTION_GROUPS = {
     "Pipeline schedule": ("schedule", "stages", "micro_batches", "num_model_chunks", "durations", "send"),
     "Tensor grid": GRID_OPTIONS,
-    "Output": ("out",),
+    "Output": ("out", "as_json"),
 }
 
 
@@ -58,6 +60,9 @@ def draw(
     tensor_parallel_mode: Annotated[
         str | None, parallel_option("tensor_parallel_mode", "Mode of the tensor grid: 2d (the default), 2.5d or 3d.")
     ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the actions with their times, or the shards, as JSON.")
+    ] = False,
 ) -> None:
     """Draw a pipeline schedule: the actions of each rank over time, its idle time and its stored activations.
 
@@ -67,10 +72,10 @@ def draw(
 
     _check_option_has_effect([name for name in context.params if _is_passed(context, name)])
     if grid is not None:
-        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d")
+        _draw_grid(Console(highlight=False), grid, tensor_parallel_mode or "2d", as_json)
         return
 
-    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, schedule_as_text
+    from shardformer.pipeline.schedule_chart import check_chart_file, save_chart, timeline_as_json
     from shardformer.pipeline.schedules import default_chunks, make_schedule, simulate
 
     if out is not None:
@@ -78,14 +83,23 @@ def draw(
     _check_fits_picture(stages, micro_batches, num_model_chunks or default_chunks(schedule))
     chosen = make_schedule(schedule, stages, micro_batches, num_model_chunks)
     timeline = simulate(chosen, _parse_durations(durations, chosen), send)
-    console = Console(highlight=False)
-    text = schedule_as_text(chosen, timeline, console.width)
-    console.print(_color_schedule(text, chosen))
-    if "is not shown" in text:
-        console.print("\nA wider terminal or --out FILE.svg shows the whole schedule.", soft_wrap=True)
     if out is not None:
         save_chart(chosen, timeline, out)
-        console.print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
+    if as_json:
+        print(json.dumps(timeline_as_json(chosen, timeline)))
+        return
+    _print_schedule(Console(highlight=False), chosen, timeline)
+    if out is not None:
+        Console(highlight=False).print(f"\nChart saved to {out}", soft_wrap=True, markup=False)
+
+
+def _print_schedule(console: Console, schedule: Schedule, timeline: Timeline) -> None:
+    from shardformer.pipeline.schedule_chart import schedule_as_text
+
+    text = schedule_as_text(schedule, timeline, console.width)
+    console.print(_color_schedule(text, schedule))
+    if "is not shown" in text:
+        console.print("\nA wider terminal or --out FILE.svg shows the whole schedule.", soft_wrap=True)
 
 
 def _is_passed(context: typer.Context, name: str) -> bool:
@@ -97,7 +111,7 @@ def _check_option_has_effect(passed: list[str]) -> None:
     """Raise ConfigError for options of schedules with ``--grid``, and for options of grids without it."""
     has_grid = "grid" in passed
     for name in passed:
-        if has_grid != (name in GRID_OPTIONS):
+        if name != "as_json" and has_grid != (name in GRID_OPTIONS):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
                 f"{option} has no effect {'with' if has_grid else 'without'} --grid",
@@ -124,7 +138,7 @@ def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
         )
 
 
-def _draw_grid(console: Console, grid: str, mode: str) -> None:
+def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.table import Table
 
@@ -137,6 +151,10 @@ def _draw_grid(console: Console, grid: str, mode: str) -> None:
             f"--grid {grid} has {ranks} ranks, but the table has at most {MAX_ROWS} rows",
             remedy="Draw a smaller grid with the same pattern, such as 4x4",
         )
+    if as_json:
+        all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
+        print(json.dumps({"mode": mode, "ranks": all_shards, "sent_per_layer": dict(grid_communication(mode, sizes))}))
+        return
     table = Table(box=SIMPLE_HEAD, caption_justify="left", caption="Each as: index of the shard / number of shards.")
     third = "row, column" if mode == "2d" else "row, column, depth"
     for name in ("rank", third, "between blocks:\nsamples, hidden", "in a block:\nsamples, heads"):

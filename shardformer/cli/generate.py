@@ -3,32 +3,50 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any
+import sys
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from shardformer.cli._options import silence_transformers
 from shardformer.cli.run import launch_processes
-from shardformer.errors import ConfigError, InputError
+from shardformer.errors import ConfigError, InputError, first_line
+
+if TYPE_CHECKING:
+    from shardformer.train_command.trained_model import TrainedModel
 
 OPTION_GROUPS = {
+    "Prompt": ("raw", "system"),
     "Generation": ("max_new_tokens", "temperature", "top_k", "top_p", "seed"),
     "Layout": ("tensor",),
     "Output": ("as_json",),
 }
 
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="The folder of a run, a checkpoint, a folder written by save_pretrained, or a name on the Hugging Face "
+        "hub.",
+    ),
+]
+PromptArgument = Annotated[
+    str,
+    typer.Argument(metavar="PROMPT", help="The text to continue, or for a run on conversations the message to answer."),
+]
+
+
 def generate(
     context: typer.Context,
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL",
-            help="The folder of a run, a checkpoint, a folder written by save_pretrained, or a name on the Hugging "
-            "Face hub.",
-        ),
-    ],
-    prompt: Annotated[str, typer.Argument(metavar="PROMPT", help="The text to continue.")],
+    model: ModelArgument,
+    prompt: PromptArgument,
+    raw: Annotated[
+        bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template of the run.")
+    ] = False,
+    system: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, for a run on conversations.")
+    ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
@@ -41,50 +59,108 @@ def generate(
     ] = None,
     seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Seed of the samples.")] = 0,
     tensor: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that each hold a shard of a layer.")] = 1,
-    as_json: Annotated[bool, typer.Option("--json", help="Print prompt, text and token ids as JSON.")] = False,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print the prompt, the input of the model, the text and its tokens as JSON.")
+    ] = False,
 ) -> None:
     """Continue PROMPT with a trained model, which may be sharded over several processes.
 
-    The tokens equal those of generate() of transformers in one process.
+    If the run trained on conversations, PROMPT is a message of the user in its chat template, and the answer is
+    printed. The tokens equal those of generate() of transformers in one process.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
     from shardformer.train_command.trained_model import find_trained_model
 
-    sampling = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    options = {name: value for name, value in sampling.items() if value is not None}
-    _check_sampling(options)
+    options = _check_sampling({"temperature": temperature, "top_k": top_k, "top_p": top_p})
     found = find_trained_model(model)
     tokenizer = found.load_processor()
-    ids = _encode(tokenizer, prompt, found.model_config, max_new_tokens)
+    is_chat, text_in = _render(found, tokenizer, prompt, system, raw)
+    ids = _encode(tokenizer, text_in, found.model_config, max_new_tokens, is_chat)
     _check_can_generate(found.build(), model)
     launch_processes(context, tensor)
     engine = found.load(ParallelConfig(tensor=tensor))
-    tokens = _generate(engine, ids, seed, {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options})
+    stop = _end_of_answer(engine.model, tokenizer) if is_chat else {}
+    options = {"max_new_tokens": max_new_tokens, "do_sample": bool(options), **options, **stop}
+    tokens = _generate(engine, ids, seed, options)
     if engine.is_first:
         text = tokenizer.decode(tokens, skip_special_tokens=True)
-        shown = text if found.model_config.is_encoder_decoder else f"{prompt}{text}"
-        print(json.dumps({"prompt": prompt, "text": text, "tokens": tokens}) if as_json else shown, flush=True)
+        text = text.removesuffix(*stop.get("stop_strings", [""]))
+        result = {"prompt": prompt, "chat_template": is_chat, "input": text_in, "text": text}
+        _print_result({**result, "tokens": tokens}, as_json, found.model_config.is_encoder_decoder or is_chat)
 
 
-def _check_sampling(options: dict[str, float]) -> None:
-    """Raise ConfigError for a temperature or a probability outside its range."""
+def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> None:
+    if as_json:
+        print(json.dumps(result), flush=True)
+        return
+    if result["chat_template"]:
+        note = "The prompt is a user message in the chat template. --raw continues it as it is."
+        print(note, file=sys.stderr, flush=True)
+    print(result["text"] if is_answer else f"{result['prompt']}{result['text']}", flush=True)
+
+
+def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> tuple[bool, str]:
+    """Return whether the prompt is a message in the chat template, and the text that the model continues."""
+    if not prompt:
+        raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
+    if raw or found.chat_template is None:
+        if system is not None:
+            raise ConfigError(
+                f"--system {system!r:.60} has no effect without a chat template",
+                rule="It is applied to a run on conversations, unless --raw is set",
+                remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
+            )
+        return False, prompt
+    messages = [] if system is None else [{"role": "system", "content": system}]
+    return True, _apply_template(tokenizer, [*messages, {"role": "user", "content": prompt}], True)
+
+
+def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+    try:
+        found: str = tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+        return found
+    except Exception as error:  # templates raise their own errors
+        raise InputError(
+            f"The chat template does not accept the messages {messages!r:.120}: {first_line(error)}",
+            remedy="Remove --system, or write the text of the conversation yourself and add --raw",
+        ) from error
+
+
+def _end_of_answer(model: Any, tokenizer: Any) -> dict[str, Any]:
+    """Return the options of ``generate`` that stop after the text with which the chat template ends an answer."""
+    ask, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+    prompt, whole = _apply_template(tokenizer, [ask], True), _apply_template(tokenizer, [ask, answer], False)
+    end = whole.removeprefix(f"{prompt}b").strip() if whole.startswith(f"{prompt}b") else ""
+    ids = model.generation_config.eos_token_id
+    ends = [*(ids if isinstance(ids, list) else [ids]), tokenizer.eos_token_id]
+    options: dict[str, Any] = {"eos_token_id": sorted({token for token in ends if token is not None})}
+    if end and end != tokenizer.eos_token:
+        options |= {"stop_strings": [end], "tokenizer": tokenizer}
+    return options
+
+
+def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
+    """Return the options that were passed. Raise ConfigError for a value outside its range."""
+    options = {name: value for name, value in values.items() if value is not None}
     for name, most in (("temperature", float("inf")), ("top_p", 1.0)):
         if name in options and not 0 < options[name] <= most:
             flag = f"--{name.replace('_', '-')}"
             limit = "above 0" if most > 1 else "above 0 and up to 1"
             raise ConfigError(f"{flag} {options[name]} is not {limit}", remedy=f"Use {flag} 0.8, or remove it")
+    return options
 
 
-def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int) -> Any:
-    """Return the token ids of a prompt (1, S). Raises InputError if it is empty or too long."""
+def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int, is_chat: bool) -> Any:
+    """Return the token ids of a prompt (1, S). Raises InputError if it is too long."""
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
         raise ConfigError("The model has no tokenizer, so it cannot generate text", remedy="Pass a language model")
-    if not prompt:
-        raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
+    ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     most = max_positions(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(

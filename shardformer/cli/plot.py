@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -32,6 +33,7 @@ def plot(
     values: Annotated[
         str, typer.Option(metavar="NAMES", help="The metrics to plot, as loss,grad_norm. By default all.")
     ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, with all metrics.")] = False,
 ) -> None:
     """Print a table of the metrics of one or more runs, and plot their loss, tokens per second and memory."""
     from rich.console import Console
@@ -42,6 +44,7 @@ def plot(
         describe_differences,
         draw_metrics,
         list_metrics,
+        metrics_as_json,
         read_runs,
     )
 
@@ -58,14 +61,20 @@ def plot(
     if has_matplotlib:
         check_chart_file(path)
     console = Console(highlight=False)
-    _print_tables(console, found)
-    for line in describe_differences(found):
-        _print_line(console, line, wraps=True)
+    if as_json:
+        print(json.dumps({**metrics_as_json(found), "plot": str(path) if has_matplotlib else None}, indent=2))
+    else:
+        _print_tables(console, found)
+        for line in describe_differences(found):
+            _print_line(console, line, wraps=True)
     if has_matplotlib:
         draw_metrics(found, path, selected or None)
-        _print_line(console, f"Plot saved to {path}")
     elif out is not None:
         check_chart_file(out)
+    if as_json:
+        return
+    if has_matplotlib:
+        _print_line(console, f"Plot saved to {path}")
     else:
         _print_line(console, "No plot: matplotlib is not installed. pip install 'shardformer[plot]'", wraps=True)
 

@@ -246,8 +246,8 @@ def _run_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
 
 def _shape_reduce_scatter(x: Tensor, axis: str, dim: int, purpose: str) -> Tensor:
     of = Axis.by_key(axis)
-    bounds = even_bounds(x.shape[dim], of.size)
-    return x.new_empty(_shape_with_length(x, dim % x.dim(), bounds[of.rank + 1] - bounds[of.rank]))
+    length = (x.shape[dim] + of.size - 1 - of.rank) // of.size  # that of ``even_bounds``, for symbolic lengths
+    return x.new_empty(_shape_with_length(x, dim % x.dim(), length))
 
 
 for _name, _run, _shape in (

@@ -7,7 +7,7 @@ sequence is not sharded, as in decoding with a cache, both functions call torch'
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -35,6 +35,8 @@ from shardformer.torch_compat import current_graph_task_id, has_data
 NAME = "shardformer_context"
 RUN = "_shardformer_context"
 """The attribute of an attention module with the ``ContextParallelState`` of its model."""
+SITE = "_shardformer_attention_site"
+"""The attribute of an attention module in compiled layers with a tensor that holds the module: ``graph_attention``."""
 KNOWN_ARGUMENTS = {
     "softcap", "s_aux", "sinks", "sliding_window", "is_causal", "use_cache", "position_ids", "cache_position",
     "output_attentions", "output_hidden_states", "return_dict", "num_items_in_batch", "position_embeddings",
@@ -63,7 +65,9 @@ def context_attention(
     Raises:
         ConfigError, InputError: for arguments that a sharded sequence does not support.
     """
-    state: ContextParallelState | None = module.__dict__.get(RUN)
+    state: ContextParallelState | None = getattr(module, RUN, None)
+    if state is not None and torch.compiler.is_compiling() and getattr(module, SITE, None) is not None:
+        return _attend_in_graph(module, state, query, key, value, attention_mask, dropout, scaling, is_causal, kwargs)
     positions = None if state is None else _find_query_positions(state, query, attention_mask)
     if state is None or positions is None:
         if isinstance(attention_mask, ChunkedMask):  # from a stack whose sequence is not sharded
@@ -75,27 +79,88 @@ def context_attention(
         )
         return full
     _check_arguments(module, attention_mask, kwargs)
-    mask = attention_mask
-    if mask is None:
-        mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
     width = value.shape[-1]
     query, key, value = _pad_to_same_width(query, key, value)
+    scores = ScoreOptions(scale, kwargs.get("softcap"))
+    plan = plan_attention(module, state, query, key, attention_mask, dropout, scores, is_causal)
+    q, k, v = (
+        exchange_positions_for_heads(query, plan.of_queries),
+        exchange_positions_for_heads(key, plan.of_keys),
+        exchange_positions_for_heads(value, plan.of_keys),
+    )
+    heads, bias = plan.heads.to(query.device), kwargs.get("position_bias")
+    distance_bias = bias.distance_bias[heads] if isinstance(bias, RelativeBiasArgument) else None
+    out = ring_attention(q, k, v, plan.exchange, None if sinks is None else sinks[heads], distance_bias)
+    return exchange_heads_for_positions(out, plan.of_queries)[..., :width].transpose(1, 2).contiguous(), None
+
+
+@dataclass(frozen=True)
+class AttentionPlan:
+    """Exchanges between the ranks for one call of an attention module."""
+
+    exchange: RingExchange
+    of_queries: HeadExchange
+    of_keys: HeadExchange
+    heads: Tensor  # the query heads of this rank in its Ulysses group
+
+
+def plan_attention(
+    module: nn.Module,
+    state: ContextParallelState,
+    query: Tensor,
+    key: Tensor,
+    mask: ChunkedMask | None,
+    dropout: float,
+    scores: ScoreOptions,
+    is_causal: bool | None,
+) -> AttentionPlan:
+    """Return the exchanges for queries (B, N, s, D) and keys (B, K, s, D). Communicates nothing."""
+    positions = _find_query_positions(state, query, mask)
+    if positions is None:
+        raise InputError(
+            f"The compiled {type(module).__name__} received {query.shape[2]} queries, which are not the positions of "
+            "this rank",
+            remedy="Set compile=False, or use sequence=1 for this model",
+        )
+    if mask is None:
+        mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
     of_queries, of_keys = _make_head_exchanges(state, query.shape[1], key.shape[1], mask)
     heads = torch.tensor(of_queries.heads[of_queries.axis.rank])
-    weights_dropout = Dropout(dropout, mask.seed + state.module_index(module), heads) if dropout > 0 else None
-    options = ScoreOptions(scale, kwargs.get("softcap"), weights_dropout)
-    exchange = RingExchange(state.ring, mask, options, state.gathers)
-    q, k, v = (
-        exchange_positions_for_heads(query, of_queries),
-        exchange_positions_for_heads(key, of_keys),
-        exchange_positions_for_heads(value, of_keys),
-    )
-    heads, bias = heads.to(query.device), kwargs.get("position_bias")
-    distance_bias = bias.distance_bias[heads] if isinstance(bias, RelativeBiasArgument) else None
-    out = ring_attention(q, k, v, exchange, None if sinks is None else sinks[heads], distance_bias)
-    return exchange_heads_for_positions(out, of_queries)[..., :width].transpose(1, 2).contiguous(), None
+    if dropout > 0:
+        scores = replace(scores, dropout=Dropout(dropout, mask.seed + state.module_index(module), heads))
+    return AttentionPlan(RingExchange(state.ring, mask, scores, state.gathers), of_queries, of_keys, heads)
+
+
+def _attend_in_graph(
+    module: nn.Module,
+    state: ContextParallelState,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+    scaling: float | None,
+    is_causal: bool | None,
+    kwargs: dict[str, Any],
+) -> tuple[Tensor, None]:
+    """Compute the attention in a compiled layer, with one operator: see ``graph_attention``."""
+    unknown = [name for name, x in kwargs.items() if name not in KNOWN_ARGUMENTS and isinstance(x, Tensor)]
+    if unknown or kwargs.get("output_attentions"):
+        raise ConfigError(
+            f"A compiled attention with a sharded sequence does not support {unknown or 'output_attentions=True'}",
+            remedy="Set compile=False",
+        )
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    sinks = kwargs.get("s_aux", kwargs.get("sinks"))
+    width = value.shape[-1]
+    query, key, value = _pad_to_same_width(query, key, value)
+    out = torch.ops.shardformer.context_attention(
+        query, key, value, sinks, getattr(module, SITE), mask, state.group.size, dropout, scale,
+        kwargs.get("softcap"), is_causal,
+    )[0]  # fmt: skip
+    return out[..., :width].transpose(1, 2).contiguous(), None
 
 
 @dataclass(frozen=True)
@@ -114,6 +179,11 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
     if original is not None and "past_seen_tokens" in inspect.signature(original).parameters:
         module.__dict__[RUN] = state
         module.__dict__["compute_bias"] = MethodType(_compute_bias_by_distance, module)
+
+
+def has_relative_bias(module: nn.Module) -> bool:
+    """Whether ``pass_relative_bias`` changed the module."""
+    return "compute_bias" in module.__dict__
 
 
 def _compute_bias_by_distance(self: nn.Module, query_length: int, key_length: int, *args: Any, **kwargs: Any) -> Any:

@@ -111,6 +111,7 @@ class StackHook:
     ) -> None:
         self._state, self._path, self._first = state, path, layers[0]
         self._random = LocalRandomState(state.axis.rank, enabled=draws)
+        self._untraced: Any = torch.compiler.disable(StackHook._shard_arguments)  # unbound, for copies
         self._full: int | None = None  # the sequence length of a forward between the first layer and the last
         for layer in dict.fromkeys(layers):
             register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._enter, with_kwargs=True)
@@ -137,9 +138,11 @@ class StackHook:
             full = self._full
         state.current = state.positions_in_forward(full)
         lengths = {full, *(mask.keys.length for mask in masks)}
+        return self._untraced(self, (args, kwargs), hidden, lengths)
+
+    def _shard_arguments(self, arguments: Any, hidden: Tensor, lengths: set[int]) -> Any:
         return tree_map_with_path(
-            lambda path, leaf: self._shard_argument((self._path, *path[1:]), leaf, leaf is hidden, lengths),
-            (args, kwargs),
+            lambda path, leaf: self._shard_argument((self._path, *path[1:]), leaf, leaf is hidden, lengths), arguments
         )
 
     def _recomputed_length(self, layer: nn.Module, hidden: Tensor, masks: Sequence[ChunkedMask]) -> int | None:

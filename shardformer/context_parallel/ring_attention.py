@@ -88,67 +88,84 @@ class _Ring(Function):
         distance_bias: Tensor | None,
         exchange: RingExchange,
     ) -> Tensor:
-        options = _add_bias(exchange.options, distance_bias)
-        acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        out: Tensor | None = None
-        lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
-        kv = torch.stack((k, v))
-        for _, chunks, arrived in _receive_keys(kv, exchange):
-            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
-                key, value = arrived[:, :, :, keys]
-                block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
-                if out is None and block_out.shape[2] == q.shape[2]:
-                    out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
-                    continue
-                out = torch.zeros_like(q, dtype=acc_dtype) if out is None else out.to(acc_dtype)
-                kernels.merge_partial_attention(out[:, :, at], lse[:, :, at], block_out, block_lse)
-        out = torch.zeros_like(q) if out is None else out
-        if sinks is not None:
-            lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
-            out = out * (before - lse).exp_()[..., None]
-        sees_nothing = lse < kernels.mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
-        if sees_nothing is not None:  # torch returns zero for such queries
-            out = out.masked_fill(sees_nothing[..., None], 0.0)
-        out = out.to(q.dtype)
-        ctx.exchange, ctx.sees_nothing = exchange, sees_nothing
+        out, lse, ctx.sees_nothing = attend_over_ring(q, k, v, sinks, distance_bias, exchange)
+        ctx.exchange = exchange
         ctx.save_for_backward(q, k, v, sinks, distance_bias, out, lse)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, sinks, distance_bias, out, lse = ctx.saved_tensors
-        exchange: RingExchange = ctx.exchange
-        options = _add_bias(exchange.options, distance_bias)
-        acc_dtype = torch.promote_types(q.dtype, torch.float32)
-        bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
-        bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
-        if ctx.sees_nothing is not None:
-            grad = grad.masked_fill(ctx.sees_nothing[..., None], 0.0)
-        dq = torch.zeros_like(q, dtype=acc_dtype)
-        dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
-        key_value_grads = _KeyValueGradients(dkv, exchange)
-        kv = torch.stack((k, v))
-        for owner, chunks, arrived in _receive_keys(kv, exchange):
-            total = torch.zeros_like(arrived)
-            for at, keys, block in _kernel_calls(exchange, chunks, q.device):
-                d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
-                key, value = arrived[:, :, :, keys]
-                q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
-                    d_out, query, key, value, block_out, block_lse, block, options
-                )
-                if bias_grad is not None and block_bias_grad is not None:
-                    bias_grad += block_bias_grad
-                dq[:, :, at] += q_grad
-                total[:, :, :, keys] += torch.stack((k_grad, v_grad))
-            key_value_grads.send(owner, total)
-        key_value_grads.receive()
-        sinks_grad = None
-        if sinks is not None:
-            weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
-            sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
-        bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
-        return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad, None
+        return *attend_over_ring_backward(grad, ctx.saved_tensors, ctx.sees_nothing, ctx.exchange), None
+
+
+def attend_over_ring(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, distance_bias: Tensor | None, exchange: RingExchange
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the output of ``ring_attention``, its log-sum-exp (B, N, s), and which queries see no key, if any may."""
+    options = _add_bias(exchange.options, distance_bias)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    out: Tensor | None = None
+    lse = q.new_full(q.shape[:3], kernels.mask_value(acc_dtype), dtype=acc_dtype)
+    kv = torch.stack((k, v))
+    for _, chunks, arrived in _receive_keys(kv, exchange):
+        for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+            key, value = arrived[:, :, :, keys]
+            block_out, block_lse = kernels.partial_attention(q[:, :, at], key, value, block, options)
+            if out is None and block_out.shape[2] == q.shape[2]:
+                out, lse = block_out.to(acc_dtype) if exchange.axis.size > 1 else block_out, block_lse.contiguous()
+                continue
+            out = torch.zeros_like(q, dtype=acc_dtype) if out is None else out.to(acc_dtype)
+            kernels.merge_partial_attention(out[:, :, at], lse[:, :, at], block_out, block_lse)
+    out = torch.zeros_like(q) if out is None else out
+    if sinks is not None:
+        lse, before = torch.logaddexp(lse, sinks.to(acc_dtype)[None, :, None]), lse
+        out = out * (before - lse).exp_()[..., None]
+    sees_nothing = lse < kernels.mask_value(acc_dtype) / 2 if exchange.mask.may_hide_all else None
+    if sees_nothing is not None:  # torch returns zero for such queries
+        out = out.masked_fill(sees_nothing[..., None], 0.0)
+    return out.to(q.dtype), lse, sees_nothing
+
+
+def attend_over_ring_backward(
+    grad: Tensor, saved: Sequence[Any], sees_nothing: Tensor | None, exchange: RingExchange
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
+    """Return the gradients of q, k, v, sinks and distance_bias.
+
+    Args:
+        saved: q, k, v, sinks, distance_bias, and the output and log-sum-exp of ``attend_over_ring``.
+    """
+    q, k, v, sinks, distance_bias, out, lse = saved
+    options = _add_bias(exchange.options, distance_bias)
+    acc_dtype = torch.promote_types(q.dtype, torch.float32)
+    bias_dtype = None if distance_bias is None else torch.promote_types(distance_bias.dtype, torch.float32)
+    bias_grad = None if distance_bias is None else torch.zeros_like(distance_bias, dtype=bias_dtype)
+    if sees_nothing is not None:
+        grad = grad.masked_fill(sees_nothing[..., None], 0.0)
+    dq = torch.zeros_like(q, dtype=acc_dtype)
+    dkv = torch.zeros(2, *k.shape, dtype=acc_dtype, device=k.device)
+    key_value_grads = _KeyValueGradients(dkv, exchange)
+    kv = torch.stack((k, v))
+    for owner, chunks, arrived in _receive_keys(kv, exchange):
+        total = torch.zeros_like(arrived)
+        for at, keys, block in _kernel_calls(exchange, chunks, q.device):
+            d_out, query, block_out, block_lse = (x[:, :, at].contiguous() for x in (grad, q, out, lse))
+            key, value = arrived[:, :, :, keys]
+            q_grad, k_grad, v_grad, block_bias_grad = kernels.partial_attention_backward(
+                d_out, query, key, value, block_out, block_lse, block, options
+            )
+            if bias_grad is not None and block_bias_grad is not None:
+                bias_grad += block_bias_grad
+            dq[:, :, at] += q_grad
+            total[:, :, :, keys] += torch.stack((k_grad, v_grad))
+        key_value_grads.send(owner, total)
+    key_value_grads.receive()
+    sinks_grad = None
+    if sinks is not None:
+        weight = (sinks.to(acc_dtype)[None, :, None] - lse).exp()
+        sinks_grad = -(weight * (grad.to(acc_dtype) * out.to(acc_dtype)).sum(-1)).sum((0, 2)).to(sinks.dtype)
+    bias_grad = None if bias_grad is None else bias_grad.to(distance_bias.dtype)
+    return dq.to(q.dtype), dkv[0].to(k.dtype), dkv[1].to(v.dtype), sinks_grad, bias_grad
 
 
 def _add_bias(options: ScoreOptions, distance_bias: Tensor | None) -> ScoreOptions:

@@ -67,24 +67,26 @@ def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x
-    return with_backward(x, partial(_scatter_heads, exchange=exchange), partial(_gather_heads, exchange=exchange))
+    return with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
     """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward."""
     if exchange.axis.size == 1:
         return x
-    return with_backward(x, partial(_gather_heads, exchange=exchange), partial(_scatter_heads, exchange=exchange))
+    return with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))
 
 
-def _scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def scatter_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+    """Return (B, n, S, D) for (B, N, s, D), without autograd. Communicates one all-to-all."""
     batch, _, _, width = x.shape
     num_heads = len(exchange.heads[exchange.axis.rank])
     shapes = [(batch, num_heads, length, width) for length in exchange.lengths]
     return torch.cat(_all_to_all([x[:, list(heads)] for heads in exchange.heads], shapes, exchange.axis), 2)
 
 
-def _gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+def gather_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
+    """Return (B, N, s, D) for (B, n, S, D), without autograd. Communicates one all-to-all."""
     batch, _, _, width = x.shape
     length = exchange.lengths[exchange.axis.rank]
     shapes = [(batch, len(heads), length, width) for heads in exchange.heads]

@@ -24,7 +24,7 @@ from shardformer.discovery.candidate_roles import (
     find_block_candidates,
     find_role_in_plan,
 )
-from shardformer.discovery.example_inputs import Forward, UnknownInputsError, get_required_arguments
+from shardformer.discovery.example_inputs import Forward, UnknownInputsError, get_required_arguments, name_arguments
 from shardformer.discovery.forward_trace import count_layer_outputs, find_layer_paths, trace_forward
 from shardformer.discovery.layer_stacks import find_layer_stacks, find_pipeline_hints, find_sequence_hints
 from shardformer.discovery.reduced_model import ReducedModel, ReferenceGradients, reduce_model
@@ -184,14 +184,16 @@ class DerivedPolicy(RolePolicy):
                     )
 
 
-def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = None) -> RolePolicy:
+def derive_policy(
+    model: nn.Module | Any, batch: Mapping[str, Tensor] | Sequence[Tensor] | Tensor | None = None
+) -> RolePolicy:
     """Derive a policy for a model and validate it on a reduced model, which takes a few seconds.
 
     Args:
         model: a model, or a transformers config, of which the first architecture is used.
-        batch: keyword arguments of one forward, required if the inputs are not just tokens, images or audio. It must
-            fit the reduced model. A copy of the model is used instead if the model has up to 20 million parameters and
-            its config cannot be reduced.
+        batch: arguments of one forward, by name or in order, required if the inputs are not just tokens, images or
+            audio. It must fit the reduced model. A copy of the model is used instead if the model has up to 20 million
+            parameters and its config cannot be reduced.
 
     Returns:
         A policy that can be passed to ``shard_model``. Printed, it is Python source.
@@ -204,7 +206,7 @@ def derive_policy(model: nn.Module | Any, batch: Mapping[str, Tensor] | None = N
         check_not_sharded(model)
     with reduced_model.ONE_AT_A_TIME, torch.enable_grad(), torch.random.fork_rng(devices=[]):
         full = model if isinstance(model, nn.Module) else build_meta_model(model)
-        reduced = reduce_model(full, batch)
+        reduced = reduce_model(full, None if batch is None else name_arguments(batch, full))
         return derive_policy_on(reduced.model, reduced.run, reduced, collect_transformers_plan(full))()
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from shardformer.errors import PolicyError
+from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
@@ -35,6 +35,26 @@ AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a f
 
 class UnknownInputsError(PolicyError):
     """Raised if no example input can be generated for the forward of a model."""
+
+
+def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
+    """Return a batch as keyword arguments of a model's forward: a dict, or a tensor or tensors in their order.
+
+    Raises:
+        InputError: if it is none of these, or has more tensors than the forward has arguments.
+    """
+    if isinstance(batch, Mapping):
+        return dict(batch)
+    values = (batch,) if isinstance(batch, Tensor) else batch
+    names = list(inspect.signature(model.forward).parameters)
+    if not isinstance(values, (list, tuple)) or len(values) > len(names):
+        shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
+        raise InputError(
+            f"batch is {shown}, which does not fit the forward of {type(model).__name__}",
+            rule=f"The forward takes {', '.join(names)}",
+            remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}',
+        )
+    return dict(zip(names, values, strict=False))
 
 
 def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:

@@ -115,6 +115,8 @@ class GradientReducer(PausableReducer):
             self._num_started = self._num_finished = 0
             for bucket in self._buckets:
                 bucket.reset()
+        if self._hooked and not torch.is_grad_enabled():
+            return  # a forward with other adapters, whose parameters may be frozen for its duration
         trainable = [g for g in self.gradients if g.param.requires_grad]
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):

@@ -21,7 +21,7 @@ import accelerate
 import torch
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
-from accelerate.utils import recursively_apply
+from accelerate.utils import DynamoBackend, TorchDynamoPlugin, recursively_apply
 from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHTS_NAME
 from safetensors.torch import load_file
 from torch import Tensor, nn
@@ -41,12 +41,20 @@ from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
+from shardformer.torch_compat import is_compiled_wrapper
 from shardformer.training.initialize import initialize, make_context
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 
-OTHER_BACKENDS = ("deepspeed_plugin", "deepspeed_plugins", "fsdp_plugin", "torch_tp_plugin", "megatron_lm_plugin")
+OTHER_BACKENDS = (
+    "deepspeed_plugin",
+    "deepspeed_plugins",
+    "fsdp_plugin",
+    "torch_tp_plugin",
+    "megatron_lm_plugin",
+    "parallelism_config",
+)
 CHECKPOINT_FOLDER = "shardformer"
 """Prefix of the folders of a saved state that contain the checkpoints of sharded models."""
 PLAIN_WEIGHTS = re.compile(r"(model|pytorch_model)(_\d+)?\.(safetensors|bin)")
@@ -240,10 +248,24 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return None
 
     def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
-        """Add autocast and compilation to a model. A sharded model stays on its device, and gets no DDP wrapper."""
-        if sharded_model_in(model) is not None:
-            device_placement, evaluation_mode = False, True
-        return super().prepare_model(model, device_placement, evaluation_mode)
+        """Add autocast and compilation to a model.
+
+        A sharded model stays on its device, and gets no DDP wrapper. Its layers are compiled, instead of the full model
+        (``TorchDynamoPlugin``, ``torch_compile`` of ``TrainingArguments``).
+        """
+        sharded = sharded_model_in(model)
+        if sharded is None:
+            return super().prepare_model(model, device_placement, evaluation_mode)
+        state, plugin = self.state, self.state.dynamo_plugin
+        state.dynamo_plugin = TorchDynamoPlugin(backend="no")
+        try:
+            prepared = super().prepare_model(model, False, True)
+        finally:
+            state.dynamo_plugin = plugin
+        if plugin.backend != DynamoBackend.NO and not plugin.disable and not is_compiled_wrapper(model):
+            options = {name: value for name, value in plugin.to_kwargs().items() if name not in ("disable", "backend")}
+            sharded.compile(backend=plugin.backend.value.lower(), **options)
+        return prepared
 
     def prepare_optimizer(self, optimizer: Any, device_placement: Any = None) -> Any:
         """Wrap an optimizer without moving it. The optimizer of a sharded model may be in host memory."""

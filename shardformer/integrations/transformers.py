@@ -4,16 +4,23 @@
 >>> trainer = Trainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
 
 The training loop, the logs, the callbacks and the evaluation are those of transformers. ``ShardedTrainer`` is a mixin
-for other subclasses of ``transformers.Trainer``.
+for other subclasses of ``transformers.Trainer``. With the ``TrainingArguments`` of this module, the trainers of
+transformers and their subclasses shard the model themselves:
+
+>>> args = TrainingArguments("out", parallel={"tensor": 2})                               # doctest: +SKIP
+>>> trainer = transformers.Trainer(model, args, train_dataset=...)                        # doctest: +SKIP
 """
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass, field
+from functools import cache, partial, wraps
+from math import prod
 from typing import Any
 
 import torch
@@ -30,6 +37,7 @@ from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, 
 from shardformer.integrations.accelerate import Accelerator, DataRanks, sharded_model_in
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.torch_patches import Patch, install, replace_attribute
 from shardformer.training.initialize import initialize, make_context, make_pipeline
 from shardformer.transformers_compat import is_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
@@ -55,6 +63,7 @@ class ShardedTrainer:
         ConfigError: The layout or an argument is not supported. Raised before training.
     """
 
+    replaces_fused_heads = False
     # attributes and methods of the Trainer class
     args: Any
     model: Any
@@ -77,12 +86,40 @@ class ShardedTrainer:
         context: ParallelContext | None = None,
         **options: Any,
     ) -> None:
-        self.parallel, self.policy = ParallelConfig.of(parallel), policy
+        self._set_layout(model, args, parallel, policy, context)
+        if others:
+            super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+        else:  # args is not the second argument of all trainers
+            super().__init__(model, args=args, **options)  # type: ignore[call-arg]
+        self._shard_after_init()
+
+    def _set_layout(
+        self, model: Any, args: Any, parallel: Any, policy: Any = None, context: ParallelContext | None = None
+    ) -> None:
+        """Set the layout and check the arguments before Trainer is initialized."""
+        if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
+            raise ConfigError(
+                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL",
+                rule="TRL computes log-probabilities from the weight of the head, of which each rank has a slice",
+                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class",
+            )
+        of_arguments = getattr(args, "parallel", None)
+        if (
+            parallel is not None
+            and of_arguments is not None
+            and ParallelConfig.of(of_arguments) != ParallelConfig.of(parallel)
+        ):
+            raise ConfigError(
+                f"TrainingArguments(parallel={of_arguments}) differs from Trainer(parallel={parallel!r:.80})",
+                remedy="Pass the layout to one of them",
+            )
+        self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
         sharded = sharded_model_in(model)
         self.context = make_context(context or (metadata_of(sharded).context if sharded else None), self.parallel)
         self._loss_mean = LossMean(self.context.data)
         check_arguments(args, self.parallel)
-        super().__init__(model, args, *others, **options)  # type: ignore[call-arg]
+
+    def _shard_after_init(self) -> None:
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
                 f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",
@@ -90,6 +127,11 @@ class ShardedTrainer:
                 remedy="Evaluate the loss only, or use the tensor axis",
             )
         self._check_loss(self.context.pipe.size)
+        if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
+            raise ConfigError(
+                f"TrainingArguments found one process, but the layout is {self.context}",
+                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU",
+            )
         self._shard(self.model)
         if self.label_smoother is not None:
             self.label_smoother = DataParallelSmoother(self.label_smoother, self._loss_mean)
@@ -213,7 +255,8 @@ class ShardedTrainer:
 
     def floating_point_ops(self, inputs: Any) -> float:
         """Return 6 times the non-embedding parameters times the tokens. Trainer sums this over all processes."""
-        tokens = inputs.get(getattr(self.model, "main_input_name", "input_ids"))
+        name = getattr(self.model, "main_input_name", "input_ids")
+        tokens = inputs.get(name) if isinstance(inputs, Mapping) else None
         if not isinstance(tokens, Tensor):
             return 0
         copies = self.args.world_size // self.context.data.size
@@ -607,3 +650,65 @@ class Trainer(ShardedTrainer, transformers.Trainer):  # type: ignore[misc]
 
 class Seq2SeqTrainer(ShardedTrainer, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers' ``Seq2SeqTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTrainer``."""
+
+
+# --- the layout in the arguments of an unmodified Trainer
+
+
+@dataclass
+class ParallelArguments:
+    """Mixin of ``TrainingArguments`` with the layout.
+
+    Args:
+        parallel: Fields of ``ParallelConfig``, as a dict or in JSON, or a ``ParallelConfig``. None does not shard.
+    """
+
+    parallel: dict[str, Any] | str | None = field(
+        default=None, metadata={"help": "Layout and options of shardformer.ParallelConfig, in JSON"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()  # type: ignore[misc]
+        if isinstance(self.parallel, str):
+            self.parallel = json.loads(self.parallel)
+        if self.parallel is not None:
+            defaults = ParallelConfig().to_dict()
+            found = ParallelConfig.of(self.parallel).to_dict().items()
+            self.parallel = {name: value for name, value in found if value != defaults[name]}  # can be written as JSON
+            install(TRAINER_PATCH, lambda: replace_attribute(transformers.Trainer, "__init__", _sharding_init))
+
+
+@dataclass
+class TrainingArguments(ParallelArguments, transformers.TrainingArguments):  # type: ignore[misc]
+    """transformers' ``TrainingArguments`` with ``parallel``, for an unmodified Trainer."""
+
+
+@dataclass
+class Seq2SeqTrainingArguments(ParallelArguments, transformers.Seq2SeqTrainingArguments):  # type: ignore[misc]
+    """transformers' ``Seq2SeqTrainingArguments`` with ``parallel``, for an unmodified Seq2SeqTrainer."""
+
+
+TRAINER_PATCH = Patch(
+    "transformers.Trainer.__init__",
+    "shardformer.integrations.transformers",
+    "shards the model of a Trainer whose arguments have a layout",
+)
+_INIT = transformers.Trainer.__init__
+
+
+@wraps(_INIT)
+def _sharding_init(self: Any, model: Any = None, args: Any = None, *others: Any, **options: Any) -> None:
+    is_sharded = isinstance(self, ShardedTrainer)  # which sets the layout itself
+    if is_sharded or getattr(args, "parallel", None) is None:
+        _INIT(self, model, args, *others, **options)
+        return
+    kind: Any = type(self)
+    self.__class__ = _sharded_class(kind)
+    self._set_layout(model, args, None)
+    _INIT(self, model, args, *others, **options)
+    self._shard_after_init()
+
+
+@cache
+def _sharded_class(kind: Any) -> Any:
+    return type(kind.__name__, (ShardedTrainer, kind), {"__module__": kind.__module__, "__doc__": kind.__doc__})

@@ -330,12 +330,15 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
     )
 
 
-def sharded_module(model: nn.Module) -> tuple[nn.Module, str]:
+def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
     """Return the module that was sharded, and the prefix of its names in ``model``.
 
     This is ``model`` itself, or the model inside a wrapper that has its metadata (a ``PeftModel``).
+
+    Args:
+        state: metadata of the model inside any wrapper. None if ``model`` has it.
     """
-    state = metadata_of(model)
+    state = state or metadata_of(model)
     inside = (
         (module, f"{path}.")
         for path, module in model.named_modules()

@@ -102,7 +102,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} describes {stages} pipeline stages instead of {num_stages}", remedy=remedy)
+        raise ConfigError(f"{shown} describes {stages} instead of {num_stages}", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from math import floor
 from pathlib import Path
 from string import ascii_lowercase
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from shardformer.errors import ConfigError
 from shardformer.filesystem.atomic_write import replace_atomically
@@ -64,6 +64,16 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
         lines += [_format_row(label, row[first : first + in_band], cell) for label, row in zip(row_labels, rows)]
         lines.append("")
     return "\n".join([*lines, *_format_legend(schedule, timeline), *summarize_schedule(schedule, timeline)])
+
+
+def timeline_as_json(schedule: Schedule, timeline: Timeline) -> dict[str, Any]:
+    """Return a schedule with the start and end of each action, its bubble and its stored activations for JSON."""
+    ranks = [[{"action": str(s.action), "start": s.start, "end": s.end} for s in spans] for spans in timeline.spans]
+    return {
+        "schedule": schedule.name, "stages": schedule.stages, "micro_batches": schedule.micro_batches,
+        "num_model_chunks": schedule.num_model_chunks, "makespan": timeline.makespan, "bubble": timeline.bubble,
+        "idle": timeline.idle, "in_flight": timeline.in_flight, "ranks": ranks,
+    }  # fmt: skip
 
 
 def summarize_schedule(schedule: Schedule, timeline: Timeline) -> list[str]:

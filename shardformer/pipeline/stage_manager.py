@@ -200,6 +200,14 @@ class Stages:
         positions = [at for at, unit in enumerate(units) if path == unit or path.startswith(f"{unit}.")]
         return bool(positions) and not any(at in span for at in positions for span in self._list_local_spans())
 
+    def first_names(self, prefix: str = "") -> dict[str, str]:
+        """Map each name of the full model's state dict to the first name of the same tensor, in the model's order.
+
+        Args:
+            prefix: prefix of the names in a wrapper around the model.
+        """
+        return {prefix + name: prefix + first for name, (first, _) in self.state.items()}
+
     def rename(self, rename: Callable[[str], str]) -> None:
         """Change the names of all parameters and buffers, after modules moved inside the model."""
         self.owner_layers = {rename(name): layers for name, layers in self.owner_layers.items()}

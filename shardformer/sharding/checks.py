@@ -41,7 +41,7 @@ from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.torch_compat import has_meta_tensors, tensor_hooks_of
+from shardformer.torch_compat import has_meta_tensors, is_dtensor, tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/announcement"
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.002, 0.25
@@ -166,9 +166,21 @@ def check_not_sharded(model: nn.Module) -> None:
         )
 
 
+def check_no_dtensors(model: nn.Module) -> None:
+    """Raise ConfigError if torch or transformers has sharded the model."""
+    if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
+        raise ConfigError(
+            f"{found} of this {type(model).__name__} is a DTensor, as created by fully_shard, parallelize_module or a "
+            "DistributedConfig of transformers",
+            rule="Only one library can shard the model",
+            remedy="Load the model without distributed_config, and set the layout in ParallelConfig",
+        )
+
+
 def check_can_be_sharded(model: nn.Module) -> None:
     """Raise ConfigError if the model is already sharded or was created under ``torch.inference_mode``."""
     check_not_sharded(model)
+    check_no_dtensors(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
             f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained",

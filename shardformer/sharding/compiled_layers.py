@@ -23,14 +23,21 @@ from torch import nn
 
 from shardformer import torch_compat
 from shardformer.comm.deferred_tensor import resolve_deferred
+from shardformer.context_parallel.attention import has_relative_bias
+from shardformer.context_parallel.graph_attention import hold_masks, install_sites
+from shardformer.context_parallel.model_hooks import FullSequenceHook
+from shardformer.context_parallel.sequence_layout import ContextParallelState
 from shardformer.errors import ConfigError, check_choice, check_names
 from shardformer.layout.sharding_metadata import ShardingMetadata, metadata_of
 from shardformer.random_state import uses_dropout
-from shardformer.tensor_parallel.sequence_parallel import first_tensor
+from shardformer.sharding.graph_random_state import compile_with_random_state
+from shardformer.tensor_parallel.sequence_parallel import StackActivations, first_tensor
+from shardformer.torch_compat import current_graph_task_id, tree_map
 from shardformer.transformers_compat import (
     caches_in,
     checkpointing_function,
     forward_without_checkpointing,
+    holds_tokens,
 )
 from shardformer.zero.stage3_parameters import gather_together
 
@@ -48,6 +55,7 @@ class StackCompiler:
         path: path of the stack's layers.
         options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
         layers: paths of the layers on this rank.
+        random_device: device of the random state that the graphs contain; None if they use the generators.
 
     Attributes:
         graphs: for each compiled graph, the path of the first layer that uses it.
@@ -58,6 +66,7 @@ class StackCompiler:
     backend: Backend
     options: Mapping[str, Any]
     layers: Sequence[str]
+    random_device: torch.device | None = None
     graphs: list[str] = field(default_factory=list)
     eager_calls: int = 0
 
@@ -74,11 +83,13 @@ class StackCompiler:
 
     def _compile_graph(self, graph: Any, inputs: Sequence[Any]) -> Any:
         self.graphs.append(self.running)
-        return self._compile(graph, inputs)
+        if self.random_device is None:
+            return self._compile(graph, inputs)
+        return compile_with_random_state(graph, inputs, self._compile, self.random_device)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StackCompiler:
         """Copy the settings. A copied model compiles its layers again."""
-        memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers)
+        memo[id(self)] = copy = StackCompiler(self.path, self.backend, self.options, self.layers, self.random_device)
         return copy
 
     def __str__(self) -> str:
@@ -89,29 +100,42 @@ class StackCompiler:
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
-def _call_layer(forward: Callable[..., Any], layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return forward(layer, *args, **kwargs)
+def _call_layer(
+    forward: Callable[..., Any],
+    layer: nn.Module | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    lengths: Sequence[tuple[StackActivations, int]],
+) -> Any:
+    """Call a layer. The lengths of the sequence are arguments, because each attribute needs another graph per value."""
+    for stream, length in lengths:
+        stream.full = length
+    return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
 
 class CompiledLayer:
     """Forward of a layer as one compiled graph. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
-    evaluation, the layer runs without compilation, because each token would need another graph.
+    evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
 
     Raises ConfigError in the first forward if the layer cannot be compiled as one graph.
     """
 
-    def __init__(self, layer: nn.Module, path: str, stack: StackCompiler) -> None:
+    def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
         original: Any = layer.forward
-        self._layer, self._path, self._stack = layer, path, stack
+        self._layer, self._path, self._stack, self._context = layer, path, stack, context
+        self._outside_of_graph: Callable[..., Any] = torch.compiler.disable(type(self)._call)  # unbound, for copies
         self._before, forward = vars(layer).get("forward"), getattr(original, "__func__", original)
         self._is_method = forward is not original
         self._forward = forward_without_checkpointing(forward)
         self._checkpoints_in_forward = self._forward is not forward
         functools.update_wrapper(self, original, updated=())
-        blocks = (block for module in layer.modules() if (block := getattr(module, "block", None)) is not None)
+        blocks = [block for module in layer.modules() if (block := getattr(module, "block", None)) is not None]
         self._streams = list(dict.fromkeys(block.stream for block in blocks))
+        for block in blocks:
+            block.put_random_state_in_graph()
+        install_sites(layer)
 
     def remove(self) -> None:
         """Restore the forward of the layer."""
@@ -120,10 +144,15 @@ class CompiledLayer:
             self._layer.forward = self._before
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # as part of a larger graph
-            return self._run_eagerly(args, kwargs)
+        if torch.compiler.is_compiling():  # a larger graph ends here, and begins again after the layer
+            return self._outside_of_graph(self, *args, **kwargs)
+        return self._call(*args, **kwargs)
+
+    def _call(self, *args: Any, **kwargs: Any) -> Any:
+        if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
+            return self._run_eagerly(args, kwargs)  # the sequence of this forward is not sharded
         if caches := caches_in((*args, *kwargs.values())):
-            if not torch.is_grad_enabled():
+            if not torch.is_grad_enabled() or any(map(holds_tokens, caches)):
                 return self._run_eagerly(args, kwargs)
             args = tuple(None if any(x is cache for cache in caches) else x for x in args)
             kwargs = {name: None if any(x is cache for cache in caches) else x for name, x in kwargs.items()}
@@ -151,7 +180,9 @@ class CompiledLayer:
 
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
-        return self._stack.call(self._forward, layer, args, kwargs)
+        args, kwargs = tree_map(hold_masks, (args, kwargs))
+        lengths = [(stream, stream.full) for stream in self._streams if stream.is_sharded]
+        return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return self._forward(self._layer, *args, **kwargs) if self._is_method else self._forward(*args, **kwargs)
@@ -190,12 +221,15 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
             f"compile={backend!r} has no effect: {type(model).__name__} has no known stack of layers",
             remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers",
         )
-    state.compilers[:] = [StackCompiler(path, backend, options, list(layers)) for path, layers in found.items()]
+    differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
+    draws = differs and uses_dropout(model)
+    device = state.context.device if draws else None
+    state.compilers[:] = [StackCompiler(path, backend, options, list(layers), device) for path, layers in found.items()]
     for stack in state.compilers:
         for path, layer in found[stack.path].items():
             if isinstance(before := vars(layer).get("forward"), CompiledLayer):
                 before.remove()
-            layer.forward = CompiledLayer(layer, path, stack)
+            layer.forward = CompiledLayer(layer, path, stack, state.context_run)
 
 
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
@@ -211,17 +245,25 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     problem, remedy = "", "Set compile=False"
     if sizes.get("row", 1) * sizes.get("column", 1) > 1:
         problem = "The layers of tensor_parallel_mode='2d', '2.5d' and '3d' change Python state that is not traced"
-    elif sizes["sequence"] > 1:
-        problem = "Context parallelism evaluates the attention mask in Python during the forward"
-    elif sizes["tensor"] > 1 and uses_dropout(model):
-        problem = "The model uses dropout, whose random state differs between ranks in parts of a layer"
-        remedy = "Set the dropout of the model to 0, or call torch.compile(model), which breaks the graph in the layers"
+    elif state.context_run is not None and (reason := _why_context_is_eager(model, state)):
+        problem = f"Context parallelism {reason}"
     elif backend == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
     elif backend == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
         problem, remedy = "The backend inductor needs a C++ compiler on a CPU, which is not installed", "Install g++"
     if problem:
         raise ConfigError(f"compile={backend!r} does not work: {problem}", remedy=remedy)
+
+
+def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
+    """Return why layers with a sharded sequence cannot be compiled, or an empty string."""
+    if state.context_run.is_whole:
+        return "computes the attention of this model in full on every rank"
+    if any(isinstance(hook, FullSequenceHook) for hook in state.region_hooks):
+        return "gathers the full sequence for modules inside the layers"
+    if any(has_relative_bias(module) for module in model.modules()):
+        return "computes the relative position bias of this model in Python"
+    return ""
 
 
 def _has_cpp_compiler() -> bool:

@@ -305,6 +305,10 @@ class TensorParallelBlock:
         """Context with the random state from before the block, which is the same on ranks with the same activations."""
         return self._random.outside()
 
+    def put_random_state_in_graph(self) -> None:
+        """Let a compiled layer enter and leave the block's random state in its graph."""
+        self._random.is_in_graph = self._random.is_enabled
+
     def close(self, training: bool) -> None:
         """Clear the activations of the block after its row-parallel linear, or after a forward that raised."""
         self._source = self._entered = self._joined = self._pending = self._region = None

@@ -301,6 +301,8 @@ class Linear1D_Row(_ParallelLinear):
             partial = partial + linear_matmul(x, weight, None, self.transposed)
         if self.partial_of_other is not None:
             partial, self.partial_of_other = partial + self.partial_of_other, None
+        if torch.compiler.is_compiling():
+            return region.reduce(partial)
         y: Tensor = SumPartial.apply(partial, region)
         return y
 

@@ -155,7 +155,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
             entered: Tensor = x.region.enter(x.local)
             return entered
         x = x.full_tensor()
-    node: Any = x.grad_fn
+    node: Any = None if torch.compiler.is_compiling() else x.grad_fn
     while node is not None:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
@@ -176,8 +176,7 @@ def deferred_all_reduce(x: Tensor, axis: Axis) -> DeferredTensor:
 
 def local_length(full_length: int, axis: Axis) -> int:
     """Return how many elements this rank has of an evenly split dim of length ``full_length``."""
-    base, more = divmod(full_length, axis.size)
-    return base + (axis.rank < more)
+    return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
 # B batch, S sequence, H hidden, F features of one linear; lower case: local shard (f = F / tensor)

@@ -142,10 +142,10 @@ def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1:
     if width == 0:
         out_KT[0] = -torch.inf
         return out_KT
-    for rows in _split_rows(logits_Tv, dtype):
+    for rows in split_rows(logits_Tv, dtype):
         x_tv = logits_Tv[rows]
         max_t = x_tv.amax(1).to(dtype)
-        shifted_tv = torch.sub(x_tv, _clamp_infinite(max_t)[:, None])
+        shifted_tv = torch.sub(x_tv, clamp_infinite(max_t)[:, None])
         if options.label_smoothing:
             out_KT[3, rows] = shifted_tv.sum(1)
         out_KT[0, rows] = max_t
@@ -166,7 +166,7 @@ def _combine_statistics(stats_RKT: Tensor, options: _Options) -> tuple[Tensor, T
     if options.label_smoothing:
         # -log p summed over the vocabulary is V log S - sum (x - M)
         spread_T = stats_RKT[:, 3].sum(0)
-        for rank, offset_T in enumerate(_clamp_infinite(max_RT) - max_T):
+        for rank, offset_T in enumerate(clamp_infinite(max_RT) - max_T):
             spread_T = spread_T + (options.bounds[rank + 1] - options.bounds[rank]) * offset_T
         uniform_T = sum_T.log() - spread_T / options.bounds[-1]
         loss_T = (1 - options.label_smoothing) * loss_T + options.label_smoothing * uniform_T
@@ -188,7 +188,7 @@ def _compute_gradient(
     grad_Tv = torch.empty_like(logits_Tv, memory_format=torch.contiguous_format)
     if grad_Tv.numel() == 0:
         return grad_Tv
-    for rows in _split_rows(logits_Tv, max_T1.dtype):
+    for rows in split_rows(logits_Tv, max_T1.dtype):
         out_tv = grad_Tv[rows]
         in_place = out_tv if out_tv.dtype == max_T1.dtype else None
         x_tv = torch.sub(logits_Tv[rows], max_T1[rows], out=in_place)
@@ -201,12 +201,12 @@ def _compute_gradient(
     return grad_Tv
 
 
-def _clamp_infinite(max_T: Tensor) -> Tensor:
+def clamp_infinite(max_T: Tensor) -> Tensor:
     """Clamp a maximum of -inf, so that a rank whose columns are all masked adds exp(-inf) = 0 instead of NaN."""
     return max_T.clamp(min=torch.finfo(max_T.dtype).min)
 
 
-def _split_rows(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
+def split_rows(logits_Tv: Tensor, dtype: torch.dtype) -> Iterator[slice]:
     """Yield slices of the logits' rows that fit in CHUNK_BYTES when cast to ``dtype``, or of one row."""
     num_tokens, width = logits_Tv.shape
     size = max(CHUNK_BYTES.get(logits_Tv.device.type, CHUNK_BYTES["cuda"]) // (width * dtype.itemsize), 1)

@@ -134,7 +134,7 @@ def _group_parameters(
 def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     """Return the factor of the learning rate of each parameter.
 
-    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside of a layer, such as
+    ``layer_decay`` counts the layers of the longest ``ModuleList`` from its end. Lists inside a layer, such as
     experts, do not count. Parameters before the list in the order of registration, such as embeddings, belong to the
     layer before the first one.
 

@@ -416,6 +416,8 @@ TRAINER_KEYS = {
     "tensor_parallel_size": "parallel.tensor", "pipeline_parallel_size": "parallel.pipe",
     "context_parallel_size": "parallel.sequence", "attn_implementation": "parallel.flash_attention",
     "early_stopping_patience": "hooks.early_stopping.patience",
+    "load_best_model_at_end": "hooks.checkpoint.best = 'load'", "metric_for_best_model": "hooks.checkpoint.metric",
+    "greater_is_better": "hooks.checkpoint.mode = 'max'",
 }  # fmt: skip
 """Argument of ``TrainingArguments`` in transformers -> equivalent key of a run configuration."""
 RENAMED_KEYS = {

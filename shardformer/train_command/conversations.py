@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 
@@ -37,7 +37,9 @@ def is_conversation(row: Mapping[str, Any], data: DataTable) -> bool:
     """Return whether a row contains a conversation or a prompt with an answer, rather than a text."""
     if data.prompt is not None:
         return True
-    return data.text not in row and (_messages_field(row, data) is not None or _pair_fields(row, data) is not None)
+    if row.get(data.text) is not None:  # a table has every field in every row
+        return False
+    return data.messages in row or _messages_field(row, data) is not None or _pair_fields(row, data) is not None
 
 
 def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
@@ -50,6 +52,12 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     if field is not None:
         return _read_messages(row[field], field)
     pair = _pair_fields(row, data)
+    if pair is None and data.prompt is None and data.messages in row:
+        raise InputError(
+            f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages",
+            rule='A conversation is a list such as [{"role": "user", "content": "words"}], and not its text as JSON',
+            remedy="Correct or remove that row",
+        )
     if pair is None:
         known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
         raise InputError(
@@ -119,9 +127,22 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
                 remedy="Correct the data",
             )
         assert isinstance(message, Mapping)
+        content = content if isinstance(content, str) else _join_parts(content, message, field)
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
         found.append({**others, "role": ROLES.get(role, role), "content": content})
     return found
+
+
+def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
+    """Return the text of a message that consists of several texts. Raises InputError for other parts, as images."""
+    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        raise InputError(
+            f"A message in the field {field!r} has a part that is not a text: {message!r:.80}",
+            rule="Conversations consist of texts",
+            remedy="Remove other parts, such as images",
+        )
+    return "".join(cast(list[str], texts))
 
 
 @dataclass(frozen=True, eq=False)
@@ -240,20 +261,24 @@ def _read_template(name: str | None) -> str | None:
 
 @cache
 def _compile_template(template: str) -> Any:
+    from jinja2.exceptions import TemplateError
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    return ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True).from_string(template)
+    def raise_exception(message: str) -> NoReturn:
+        raise TemplateError(message)
+
+    environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
+    environment.globals["raise_exception"] = raise_exception  # as in transformers
+    return environment.from_string(template)
 
 
-def encode_conversations(
-    rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFormat, *, allow_none: bool = False
-) -> list[Sample]:
+def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, chat: ChatFormat) -> Iterator[Sample]:
     """Tokenize conversations. Rows without a trained token within ``data.sequence_length`` are left out.
 
     Raises:
-        InputError: No row has a trained token, unless ``allow_none`` is True.
+        InputError: No row has a trained token.
     """
-    found = []
+    has_any = False
     for number, row in enumerate(rows, start=1):
         try:
             options = {"tools": row["tools"]} if row.get("tools") else {}
@@ -261,10 +286,10 @@ def encode_conversations(
         except InputError as error:
             raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
         if any(label != IGNORED for label in labels[1:]):
-            found.append(Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32)))
-    if not found and not allow_none:
+            has_any = True
+            yield Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
+    if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
             f"No row has an answer within its first data.sequence_length = {data.sequence_length} tokens",
             remedy="Increase data.sequence_length, or set data.train_on = 'all'",
         )
-    return found

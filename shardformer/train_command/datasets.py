@@ -260,7 +260,12 @@ def stream_blocks(
 ) -> Iterator[dict[str, Tensor]]:
     """Yield consecutive token blocks of equal length from the texts of a stream, which end tokens separate."""
     rest: list[int] = []
-    for row in rows:
+    for number, row in enumerate(rows, start=1):
+        if not isinstance(row.get(field), str):
+            raise InputError(
+                f"Row {number} of the stream has {row.get(field)!r:.60} in the field {field!r}, which is not a string",
+                remedy="Correct or remove that row, or specify another field with data.text",
+            )
         rest += tokens.encode(row[field]) + ([] if tokens.end is None else [tokens.end])
         count = len(rest) // length
         blocks = TokenBlocks(torch.tensor(rest[: count * length], dtype=torch.int32), length, task, tokens)

@@ -140,11 +140,7 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
     classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
     builder = _DatasetBuilder(config, tokens, transform, classes)
     train = _mix(config, [builder.build(each, False) for each in rows])
-    validation = None
-    if data.has_validation:
-        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
-        is_stream = length_or_none(sources[0]) is None
-        validation = sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
+    validation = _load_validation(config, builder)
     is_padded = tokens is not None and not isinstance(train, TokenBlocks)
     is_preference = model.task == "preference"
     return TrainingData(
@@ -164,6 +160,19 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         adds_end=tokens is not None and adds_end_token(config),
         chat_template=builder.chat_template,
     )
+
+
+def _load_validation(config: TrainConfig, builder: _DatasetBuilder) -> Any:
+    """Return the validation data, or None. Its errors name it."""
+    if not config.data.has_validation:
+        return None
+    try:
+        sources = [builder.build(each, True) for each in read_sources(config, validation=True)]
+    except InputError as error:
+        what = error.what if "validation" in error.what else f"In the validation data: {error.what}"
+        raise InputError(what, rule=error.rule, remedy=error.remedy) from error
+    is_stream = length_or_none(sources[0]) is None
+    return sources[0] if len(sources) == 1 or is_stream else torch.utils.data.ConcatDataset(sources)
 
 
 def _make_collator(task: str, tokens: TextTokenizer) -> PaddingCollator:
@@ -281,7 +290,7 @@ class _DatasetBuilder:
     def _build_language_modeling(self, rows: DatasetRows, tokens: TextTokenizer) -> Any:
         data, task = self.config.data, self.config.model.task
         if task == "causal" and is_conversation(rows[0], data):
-            samples = encode_conversations(rows, data, self._chat_format(tokens))
+            samples = list(encode_conversations(rows, data, self._chat_format(tokens)))
             self._count(samples, rows)
         elif data.packing:
             samples = _split_documents(read_text_field(rows, data.text, "data.text"), tokens, data.sequence_length)
@@ -332,9 +341,8 @@ class _DatasetBuilder:
 
 
 def _stream_conversations(rows: Any, *, data: DataTable, chat: ChatFormat) -> Any:
-    for row in rows:
-        samples = SampleDataset(encode_conversations([row], data, chat, allow_none=True))
-        yield from (samples[index] for index in range(len(samples)))
+    for sample in encode_conversations(rows, data, chat):
+        yield SampleDataset([sample])[0]
 
 
 def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -> list[Sample]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import codecs
 import csv
 import io
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -56,6 +58,12 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
 def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
     data, task = config.data, config.model.task
     data_format = infer_format(data, names)
+    if data.streaming and data_format in ("text", "images"):
+        raise ConfigError(
+            f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}",
+            rule="A stream has rows, such as JSON lines, csv, parquet or a data set",
+            remedy="Remove data.streaming, or convert the data to JSON lines",
+        )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
     if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
         raise _unsupported_format_error(task, data_format, names)
@@ -140,9 +148,10 @@ def _read_text_file(file: str) -> str:
     try:
         return Path(file).read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
+        code = "UTF-16" if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise InputError(
             f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}",
-            remedy="Convert it, for example with iconv --from-code LATIN1 --to-code UTF-8",
+            remedy=f"Convert it, for example with iconv --from-code {code} --to-code UTF-8",
         ) from error
     except OSError as error:
         path = Path(file)
@@ -210,6 +219,11 @@ def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str
     Labels of a ``ClassLabel``, or of a list of them, are returned as class names.
     """
     labels = read_field(rows, field)
+    if "" in labels:
+        raise InputError(
+            f"Row {labels.index('') + 1} of the data has an empty label in the field {field!r}",
+            remedy="Correct or remove that row",
+        )
     feature = (getattr(rows, "features", None) or {}).get(field)
     names = getattr(getattr(feature, "feature", feature), "names", None)
     if names is None:
@@ -280,6 +294,11 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
         raise InputError(
             f"The file {file!r} contains no rows", rule="Its first line has the names of the fields", remedy="Add rows"
         )
+    if twice := [name for name in fields if fields.count(name) > 1]:
+        raise InputError(
+            f"The first line of {file!r} has the field {twice[0]!r} twice: {', '.join(fields):.60}",
+            remedy="Rename one of the fields",
+        )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(fields):
             raise InputError(
@@ -335,14 +354,46 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
         rows = datasets.load_dataset(
             builder, data_files=list(names), split="train", streaming=data.streaming, **options
         )
+        if data.streaming:
+            rows = _CheckedStream(rows, names, data_format)
+            next(iter(rows), None)
+    except InputError:
+        raise
     except Exception as error:  # pandas, pyarrow and the library raise different errors
-        cause = error.__cause__ or error
-        raise InputError(
-            f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(cause)}",
-            remedy="Correct the file, or set data.delimiter or data.options",
-        ) from error
+        raise _unreadable_error(names, data_format, error) from error
     _check_has_rows(rows, ", ".join(names), "data.train")
     return cast(DatasetRows, rows)
+
+
+def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
+    files = [Path(name) for name in names]
+    if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
+        return InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
+    return InputError(
+        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(error.__cause__ or error)}",
+        remedy="Correct the file, or set data.delimiter or data.options",
+    )
+
+
+@dataclass
+class _CheckedStream:
+    """Stream of rows that raises InputError if the library cannot read a row."""
+
+    rows: Any
+    names: Sequence[str]
+    data_format: str
+
+    def __iter__(self) -> Iterator[Any]:
+        try:
+            yield from self.rows
+        except Exception as error:
+            raise _unreadable_error(self.names, self.data_format, error) from error
+
+    def shuffle(self, seed: int) -> _CheckedStream:
+        return replace(self, rows=self.rows.shuffle(seed=seed))
+
+    def set_epoch(self, epoch: int) -> None:
+        self.rows.set_epoch(epoch)
 
 
 def _import_datasets(what: str, names: Sequence[str]) -> Any:
@@ -354,6 +405,7 @@ def _import_datasets(what: str, names: Sequence[str]) -> Any:
             remedy="Run pip install 'shardformer[data]', or convert the data to JSON lines",
         ) from error
     datasets.utils.logging.disable_progress_bar()
+    datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its errors are raised too
     return datasets
 
 
@@ -368,7 +420,10 @@ def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed
 
     total = sum(weights)
     mixed: Iterable[Any] = datasets.interleave_datasets(
-        list(streams), [weight / total for weight in weights], seed=seed, stopping_strategy="all_exhausted"
+        [getattr(stream, "rows", stream) for stream in streams],
+        [weight / total for weight in weights],
+        seed=seed,
+        stopping_strategy="all_exhausted",
     )
     return mixed
 

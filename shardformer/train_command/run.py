@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader
 
 from shardformer.comm.collective_call import run_on_first_rank
 from shardformer.config import ParallelConfig
+from shardformer.discovery.token_dependence import check_packing
 from shardformer.errors import ConfigError, ShardFormerError, first_line
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.train_command.build import (
@@ -30,7 +31,7 @@ from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.preference import PreferenceCollator, compute_reference
-from shardformer.train_command.run_checks import Resume, check_packing, check_task
+from shardformer.train_command.run_checks import Resume, check_task
 from shardformer.train_command.summary import EXPORT_FOLDER, Header, RunSummary, print_footer
 from shardformer.training.engine import Engine
 from shardformer.training.initialize import initialize, make_context, num_processes
@@ -142,7 +143,7 @@ def build_trainer(
     )
     for part in data.preferences:  # before a checkpoint is loaded: the reference is the initial model
         compute_reference(engine, part, cast(PreferenceCollator, data.collate), config.data.batch_size)
-    return Trainer(engine, [header, *hooks, Resume(config, num_steps)]), data
+    return Trainer(engine, [header, *hooks, Resume(config, num_steps, data.chat_template)]), data
 
 
 def _data_source(config: TrainConfig, data: TrainingData) -> tuple[Any, int | None, dict[str, Any]]:
@@ -169,7 +170,8 @@ def load_data_and_model(config: TrainConfig) -> tuple[TrainingData, nn.Module]:
     model = build_model(config, data, saved)
     check_task(config, model)
     if config.data.packing or config.model.task == "preference":
-        check_packing(model, *(["model.task = 'preference'"] if config.model.task == "preference" else []))
+        is_preference = config.model.task == "preference"
+        check_packing(model, *(("model.task = 'preference'", "Use another model") if is_preference else ()))
     if config.training.export:
         check_export(model, data.processor)
     model = prepare_model(config, model)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from shardformer.checkpoint.directory import step_folder
 from shardformer.checkpoint.retention import list_checkpoints
 from shardformer.config import ParallelConfig
 from shardformer.meta_init.materialization import NOTES
@@ -19,6 +20,7 @@ from shardformer.train_command.build import count_epoch_steps, count_steps, coun
 from shardformer.train_command.config_schema import TrainConfig
 from shardformer.train_command.load_data import TrainingData
 from shardformer.training.hook import Hook, TrainerProtocol
+from shardformer.training.hooks.checkpoint import Checkpoint
 from shardformer.training.hooks.progress import create_console, format_duration
 
 if TYPE_CHECKING:
@@ -137,19 +139,25 @@ def print_footer(config: TrainConfig, trainer: Any) -> None:
     """Print where the checkpoint, the exported model and the metrics of a complete run are, and what to do next."""
     console = create_console()
     rows: Rows = []
-    checkpoint = find_newest_checkpoint(config)
-    if checkpoint is not None:
-        rows.append(("Checkpoint", str(checkpoint)))
+    newest = find_newest_checkpoint(config)
+    if newest is not None:
+        rows.append(("Checkpoint", str(newest)))
+    hook = next((hook for hook in trainer.hooks if isinstance(hook, Checkpoint)), None)
+    step = trainer.step if hook is None else hook.trained_steps
+    is_best = hook is not None and hook.loads_best and hook.best_step is not None
+    if hook is not None and hook.best_step is not None:
+        folder = _relative(step_folder(hook.directory, hook.best_step))
+        rows.append(("Best", f"{folder}, {hook.metric} {hook.best_value:.6g}"))
     if config.training.export:
-        rows.append(("Model", str(config.path / EXPORT_FOLDER)))
+        rows.append(("Model", str(config.path / EXPORT_FOLDER) + ", of the best checkpoint" * is_best))
     records = hook_folder(config, "json_lines")
     if records is not None:
         rows += [("Records", f"{_relative(records)}/records.jsonl"), ("Next", f"shardformer plot {_relative(records)}")]
     if trainer.loss is None:
         key = "training.steps" if config.training.steps is not None else "training.epochs"
-        console.print(f"To continue after step {trainer.step}, increase {key}.", soft_wrap=True)
+        console.print(f"To continue after step {step}, increase {key}.", soft_wrap=True)
     else:
-        text = f"Trained up to step {trainer.step} in {format_duration(trainer.seconds)}."
+        text = f"Trained up to step {step} in {format_duration(trainer.seconds)}."
         console.print(text, soft_wrap=True, markup=False)
     print_rows(console, rows)
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shardformer.checkpoint.directory import find_checkpoints
+from shardformer.checkpoint.directory import find_checkpoints, step_folder
 from shardformer.checkpoint.file_format import CheckpointIndex, from_json
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.config import ParallelConfig
@@ -24,12 +24,12 @@ from shardformer.train_command.datasets import ImageTransform
 from shardformer.train_command.load_data import adds_end_token, load_data
 from shardformer.train_command.model_config import get_class_names, get_image_size, load_model_config
 from shardformer.train_command.run import load_data_and_model
-from shardformer.train_command.run_checks import CONFIG_FILE, MODEL_KEY, Resume
+from shardformer.train_command.run_checks import CONFIG_FILE, MODEL_KEY, TEMPLATE_KEY, Resume
 from shardformer.train_command.summary import EXPORT_FOLDER
 from shardformer.train_command.tokenizer import load_tokenizer
 from shardformer.training.data_loader import create_data_loader
 from shardformer.training.engine import USER_STATE_KEY, Engine
-from shardformer.training.hooks import Metrics
+from shardformer.training.hooks import Checkpoint, Metrics
 from shardformer.training.initialize import initialize
 from shardformer.training.sample_order import length_or_none
 from shardformer.training.trainer import HOOKS, Trainer
@@ -48,12 +48,14 @@ class TrainedModel:
         model_config: Its transformers config.
         checkpoint: The checkpoint with its weights, or None if ``from_pretrained`` loads them.
         run: The configuration of the run that saved the checkpoint, or None.
+        chat_template: The template of the conversations that the run trained on, or None.
     """
 
     name: str
     model_config: Any
     checkpoint: Path | None = None
     run: TrainConfig | None = None
+    chat_template: str | None = None
 
     def with_changes(self, changes: Sequence[str]) -> TrainedModel:
         """Return the model with changed keys of its run, such as ``parallel.tensor=2``."""
@@ -103,7 +105,7 @@ class TrainedModel:
             random=run.model.random,
             trust_remote_code=run.model.trust_remote_code,
         )
-        return tokens.export(adds_end=adds_end_token(run))
+        return tokens.export(adds_end=adds_end_token(run), chat_template=self.chat_template)
 
 
 def find_trained_model(source: str) -> TrainedModel:
@@ -131,18 +133,23 @@ def find_trained_model(source: str) -> TrainedModel:
 def _find_model_of_run(path: Path, source: str) -> TrainedModel:
     checkpoints = path / "checkpoints"
     try:
-        return _find_model_of_checkpoint(checkpoints, source)
+        found = _find_model_of_checkpoint(checkpoints, source)
     except ConfigError as error:
         exported = path / EXPORT_FOLDER
         remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder of its checkpoints"
         raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}", remedy=remedy) from error
+    assert found.checkpoint is not None and found.run is not None
+    best = _hook_states(found.checkpoint).get(Checkpoint.__name__)
+    options = found.run.hooks.get("checkpoint")
+    if best is None or not isinstance(options, dict) or options.get("best") != "load":
+        return found
+    folder = step_folder(checkpoints, best["best_step"] or 0)
+    return replace(found, checkpoint=folder) if folder.is_dir() else found
 
 
 def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     checkpoint = next(find_checkpoints(path))
-    extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
-    user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
-    state = ((user.get(HOOKS) if isinstance(user, dict) else None) or {}).get(Resume.__name__)
+    state = _hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
             f"The checkpoint {str(checkpoint)!r} does not contain the configuration of its model",
@@ -153,7 +160,14 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     fields = json.loads(state[MODEL_KEY])
     mapping = load_transformers().CONFIG_MAPPING
     kind = mapping[fields["model_type"]] if fields["model_type"] in mapping else type(load_model_config(run))
-    return TrainedModel(source, kind.from_dict(fields), checkpoint, run)
+    return TrainedModel(source, kind.from_dict(fields), checkpoint, run, state.get(TEMPLATE_KEY))
+
+
+def _hook_states(checkpoint: Path) -> dict[str, Any]:
+    """Return the states of hooks in a checkpoint by the names of their classes."""
+    extra = from_json(CheckpointIndex.read(checkpoint).values["extra"])
+    user = extra.get(USER_STATE_KEY) if isinstance(extra, dict) else None
+    return (user.get(HOOKS) if isinstance(user, dict) else None) or {}
 
 
 def _without_none(tables: Any) -> Any:

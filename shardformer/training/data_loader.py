@@ -330,7 +330,7 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
                 f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}",
                 rule=f"It is called as loss_fn(output, {second}), where output, a {type(output).__name__}, is what the "
                 "model returned" + ("" if second == "target" else ", and batch is the dict of its arguments"),
-                remedy="Use these two arguments (only verify calls loss_fn(model, batch)). "
+                remedy="Use these two arguments (only verify also accepts loss_fn(model, batch)). "
                 f"{TRACEBACK_VARIABLE}=1 shows the traceback",
             ) from error
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+import math
+from typing import Any, Literal, Protocol
 
 from torch import Tensor
 
 from shardformer.checkpoint.load import LoadedCheckpoint
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, InputError, did_you_mean
 from shardformer.training.engine import Engine
+
+Mode = Literal["min", "max"]
 
 
 class TrainerProtocol(Protocol):
@@ -57,6 +60,25 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
             f"The hook {type(hook).__name__} requires validation data",
             remedy="Pass fit(validation=data), set data.validation in the run configuration, or remove the hook",
         )
+
+
+def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
+    """Return a metric of the validation that ended. Raise InputError if no earlier hook computed it."""
+    if metric not in trainer.values:
+        name = type(hook).__name__
+        raise InputError(
+            f"{name} cannot find the metric {metric!r} in trainer.values",
+            rule=f"A hook that computes a metric must be listed before {name}",
+            remedy=did_you_mean(metric, trainer.values),
+        )
+    return trainer.values[metric]
+
+
+def is_improved(value: float, best: float | None, mode: Mode, min_delta: float = 0.0) -> bool:
+    """Return whether a metric is better than its best value so far by more than ``min_delta``. NaN never is."""
+    if math.isnan(value) or best is None:
+        return not math.isnan(value)
+    return (best - value if mode == "min" else value - best) > min_delta
 
 
 class Hook:
@@ -129,6 +151,9 @@ class Hook:
 
     def after_train(self, trainer: Any) -> None:
         """Called at the end of the run, unless an error ended it."""
+
+    def after_fit(self, trainer: Any) -> None:
+        """Called after the last checkpoint is written, unless an error ended the run."""
 
     def state(self) -> Any:
         """Return the hook state to store in checkpoints, as plain values, or None. The first rank's state is stored."""

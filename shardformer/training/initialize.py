@@ -32,6 +32,7 @@ from shardformer.offload.activations import offload_activations
 from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
+from shardformer.sharding.checks import check_no_dtensors
 from shardformer.sharding.compiled_layers import compiled_stacks
 from shardformer.torch_compat import is_compiled_in_place
 from shardformer.training.data_loader import (
@@ -364,6 +365,7 @@ def _check_argument_types(
     model: Any, loss_fn: Any, loss_weight: Any, scheduler_every: Any, context: Any, data_options: Any
 ) -> None:
     check_module(model)
+    check_no_dtensors(model)
     check_callable("loss_fn", loss_fn, "It must be a function")
     check_callable("loss_weight", loss_weight, "It must be a function")
     check_choice("scheduler_every", scheduler_every, ("step", "epoch"))

@@ -128,13 +128,14 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
 
 
 def _to_json_line(record: MetricsRecord) -> str:
-    values = {name: _to_json(value) for name, value in record.values.items()}
-    line = {"step": record.step, "epoch": record.epoch, "seconds": _to_json(record.seconds), "values": values}
+    values = {name: value_to_json(value) for name, value in record.values.items()}
+    line = {"step": record.step, "epoch": record.epoch, "seconds": value_to_json(record.seconds), "values": values}
     line |= {"layout": record.layout} if record.layout else {}
     return json.dumps(line, allow_nan=False) + "\n"
 
 
-def _to_json(value: float) -> float | str:
+def value_to_json(value: float) -> float | str:
+    """Return a number for JSON, which has no NaN and no infinite numbers: these become text."""
     number = float(value)  # converts NumPy numbers and tensors with one element
     return number if math.isfinite(number) else str(number)
 

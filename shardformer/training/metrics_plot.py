@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from shardformer.errors import ConfigError, check_names
 from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
-from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records
+from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records, value_to_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -183,6 +183,8 @@ def describe_differences(runs: Runs) -> list[str]:
     found = ((run, loss_difference(records, each)) for run, each in others)
     return [
         f"{run}: loss differs from {first} by at most {each[0]:.1e} (relative, {each[1]} steps)"
+        if each[0]
+        else f"{run}: loss equal to {first} ({each[1]} steps)"
         for run, each in found
         if each is not None
     ]
@@ -418,11 +420,8 @@ def _draw_legend(figure: Figure, runs: Runs, names: Sequence[str]) -> None:
         first = next(iter(runs))
         for color, (run, records) in zip(_choose_colors(len(runs)), runs.items()):
             found = loss_difference(runs[first], records) if run != first else None
-            equal = (
-                f" (loss within {found[0]:.0e} of {_shorten_run_name(first, 30)})"
-                if found and found[0] <= _EQUAL
-                else ""
-            )
+            how = "equal to" if found and found[0] == 0 else f"within {found[0]:.0e} of" if found else ""
+            equal = f" (loss {how} {_shorten_run_name(first, 30)})" if found and found[0] <= _EQUAL else ""
             entries.append((_shorten_run_name(run, 60) + equal, Line2D([], [], color=color, linewidth=2)))
     trained = [(name, metric_series(records, name)) for records in runs.values() for name in names]
     validated = [metric_series(records, VALIDATION + name) for records in runs.values() for name in names]
@@ -461,12 +460,48 @@ def metrics_summary(runs: Runs) -> list[dict[str, str]]:
     return [{"run": run, **_summarize_run(records)} for run, records in runs.items()]
 
 
+def metrics_as_json(runs: Runs) -> dict[str, Any]:
+    """Return the summary of each run, and the differences of their losses, as plain values for JSON.
+
+    For each metric, "last" is the value of the last step. "min", "min_step", "max" and "mean" ignore NaN and infinite
+    values.
+    """
+    found = []
+    for run, records in runs.items():
+        recorded = {name: None for record in records for name in record.values}
+        metrics = {name: _summarize_metric(records, name) for name in recorded}
+        changes = [{"step": change.step, "text": change.text} for change in layout_changes(records)]
+        found.append({"run": run, **_progress(records), "metrics": metrics, "layout_changes": changes})
+    (first, one), *others = runs.items()
+    differences = [
+        {"run": run, "other": first, "relative": each[0], "steps": each[1]}
+        for run, records in others
+        if (each := loss_difference(one, records)) is not None
+    ]
+    return {"runs": found, "loss_differences": differences}
+
+
+def _progress(records: Sequence[MetricsRecord]) -> dict[str, Any]:
+    return {
+        "step": max((record.step for record in records), default=0),
+        "seconds": value_to_json(records[-1].seconds if records else 0.0),
+    }
+
+
+def _summarize_metric(records: Sequence[MetricsRecord], name: str) -> dict[str, Any]:
+    series = metric_series(records, name)
+    found: dict[str, Any] = {"last": value_to_json(series[1][-1])}
+    steps, values = drop_nonfinite(series)
+    if len(values):
+        found |= {"min": float(values.min()), "min_step": int(steps[values.argmin()])}
+        found |= {"max": float(values.max()), "mean": float(values.mean())}
+    return found
+
+
 def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
     losses = {name: metric_series(records, name)[1] for name in ("loss", VALIDATION + "loss")}
-    cells = {
-        "step": str(max((record.step for record in records), default=0)),
-        "time": _format_duration(records[-1].seconds if records else 0.0),
-    }
+    progress = _progress(records)
+    cells = {"step": str(progress["step"]), "time": _format_duration(float(progress["seconds"]))}
     for name, values in losses.items():
         shown = name.replace("/", " ")
         best = values[np.isfinite(values)]

@@ -266,6 +266,7 @@ class Trainer:
         self.agree()
         if (requests | self._synchronizer.take_requests()).signal:  # after the last step
             self.stopped_by, self.was_interrupted = "a signal", True
+        self._call_hooks_synchronized("after_fit")
 
     def _report_signal(self, received: Signals) -> None:
         """Print at once that a signal was received and will stop the run, because the current step may take minutes."""

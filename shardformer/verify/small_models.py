@@ -432,7 +432,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     if not distances:
         raise ConfigError(
             f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'",
-            remedy="Pass loss_fn=, a function (model, batch) -> loss",
+            remedy="Pass loss_fn=, a function (output, batch) -> loss",
         )
     return torch.stack([x.double() for x in distances]).sum()
 

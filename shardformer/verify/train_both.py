@@ -18,7 +18,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce, gather_
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.config import STAGE_FIELDS, ShardConfig
 from shardformer.discovery.reduced_model import disable_dropout
-from shardformer.errors import ConfigError, check_int, check_names
+from shardformer.errors import ConfigError, InputError, ShardFormerError, check_int, check_names, first_line
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeight
 from shardformer.gradient_accumulation.micro_batches import (
     batch_size_of,
@@ -231,7 +231,50 @@ class PrecomputedForward(nn.Module):
 
 ModelFn = Callable[[], nn.Module]
 BatchFn = Callable[[int], Mapping[str, Any]]
-LossFn = Callable[[nn.Module, Mapping[str, Any]], Tensor]
+LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
+
+
+@dataclass
+class LossFunction:
+    """Calls a user's ``loss_fn`` with (output, batch), as ``initialize`` does, or with (model, batch).
+
+    The first call finds out which one it takes: the other one raises. Errors of this package are passed on.
+    """
+
+    function: LossFn
+    takes_model: bool | None = None
+
+    def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
+        if self.takes_model is not None:
+            return self._call(model if self.takes_model else model(**batch), batch)
+        try:
+            loss, self.takes_model = self._call(model, batch), True
+        except ShardFormerError:
+            raise
+        except Exception as error:
+            try:
+                loss, self.takes_model = self._call(model(**batch), batch), False
+            except ShardFormerError:
+                raise
+            except Exception as other:
+                raise InputError(
+                    f"loss_fn raised {_describe_error(other)} as loss_fn(output, batch), and {_describe_error(error)} "
+                    "as loss_fn(model, batch)",
+                    rule="output is what the model returns for the batch, a dict of its arguments",
+                    remedy="Correct loss_fn",
+                ) from other
+        return loss
+
+    def _call(self, first: Any, batch: Mapping[str, Any]) -> Tensor:
+        loss = self.function(first, batch)
+        if not isinstance(loss, Tensor):
+            raise TypeError(f"it returned a {type(loss).__name__} instead of a tensor")
+        return loss
+
+
+def _describe_error(error: Exception) -> str:
+    return f"{type(error).__name__}: {first_line(error)}"
+
 
 MAX_NORM = 1.0
 DRAWS = 3  # Minimum number of backwards with random rounding over all steps. A single one may miss the noise of a sum
@@ -297,6 +340,8 @@ class VerifyJob:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
+        if self.loss_fn is not None and not isinstance(self.loss_fn, LossFunction):
+            object.__setattr__(self, "loss_fn", LossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
             raise ConfigError(what, remedy="Set micro_batches (--micro-batches) instead")
@@ -383,7 +428,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
         needs_labels = hasattr(output, "loss")  # outputs with this field have a loss if the batch has labels
         field = "" if needs_labels else f": its output, a {type(output).__name__}, has no field 'loss'"
         remedy = (
-            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (model, batch) -> loss"
+            "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (output, batch) -> loss"
         )
         raise ConfigError(f"{type(model).__name__} returned no loss{field}", remedy=remedy)
     return loss

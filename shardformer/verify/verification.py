@@ -258,8 +258,8 @@ def verify(
         data: the size of the data axis. The number of processes is the product of all axis sizes.
         steps: the number of optimizer steps (SGD with momentum, gradients clipped to norm 1).
         dtype: the dtype of the model and of floating-point tensors in the batch.
-        loss_fn: (model, batch) -> loss, unlike in ``initialize``, because it may call the model in another way. None:
-            ``model(**batch).loss``.
+        loss_fn: (output, batch) -> loss, as in ``initialize``, or (model, batch) -> loss if it calls the model in
+            another way. None: ``model(**batch).loss``.
         policy: your own policy. None: the policy of the model's family, or a derived one.
         config: options of ``ShardConfig``.
         pipeline: the pipeline stages and micro-batches: ``VerifyPipeline(pipe=2, micro_batches=4)``.

@@ -274,7 +274,11 @@ def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> Non
     model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
     for module in model.modules():
         own = _save_pretrained if module is model else _raise_submodule_save_error
-        for name, method in (("save_pretrained", own), ("resize_token_embeddings", _raise_resize_error)):
+        for name, method in (
+            ("save_pretrained", own),
+            ("resize_token_embeddings", _raise_resize_error),
+            ("load_adapter", _raise_load_adapter_error),
+        ):
             if hasattr(module, name):
                 setattr(module, name, method.__get__(module))
     if hasattr(model, "num_parameters"):
@@ -348,6 +352,14 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
 def _raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model", remedy="Resize the plain model, then shard it"
+    )
+
+
+def _raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
+    raise ConfigError(
+        "load_adapter of transformers is not supported on a sharded model",
+        rule="It assigns full tensors to the parameters of the adapter",
+        remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before shard_model",
     )
 
 

@@ -29,9 +29,9 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     if state.parameter_owner is not None:
         return _load_stage_3(self, state, state_dict, strict=strict)
     here = {name: t for name, t in self.state_dict(keep_vars=True).items() if isinstance(t, Tensor)}
-    _, prefix = sharded_module(self)
-    elsewhere = set() if state.stages is None else {prefix + name for name in state.stages.state} - set(here)
-    state_dict = _add_tied_names(state_dict, here, state.stages)
+    firsts = _first_names(self, state)
+    elsewhere = set(firsts) - set(here)
+    state_dict = _add_tied_names(state_dict, here, firsts)
     _check_tensor_types({name: value for name, value in state_dict.items() if name in here or name in elsewhere})
     own = {name: value for name, value in state_dict.items() if name not in elsewhere}
     entries = state.by_param()
@@ -49,11 +49,14 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     return type(self).load_state_dict(self, local, strict=strict)
 
 
-def _add_tied_names(state_dict: Mapping[str, Any], here: Mapping[str, Tensor], stages: Any) -> Mapping[str, Any]:
+def _first_names(model: nn.Module, state: ShardingMetadata) -> dict[str, str]:
+    return {} if state.stages is None else state.stages.first_names(sharded_module(model)[1])
+
+
+def _add_tied_names(
+    state_dict: Mapping[str, Any], here: Mapping[str, Tensor], firsts: Mapping[str, str]
+) -> Mapping[str, Any]:
     """Add a tied weight of this pipeline stage to a state dict that has it only under its name on another stage."""
-    if stages is None:
-        return state_dict
-    firsts = {name: first for name, (first, _) in stages.state.items()}
     values = {firsts[name]: value for name, value in state_dict.items() if name in firsts}
     tied = {name: first for name in here if name not in state_dict and (first := firsts.get(name)) in values}
     return {**state_dict, **{name: values[first] for name, first in tied.items()}}
@@ -63,10 +66,11 @@ def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[
     """Load full tensors into parameters that ZeRO stage 3 has sharded."""
     shapes = {entry.name: entry.spec.shape for entry in state.entries}
     here = {name: x for name, x in self.state_dict(keep_vars=True).items() if isinstance(x, Tensor)}
-    state_dict = _add_tied_names(state_dict, here, state.stages)
+    firsts = _first_names(self, state)
+    state_dict = _add_tied_names(state_dict, here, firsts)
 
     def check() -> None:
-        elsewhere = set() if state.stages is None else set(state.stages.state) - set(here)
+        elsewhere = set(firsts) - set(here)
         own = {name: value for name, value in state_dict.items() if name not in elsewhere}
         _check_tensor_types({name: value for name, value in own.items() if name in here})
         _check_names(type(self).__name__, own, here, state_dict, strict=strict)

@@ -69,7 +69,7 @@ LOADS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module], Any], str]
     "a weight that nobody wants": (
         lambda: nn.Sequential(),
         lambda _: None,
-        "of a Net, 4 of which this Sequential does not have",
+        "weights of a Net. This Sequential does not have 4 of them",
     ),
     "another size": (lambda: Net(7), lambda _: None, r"body.weight has the shape \(7, 5\) .* and \(6, 5\)"),
     "another optimizer": (Net, lambda m: sgd(m.parameters()), "of a AdamW cannot be loaded into a SGD"),
@@ -145,7 +145,7 @@ def test_incomplete_or_duplicate_writes_are_not_published(rows: range, count: in
     hidden.mkdir()
     snapshot = Snapshot(0, 1, CheckpointIndex(7, 0.0, {}), {"weights/x": ("float32", (4, 3))})
     snapshot.chunks += [("weights/x", (row % 4, 0), torch.zeros(1, 3)) for row in rows]
-    with pytest.raises(InputError, match=f"^{count} of the 12 elements of weights/x were written"):
+    with pytest.raises(InputError, match=f"^{count} elements of weights/x were written instead of 12"):
         write_snapshot(snapshot, hidden, tmp_path, CheckpointRetention(), to_disk=False)
     assert directory.list_checkpoints(tmp_path) == []
 

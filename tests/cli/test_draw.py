@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -145,3 +146,14 @@ def test_a_grid_lists_the_shards_of_each_rank(
 def test_an_invalid_grid_raises(arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(*arguments) == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_schedule_and_a_grid_are_printed_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run("--stages", "2", "--micro-batches", "3", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    timeline = simulate(make_schedule("1f1b", 2, 3))
+    assert (found["bubble"], found["in_flight"]) == (timeline.bubble, [2, 1])
+    assert [span["action"] for span in found["ranks"][1]] == ["F0@1", "B0@1", "F1@1", "B1@1", "F2@1", "B2@1"]
+    assert run("--grid", "2x2", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["mode"] == "2d" and [each["place"] for each in found["ranks"]] == ["0, 0", "0, 1", "1, 0", "1, 1"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import math
 import re
 import sys
@@ -159,3 +160,19 @@ def test_run_names_are_as_short_as_possible(tmp_path: Path, monkeypatch: pytest.
     (tmp_path / "records.1.jsonl").write_text("")
     assert name_runs([Path("records.jsonl")]) == [tmp_path.name]
     assert name_runs([Path("records.jsonl"), Path("records.1.jsonl")]) == [tmp_path.name, "records.1.jsonl"]
+
+
+def test_the_summary_is_printed_as_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / "a")
+    write(tmp_path / "b", last=math.nan)
+    with pytest.raises(SystemExit) as ended:
+        main(["plot", str(tmp_path / "a"), str(tmp_path / "b"), "--out", str(tmp_path / "x.png"), "--json"])
+    assert not ended.value.code
+    found = json.loads(capsys.readouterr().out)
+    a, b = found["runs"]
+    assert (a["run"], a["step"], a["seconds"]) == ("a", 19, 19.0)
+    loss = {"last": 0.5, "min": 2 / 18, "min_step": 18, "max": 2.0}
+    assert a["metrics"]["loss"] == pytest.approx({**loss, "mean": a["metrics"]["loss"]["mean"]})
+    assert a["metrics"]["validation/loss"]["last"] == 1.25 and b["metrics"]["loss"]["last"] == "nan"
+    assert found["loss_differences"] == [{"run": "b", "other": "a", "relative": 0.0, "steps": 18}]
+    assert (found["plot"] is not None) == (tmp_path / "x.png").exists()

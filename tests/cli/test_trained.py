@@ -20,7 +20,7 @@ from shardformer.train_command.run import run_training
 from shardformer.train_command.tokenizer import TextTokenizer, make_byte_tokenizer
 from shardformer.train_command.trained_model import evaluate_model, find_trained_model
 from shardformer.training.metrics_log import read_records
-from tests.runs.files import SMALL, config, labelled, write_rows, write_text
+from tests.runs.files import SMALL, config, labelled, save_word_tokenizer, write_rows, write_text
 from tests.scripts import SHARDFORMER
 
 NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -254,6 +254,83 @@ def test_invalid_uses_raise(
 ) -> None:
     (tmp_path / "empty").mkdir()
     filled = words.format(run=trained, empty=tmp_path / "empty").split()
+    assert run(*("" if word == "''" else word for word in filled))[0] == 2
+    assert message in " ".join(capsys.readouterr().err.split())
+
+
+CONVERSATIONS = [
+    {"messages": [{"role": "user", "content": ask}, {"role": "assistant", "content": answer}]}
+    for ask, answer in (("hello", "hello you"), ("again", "you too"))
+]
+
+
+def train_on_conversations(folder: Path, **data: Any) -> Path:
+    hooks = {"progress": False, "throughput": False}
+    data = {"train": write_rows(folder, CONVERSATIONS * 8), "sequence_length": 64, **data}
+    model = {"config": SMALL["gpt2"] | NO_DROPOUT}
+    made = config(folder, "gpt2", data, model=model, hooks=hooks, training={"steps": 60, "export": True})
+    run_training(made)
+    return made.path
+
+
+def answer(source: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(shown(source, *options, "--json", capsys=capsys))
+    return found
+
+
+def shown(source: Path, *options: str, capsys: pytest.CaptureFixture[str]) -> str:
+    capsys.readouterr()
+    assert run("generate", source, "again", "--max-new-tokens", 40, *options)[0] == 0
+    output = capsys.readouterr()
+    return output.err + output.out
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("chat")
+    save_word_tokenizer(folder / "words")
+    return train_on_conversations(folder, tokenizer=str(folder / "words"))
+
+
+NOTE = "The prompt is a user message in the chat template. --raw continues it as it is.\n"
+
+
+def test_a_run_on_conversations_answers_in_its_chat_template(chat: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = answer(chat, capsys=capsys)
+    assert (found["chat_template"], found["input"], found["text"]) == (True, "<s>[u] again [a] ", "you too")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(chat / "model")
+    assert tokenizer.convert_ids_to_tokens(found["tokens"]) == ["you", "too", "</s>"]
+    assert shown(chat, capsys=capsys) == f"{NOTE}you too\n"
+    assert answer(chat, "--system", "hello", capsys=capsys)["input"] == "<s>[a] hello [u] again [a] "
+    found = answer(chat, "--raw", capsys=capsys)
+    assert (found["chat_template"], found["input"]) == (False, "again")
+    assert shown(chat, "--raw", capsys=capsys) == f"again{found['text']}\n"
+
+
+def test_an_answer_in_bytes_ends_at_the_marker_of_the_template(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = train_on_conversations(tmp_path, chat_template="chatml", sequence_length=128)
+    found = answer(folder, capsys=capsys)
+    assert found["input"] == "<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
+    assert found["text"] == "you too"
+    assert run("export", folder, tmp_path / "out")[0] == 0
+    tokenizers = [transformers.AutoTokenizer.from_pretrained(each) for each in (folder / "model", tmp_path / "out")]
+    assert tokenizers[0].chat_template == tokenizers[1].chat_template is not None
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("generate {run} hi --system x", "--system 'x' has no effect without a chat template"),
+        ("generate {chat} hi --raw --system x", "Remove --raw"),
+        ("generate {chat} ''", "The prompt '' is empty"),
+    ],
+)
+def test_invalid_uses_of_a_template_raise(
+    words: str, message: str, trained: Path, chat: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    filled = words.format(run=trained, chat=chat).split()
     assert run(*("" if word == "''" else word for word in filled))[0] == 2
     assert message in " ".join(capsys.readouterr().err.split())
 

@@ -83,7 +83,7 @@ def test_an_iterator_cannot_restart() -> None:
     batches = ShardedDataLoader(iter(range(10)), place(), batch_size=4)
     next(iter(batches))
     batches.rewind()
-    with pytest.raises(InputError, match="cannot restart at sample 0 after 4 samples"):
+    with pytest.raises(InputError, match="cannot restart at sample 0, because 4 samples"):
         next(iter(batches))
 
 

@@ -115,16 +115,30 @@ def test_a_row_may_have_its_inputs_by_name() -> None:
 
 
 def test_a_loss_function_of_verify_raises_with_the_signature() -> None:
-    with pytest.raises(InputError, match=r"called as loss_fn\(output, target\).*only verify calls loss_fn\(model, "):
+    with pytest.raises(
+        InputError, match=r"called as loss_fn\(output, target\).*only verify also accepts loss_fn\(model, "
+    ):
         losses(None, [(row, row) for row in WORD_ROWS], loss_fn=square)
     with pytest.raises(InputError, match=r"called as loss_fn\(output, batch\)"):
         losses(None, [{"words": row} for row in WORD_ROWS], loss_fn=square)
 
 
+def square_of_output(output: Any, batch: Any) -> Any:
+    return output.square().mean()
+
+
 @pytest.mark.slow
-def test_verify_derives_a_policy_from_its_batches(pool2: Any) -> None:
-    report = verify(make_model, make_batch, 2, steps=1, loss_fn=square, pool=pool2)
+@pytest.mark.parametrize("loss_fn", [square_of_output, pytest.param(square, marks=pytest.mark.full)])
+def test_verify_derives_a_policy_from_its_batches(loss_fn: Any, pool2: Any) -> None:
+    report = verify(make_model, make_batch, 2, steps=1, loss_fn=loss_fn, pool=pool2)
     assert report.passed and "all_reduce over tensor (block)" in report.collectives, report.collectives
+
+
+@pytest.mark.slow
+def test_a_loss_function_that_fails_in_verify_raises_with_both_signatures() -> None:
+    words = r"loss_fn raised TypeError: .* as loss_fn\(output, batch\), and TypeError: .* as loss_fn\(model, batch\)"
+    with pytest.raises(InputError, match=words):
+        verify(make_model, make_batch, 1, steps=1, loss_fn=len)
 
 
 @pytest.mark.slow
@@ -132,7 +146,7 @@ def test_a_model_without_layers_names_what_works() -> None:
     with pytest.raises(PolicyError, match=r"Split the batch with launch_from_torch\(data=2\)"):
         verify(make_plain, make_values, 2, steps=1, loss_fn=square)
     with pytest.raises(PolicyError, match=r"Use data parallelism and ZeRO"):
-        shardformer.derive_policy(Plain(), make_values(0))
+        shardformer.derive_policy(Plain(), next(iter(make_values(0).values())))
 
 
 @pytest.mark.slow

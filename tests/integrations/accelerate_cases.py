@@ -12,6 +12,7 @@ from torch.utils.data import DataLoader
 
 import shardformer
 from shardformer.config import ParallelConfig
+from shardformer.sharding.compiled_layers import compiled_stacks
 from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
     full_weights,
@@ -20,7 +21,7 @@ from tests.integrations.small_models import (
     token_rows,
     weight_difference,
 )
-from tests.integrations.trainer_cases import reset_accelerate
+from tests.integrations.trainer_cases import add_adapter, reset_accelerate
 
 GLOBAL_BATCH = 8
 
@@ -41,11 +42,18 @@ def make_accelerator(layout: dict[str, Any], **options: Any) -> Any:
 class Loop:
     """A training script. ``split_batches=True`` keeps the global batch, and so the losses, at every layout."""
 
-    def __init__(self, layout: dict[str, Any], accumulation: int = 1, shuffle: bool = False, **options: Any) -> None:
+    def __init__(
+        self,
+        layout: dict[str, Any],
+        accumulation: int = 1,
+        shuffle: bool = False,
+        adapter: str = "",
+        **options: Any,
+    ) -> None:
         torch.manual_seed(5)
         accelerator = make_accelerator(layout, gradient_accumulation_steps=accumulation, **options)
-        model = llama()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        model = add_adapter(llama().double(), adapter, 0) if adapter else llama()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
         collate = transformers.default_data_collator
         loader = DataLoader(token_rows(), batch_size=GLOBAL_BATCH, shuffle=shuffle, collate_fn=collate)
         evaluation = DataLoader(token_rows(14, seed=3), batch_size=GLOBAL_BATCH, collate_fn=collate)
@@ -129,9 +137,20 @@ def train_loops(cases: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     return [train_loop(case) for case in cases]
 
 
+def compiled_loop(layout: dict[str, Any]) -> tuple[float, str, list[int]]:
+    """Train with a dynamo backend and without. Return the difference, the class of the model and numbers of graphs."""
+    eager, compiled = Loop(layout), Loop(layout, dynamo_backend="aot_eager")
+    eager.train(2)
+    compiled.train(2)
+    difference = largest_difference([*compiled.losses, *compiled.norms], [*eager.losses, *eager.norms])
+    graphs = [len(stack.graphs) for stack in compiled_stacks(compiled.model)]
+    return difference, type(compiled.model).__name__, graphs
+
+
 def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     import accelerate
+    from accelerate import ParallelismConfig
     from accelerate.utils import DataLoaderConfiguration
 
     from shardformer.integrations.accelerate import Accelerator
@@ -139,10 +158,13 @@ def refusals() -> dict[str, str]:
     def sharded() -> Any:
         return shardformer.shard_model(llama(), context=shardformer.launch_from_torch(tensor=2))
 
+    tensor_parallel = ParallelismConfig(tp_size=2)
     dispatching = DataLoaderConfiguration(dispatch_batches=True)
     attempts: dict[str, Callable[[], Any]] = {
         "fsdp_plugin": lambda: Accelerator(cpu=True, fsdp_plugin=object()),
         "deepspeed_plugin": lambda: Accelerator(cpu=True, deepspeed_plugin=object()),
+        "megatron_lm_plugin": lambda: Accelerator(cpu=True, megatron_lm_plugin=object()),
+        "parallelism_config": lambda: Accelerator(cpu=True, parallelism_config=tensor_parallel),
         "dispatch_batches": lambda: Accelerator(cpu=True, dataloader_config=dispatching),
         "pipe": lambda: Accelerator(cpu=True, parallel={"pipe": 2}),
         "plain": lambda: accelerate.Accelerator(cpu=True).prepare(sharded()),
@@ -150,6 +172,20 @@ def refusals() -> dict[str, str]:
         "other layout": lambda: Accelerator(cpu=True, parallel={"data": 2}).prepare(sharded()),
     }
     return errors_of(attempts)
+
+
+def losses_of_notebook() -> list[float]:
+    """Return the losses of the cell in ``notebook.py`` in one process."""
+    model = llama()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses = []
+    for batch in DataLoader(token_rows(), batch_size=8, collate_fn=transformers.default_data_collator):
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(float(loss.detach()))
+    return losses
 
 
 def helpers(layout: dict[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import torch
 import torchmetrics
 import transformers
 from lightning.pytorch.callbacks import ModelCheckpoint, StochasticWeightAveraging
+from lightning.pytorch.plugins import MixedPrecision
 from lightning.pytorch.plugins.io import AsyncCheckpointIO
 from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
@@ -207,24 +208,34 @@ class OwnParameter(LanguageModel):
         self.scale = nn.Parameter(torch.ones(()))
 
 
+def plain() -> LanguageModel:
+    return LanguageModel(llama())
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], Callable[[], dict[str, Any]]]] = {
-    "automatic_optimization=False": (Manual, dict),
-    "belong to ['head', 'model']": (TwoModels, dict),
-    "belong to ['model', 'scale']": (OwnParameter, dict),
-    "sync_batchnorm=True": (lambda: LanguageModel(llama()), lambda: {"sync_batchnorm": True}),
-    "StochasticWeightAveraging": (
-        lambda: LanguageModel(llama()),
-        lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]},
-    ),
-    "AsyncCheckpointIO": (lambda: LanguageModel(llama()), lambda: {"plugins": [AsyncCheckpointIO()]}),
+    "automatic_optimization": (Manual, dict),
+    "two models": (TwoModels, dict),
+    "own parameter": (OwnParameter, dict),
+    "sync_batchnorm": (plain, lambda: {"sync_batchnorm": True}),
+    "averaging": (plain, lambda: {"callbacks": [StochasticWeightAveraging(1e-2)]}),
+    "checkpoint plugin": (plain, lambda: {"plugins": [AsyncCheckpointIO()]}),
+    "16-mixed": (plain, lambda: {"plugins": [MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))]}),
 }
-"""Part of the error -> functions that create the module and the options of the Trainer."""
+"""What is refused -> functions that create the module and the options of the Trainer."""
+REFUSED_ARGUMENTS: dict[str, dict[str, Any]] = {
+    "pipe": {"parallel": {"pipe": 2}},
+    "micro_batches": {"parallel": {"micro_batches": 2}},
+    "max_grad_norm": {"parallel": {"max_grad_norm": 1.0}},
+    "on_nonfinite": {"parallel": {"on_nonfinite": "skip"}},
+    "find_unused_parameters": {"find_unused_parameters": True},
+}
+"""What is refused when the strategy is created -> its arguments."""
 
 
-def refused(part: str) -> str:
+def refused(name: str) -> str:
     """Return the error of a fit, which must leave the weights unchanged."""
     warnings.simplefilter("ignore")
-    make, options = REFUSED[part]
+    make, options = REFUSED[name]
     module = make()
     before = weights_of(module, None)
     try:
@@ -235,20 +246,14 @@ def refused(part: str) -> str:
     return "not refused"
 
 
-def refused_arguments() -> list[str]:
-    """Return the errors of layouts that the strategy refuses when it is created."""
-    errors = []
-    for options in (
-        {"parallel": {"pipe": 2}},
-        {"parallel": {"micro_batches": 2}},
-        {"parallel": {"max_grad_norm": 1.0}},
-        {"parallel": {"on_nonfinite": "skip"}},
-        {"find_unused_parameters": True},
-    ):
+def refusals() -> dict[str, str]:
+    """Return the messages of the errors by what is refused."""
+    found = {name: refused(name) for name in REFUSED}
+    for name, options in REFUSED_ARGUMENTS.items():
         with pytest.raises(shardformer.ConfigError) as error:
             ShardFormerStrategy(**options)
-        errors.append(str(error.value))
-    return errors
+        found[name] = str(error.value)
+    return found
 
 
 def seed_of_workers(parallel: dict[str, Any]) -> int:

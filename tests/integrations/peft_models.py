@@ -143,6 +143,26 @@ def gemma() -> Any:
     return transformers.Gemma3ForCausalLM(config)
 
 
+def qwen2_moe() -> Any:
+    """A mixture with a replicated linear between the blocks."""
+    config = transformers.Qwen2MoeConfig(
+        vocab_size=VOCAB,
+        hidden_size=24,
+        intermediate_size=40,
+        moe_intermediate_size=20,
+        shared_expert_intermediate_size=20,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=32,
+        experts_implementation="eager",
+        **SMALL,
+    )
+    return transformers.Qwen2MoeForCausalLM(config)
+
+
 MODELS: dict[str, Callable[..., Any]] = {
     "llama": llama,
     "gpt2": gpt2,
@@ -153,6 +173,7 @@ MODELS: dict[str, Callable[..., Any]] = {
     "opt": opt,
     "mixtral": mixtral,
     "gemma": gemma,
+    "qwen2_moe": qwen2_moe,
 }
 
 
@@ -229,7 +250,7 @@ def config_of(feature: str, model_name: str = "llama", **options: Any) -> Any:
     of_model = {"gpt2": {"fan_in_fan_out": True}, "bert": {"task_type": "SEQ_CLS"}}.get(model_name, {})
     if model_name == "gemma":  # PEFT would copy all norms whose names end with "norm"
         of_model = {"modules_to_save": ["lm_head", "embed_tokens"]}
-    if model_name == "mixtral":  # all-linear would include the experts
+    if model_name in ("mixtral", "qwen2_moe"):  # all-linear would include the experts
         of_model = {"target_modules": ["q_proj", "k_proj", "o_proj"]}
     return getattr(peft, kind)(**{**settings, **of_model, **options})
 
@@ -249,4 +270,5 @@ LAYOUTS: dict[str, Layout] = {
     "tensor and ZeRO 2": Layout({"tensor": 2, "data": 2}, zero=2),
     "sequence parallel and pipeline": Layout({"tensor": 2, "pipe": 2}, SEQUENCE_PARALLEL),
     "checkpointing": Layout({"tensor": 2}, SEQUENCE_PARALLEL, checkpointing=True),
+    "compiled": Layout({"tensor": 2}, {"compile": "aot_eager"}),
 }

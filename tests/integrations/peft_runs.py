@@ -18,11 +18,11 @@ import shardformer
 from shardformer.comm import CollectiveRecorder
 from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.errors import ConfigError
-from shardformer.integrations.peft import from_pretrained, get_peft_model
+from shardformer.integrations.peft import get_peft_model
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.weights.state_dict import full_state_dict
-from tests.integrations.peft_models import LAYOUTS, MODELS, Layout, batch_of, config_of, gpt2, llama
+from tests.integrations.peft_models import LAYOUTS, METHODS, MODELS, Layout, batch_of, config_of, gpt2, llama
 
 STEPS = 4
 
@@ -160,7 +160,9 @@ def shard_before(model_name: str, config: Any, layout: Layout, context: Parallel
 
 
 def shard_after(model_name: str, config: Any, layout: Layout, context: ParallelContext, **options: Any) -> Any:
-    """``shard_model``, then ``get_peft_model``."""
+    """``shard_model``, then PEFT's own ``get_peft_model``."""
+    import peft
+
     torch.manual_seed(0)
     model = MODELS[model_name](**options).to(layout.dtype)
     if layout.checkpointing:
@@ -168,7 +170,7 @@ def shard_after(model_name: str, config: Any, layout: Layout, context: ParallelC
         model.enable_input_require_grads()
     model = shardformer.shard_model(model, context=context, **layout.options)
     torch.manual_seed(5)
-    model = get_peft_model(model, copy.deepcopy(config))
+    model = peft.get_peft_model(model, copy.deepcopy(config))
     filled = adapted(model_name, copy.deepcopy(config), layout.dtype, **options)
     if context.pipe.size == 1:
         model.load_state_dict({n: p.detach() for n, p in filled.named_parameters() if p.requires_grad}, strict=False)
@@ -230,7 +232,7 @@ def file_differences(model_name: str, config: Any, layout: Layout, folder: str) 
         model.save_pretrained(f"{folder}/sharded")
         torch.manual_seed(0)
         other = shardformer.shard_model(MODELS[model_name]().to(layout.dtype), context=context, **layout.options)
-        other = from_pretrained(other, f"{folder}/plain", is_trainable=True)
+        other = peft.PeftModel.from_pretrained(other, f"{folder}/plain", is_trainable=True)
         loaded = full_state_dict(other)
         before = eval_loss(other, model_name, context)
         if layout.zero is None:
@@ -441,8 +443,10 @@ def error_of(function: Callable[..., Any], *args: Any, **sizes: int) -> str:
 def shard_config(context: ParallelContext, kind: str, settings: dict[str, Any], options: dict[str, Any]) -> None:
     import peft
 
+    options = dict(options)
     torch.manual_seed(0)
-    model = peft.get_peft_model(llama(), getattr(peft, kind)(**settings))
+    model = MODELS[options.pop("model", "llama")]()
+    model = peft.get_peft_model(model, getattr(peft, kind)(**settings))
     before = [(name, id(p), type(p)) for name, p in model.named_parameters()]
     try:
         shardformer.shard_model(model, context=context, **options)
@@ -463,6 +467,21 @@ def adapt_after_zero(context: ParallelContext) -> None:
     get_peft_model(model, config_of("LoRA"))
 
 
+def merge_under_stage_3(context: ParallelContext) -> None:
+    model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
+    shardformer.shard_optimizer(model, make_optimizer(model), stage=3)
+    model.merge_adapter()
+
+
+def adapt_sharded(context: ParallelContext, settings: dict[str, Any]) -> None:
+    get_peft_model(shardformer.shard_model(llama(), context=context), config_of("LoRA", **settings))
+
+
+def call_on_sharded(context: ParallelContext, method: str, *args: Any) -> None:
+    model = shardformer.shard_model(adapted("llama", config_of("LoRA")), context=context)
+    getattr(model if hasattr(type(model.base_model), method) else model.get_base_model(), method)(*args)
+
+
 def shard_quantized(context: ParallelContext) -> None:
     class Linear4bit(nn.Linear):
         """Stands for the class of bitsandbytes."""
@@ -474,31 +493,58 @@ def shard_quantized(context: ParallelContext) -> None:
     shardformer.shard_model(model, context=context)
 
 
-def adapt_with_peft_itself(context: ParallelContext) -> None:
-    import peft
-
-    model = shardformer.shard_model(llama(), context=context)
-    peft.get_peft_model(model, config_of("LoRA"))(**batch_of("llama", 0))
-
-
 def refusals() -> dict[str, str]:
+    """Return the messages of the errors by what is refused."""
     lora: dict[str, Any] = {"target_modules": ["q_proj"]}
-    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], int]] = {
-        "2d": ("LoraConfig", lora, {"tensor_parallel_mode": "2d"}, 4),
-        "boft": ("BOFTConfig", {**lora, "boft_block_size": 4}, {}, 2),
-        "lora_bias": ("LoraConfig", {"target_modules": ["o_proj"], "lora_bias": True}, {}, 2),
-        "parameter": ("LoraConfig", {"target_modules": [], "target_parameters": ["q_proj.weight"]}, {}, 2),
-        "tokens": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, 2),
-        "saved in a block": ("LoraConfig", {"target_modules": ["q_proj"], "modules_to_save": ["up_proj"]}, {}, 2),
+    fused = {"enable_jit_fused": True, "model": "opt"}
+    sequence_parallel = {"enable_sequence_parallelism": True, "model": "qwen2_moe"}
+    cases: dict[str, tuple[str, dict[str, Any], dict[str, Any], dict[str, int]]] = {
+        "2d": ("LoraConfig", lora, {"tensor_parallel_mode": "2d"}, {"tensor": 4}),
+        "boft": ("BOFTConfig", {**lora, "boft_block_size": 4}, {}, {"tensor": 2}),
+        "lora_bias": ("LoraConfig", {"target_modules": ["o_proj"], "lora_bias": True}, {}, {"tensor": 2}),
+        "DoRA on the embedding": (
+            "LoraConfig",
+            {"target_modules": ["embed_tokens"], "use_dora": True},
+            {},
+            {"tensor": 2},
+        ),
+        "variant": (
+            "LoraConfig",
+            {**lora, "alora_invocation_tokens": [3], "task_type": "CAUSAL_LM"},
+            {},
+            {"tensor": 2},
+        ),
+        "parameter": (
+            "LoraConfig",
+            {"target_modules": [], "target_parameters": ["q_proj.weight"]},
+            {},
+            {"tensor": 2},
+        ),
+        "tokens": ("LoraConfig", {**lora, "trainable_token_indices": [1]}, {}, {"tensor": 2}),
+        "saved in a block": ("LoraConfig", {**lora, "modules_to_save": ["up_proj"]}, {}, {"tensor": 2}),
+        "fused bias": ("LoraConfig", {"target_modules": ["fc1"], "use_dora": True}, fused, {"tensor": 2}),
+        "dropout": (
+            "LoraConfig",
+            {"target_modules": ["shared_expert_gate"], "lora_dropout": 0.1},
+            sequence_parallel,
+            {"tensor": 2},
+        ),
+        "AdaLoRA and pipe": ("AdaLoraConfig", METHODS["AdaLoRA"][1], {}, {"pipe": 2}),
+        "prompt and pipe": ("PromptTuningConfig", METHODS["prompt tuning"][1], {}, {"pipe": 2}),
     }
     found = {
-        name: error_of(shard_config, kind, settings, options, tensor=size)
-        for name, (kind, settings, options, size) in cases.items()
+        name: error_of(shard_config, kind, settings, options, **sizes)
+        for name, (kind, settings, options, sizes) in cases.items()
     }
     found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
     found["quantized"] = error_of(shard_quantized, data=2)
-    found["PEFT's own function"] = error_of(adapt_with_peft_itself, data=2)
     found["zero"] = error_of(adapt_after_zero, data=2)
+    found["merge under stage 3"] = error_of(merge_under_stage_3, data=2)
+    found["PiSSA and pipe"] = error_of(adapt_sharded, {"init_lora_weights": "pissa"}, pipe=2)
+    found["saved and pipe"] = error_of(adapt_sharded, {"modules_to_save": ["lm_head"]}, pipe=2)
+    found["transformers' load_adapter"] = error_of(call_on_sharded, "load_adapter", "folder", data=2)
+    weighted = ("add_weighted_adapter", ["default"], [1.0], "weighted")
+    found["weighted adapter"] = error_of(call_on_sharded, *weighted, tensor=2)
     return found
 
 
@@ -582,16 +628,21 @@ def lazy_difference() -> float:
     return difference(run_as_threads(run, tensor=2, in_turn=True)[0], plain)
 
 
-def injected_adapters(sizes: dict[str, int] | None) -> tuple[float, float]:
-    """Return the loss and gradient norm with adapters that transformers adds to a model, without PEFT's wrapper."""
+def injected_adapters(sizes: dict[str, int] | None, order: str = "before") -> tuple[float, float]:
+    """Return the loss and gradient norm with adapters that transformers adds to a model, without PEFT's wrapper.
+
+    Args:
+        order: "before" or "after" ``shard_model``.
+    """
 
     def run(context: ParallelContext | None) -> tuple[float, float]:
         torch.manual_seed(0)
         model = llama().double()
+        if context is not None and order == "after":
+            model = shardformer.shard_model(model, context=context)
         torch.manual_seed(5)
-        model.add_adapter(config_of("LoRA", target_modules=["q_proj", "o_proj"]))
-        fill(model)
-        if context is not None:
+        model.add_adapter(config_of("LoRA", target_modules=["q_proj", "o_proj"], init_lora_weights=False))
+        if context is not None and order == "before":
             model = shardformer.shard_model(model, context=context)
         loss = model.train()(**batch_of("llama", 0)).loss
         loss.backward()

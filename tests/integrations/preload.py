@@ -8,10 +8,13 @@ import accelerate  # noqa: F401
 import peft  # noqa: F401
 import torch
 import transformers
+import trl
 
 torch.set_num_threads(1)
 for name in ("Trainer", "LlamaForCausalLM", "GPT2LMHeadModel", "BertForSequenceClassification"):
     getattr(transformers, name)
+for name in ("SFTTrainer", "DPOTrainer"):
+    getattr(trl, name)
 
 # imported objects are never garbage, so the workers need not traverse them and copy their pages
 gc.collect()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import socket
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from tests.integrations import accelerate_cases as cases
-from tests.integrations.accelerate_cases import helpers, refusals, train_loops
-from tests.integrations.process import IntegrationProcess
+from tests.integrations.accelerate_cases import compiled_loop, helpers, losses_of_notebook, refusals, train_loops
+from tests.integrations.process import ROOT, IntegrationProcess, environment
+from tests.integrations.refusals import check_refusals
 from tests.integrations.rows import record_difference
 
 BOUND = 1e-5
@@ -28,8 +33,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "accumulate": {"accumulation": 2},
     "shuffled data": {"shuffle": True},
     "bf16": {"mixed_precision": "bf16"},
+    "LoRA of PEFT": {"adapter": "LoRA"},
 }
-SAMPLE = [("accumulate", {"tensor": 2}), ("shuffled data", {"data": 2, "zero_stage": 1}), ("bf16", {"data": 2})]
+SAMPLE = [
+    ("accumulate", {"tensor": 2}),
+    ("shuffled data", {"data": 2, "zero_stage": 1}),
+    ("LoRA of PEFT", {"tensor": 2}),
+]
 
 
 def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, dict[str, Any]]]) -> None:
@@ -39,9 +49,7 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
     integrations(1).run(train_loops, plain)
     problems = []
     for (feature, layout), found in zip(chosen, integrations(2).run(train_loops, cases)[0], strict=True):
-        record_difference(
-            "accelerate", feature, layout, found["loss"], found["grad_norm"], "save_state, load_state of both"
-        )
+        record_difference("accelerate", feature, layout, found["loss"], found["grad_norm"], "read by both")
         rounds = feature == "bf16"
         compared = {"loss", "grad_norm", "rates", "resumed"} if rounds else set(found)
         wrong = {name: found[name] for name in compared if not found[name] < (1e-2 if rounds else BOUND)}
@@ -88,19 +96,36 @@ def test_every_feature_equals_one_process_under_every_layout(
 
 @pytest.mark.slow
 @pytest.mark.above_budget("may start the workers")
+@pytest.mark.parametrize("layout", [{"tensor": 2}, pytest.param({"data": 2, "zero_stage": 3}, marks=pytest.mark.full)])
+def test_a_dynamo_backend_compiles_the_layers(integrations: IntegrationProcess, layout: dict[str, Any]) -> None:
+    for difference, kind, graphs in integrations(2).run(compiled_loop, layout):
+        assert difference < BOUND
+        assert kind == "LlamaForCausalLM"  # without a wrapper
+        assert graphs == [1]
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
 def test_other_backends_and_plain_accelerators_are_refused(integrations: IntegrationProcess) -> None:
     first, second = integrations(2).run(refusals)
     assert first == second
-    for name, parts in {
-        "fsdp_plugin": ("fsdp_plugin", "Only one library can shard the model"),
-        "deepspeed_plugin": ("deepspeed_plugin", "Only one library can shard the model"),
-        "dispatch_batches": ("dispatch_batches=True", "same part"),
-        "pipe": ("pipe=2", "engine.train_step"),
-        "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
-        "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
-        "other layout": ("data=2", "Pass the context of the model"),
-    }.items():
-        assert all(part in first[name] for part in parts), (name, first[name])
+    check_refusals("accelerate", first)
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("starts a notebook and two processes")
+def test_notebook_launcher_starts_the_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    file = tmp_path / "losses.json"
+    command = [sys.executable, "-m", "tests.integrations.notebook", str(file), str(port)]
+    subprocess.run(command, cwd=ROOT, env=environment(), check=True, timeout=300)
+    found = json.loads(file.read_text())
+    assert found["world_size"] == 2
+    (expected,) = integrations(1).run(losses_of_notebook)
+    assert found["losses"] == pytest.approx(expected, rel=BOUND)
 
 
 @pytest.mark.slow

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from tests.integrations.process import IntegrationProcess
+from tests.integrations.refusals import check_refusals
+from tests.integrations.rows import record_difference
 
 LAYOUTS: dict[str, dict[str, Any]] = {
     "tensor": {"tensor": 2},
@@ -25,14 +27,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "accumulate and clip": {"accumulate_grad_batches": 2, "gradient_clip_val": 0.1},
     "clip values": {"gradient_clip_val": 0.01, "gradient_clip_algorithm": "value"},
 }
-REFUSED = (
-    "automatic_optimization=False",
-    "belong to ['head', 'model']",
-    "belong to ['model', 'scale']",
-    "sync_batchnorm=True",
-    "StochasticWeightAveraging",
-    "AsyncCheckpointIO",
-)
+COMBINED: list[dict[str, Any]] = [{"tensor": 2, "data": 2}, {"tensor": 2, "data": 2, "zero_stage": 3}]
+COMBINED_OPTIONS = "accumulate and clip"
 
 
 def call(name: str, *args: Any) -> Any:
@@ -47,6 +43,15 @@ def assert_equal_runs(found: dict[str, Any], expected: dict[str, Any], bound: fl
         assert float((found["weights"][name] - x).abs().max()) < bound, name
 
 
+def record_run(feature: str, layout: dict[str, Any], found: dict[str, Any], expected: dict[str, Any]) -> None:
+    losses = zip(found["losses"], expected["losses"], strict=True)
+    loss = max(abs(a - b) / abs(b) for a, b in losses)
+    weights = (
+        float((found["weights"][name] - x).abs().max() / x.abs().max()) for name, x in expected["weights"].items()
+    )
+    record_difference("lightning", feature, layout, loss, max(weights))
+
+
 @pytest.mark.reduced(layout=("tensor", "zero 2"), options=("accumulate and clip",))
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -54,6 +59,7 @@ def test_training_equals_one_process(integrations: IntegrationProcess, layout: s
     for expected, found in integrations(2).run(call, "compare_with_one_process", LAYOUTS[layout], OPTIONS[options]):
         assert_equal_runs(found, expected)
         assert found["metrics"]["rows"] == expected["metrics"]["rows"] == 8.0
+    record_run(options, LAYOUTS[layout], found, expected)
 
 
 @pytest.mark.full
@@ -75,11 +81,12 @@ def test_master_weights_learn_as_one_process(integrations: IntegrationProcess, p
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("parallel", [{"tensor": 2, "data": 2}, {"tensor": 2, "data": 2, "zero_stage": 3}])
+@pytest.mark.parametrize("parallel", COMBINED)
 def test_combined_layouts_equal_one_process(integrations: IntegrationProcess, parallel: dict[str, Any]) -> None:
-    options = OPTIONS["accumulate and clip"]
+    options = OPTIONS[COMBINED_OPTIONS]
     for expected, found in integrations(4).run(call, "compare_with_one_process", parallel, options):
         assert_equal_runs(found, expected)
+    record_run(COMBINED_OPTIONS, parallel, found, expected)
 
 
 @pytest.mark.full
@@ -143,19 +150,10 @@ def test_callbacks_keep_the_best_checkpoints(
     assert names == ["last.ckpt", "step=3.ckpt", "step=4.ckpt"]
 
 
-@pytest.mark.reduced(part=("automatic_optimization=False",))
-@pytest.mark.parametrize("part", REFUSED)
-def test_unsupported_options_are_refused_before_training(integrations: IntegrationProcess, part: str) -> None:
-    for error in integrations(2).run(call, "refused", part):
-        assert part in error
-
-
-def test_unsupported_layouts_are_refused(integrations: IntegrationProcess) -> None:
-    (errors,) = integrations(1).run(call, "refused_arguments")
-    for error, name in zip(
-        errors, ("pipe=2", "micro_batches=2", "max_grad_norm=1.0", "'skip'", "find_unused"), strict=True
-    ):
-        assert name in error
+def test_unsupported_options_are_refused_before_training(integrations: IntegrationProcess) -> None:
+    first, second = integrations(2).run(call, "refusals")
+    assert first == second
+    check_refusals("lightning", first)
 
 
 @pytest.mark.full

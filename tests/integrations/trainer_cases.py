@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,11 +38,13 @@ class Case:
     layout: dict[str, Any]
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
+    adapter: str = ""
 
     @property
     def name(self) -> str:
         """Name of the training configuration, which the run in one process has, too."""
-        return "_".join([self.model, *(f"{key}-{value}" for key, value in self.options.items())])
+        parts = [self.model, *filter(None, [self.adapter]), *(f"{key}-{value}" for key, value in self.options.items())]
+        return "_".join(parts)
 
     @property
     def folder(self) -> str:
@@ -49,7 +53,7 @@ class Case:
     @property
     def plain(self) -> Case:
         """The same training in one process."""
-        return Case({}, self.model, self.options)
+        return replace(self, layout={})
 
 
 def metrics_of(prediction: Any) -> dict[str, Any]:
@@ -57,7 +61,7 @@ def metrics_of(prediction: Any) -> dict[str, Any]:
     outputs = prediction.predictions[0] if isinstance(prediction.predictions, tuple) else prediction.predictions
     labels, sizes = np.asarray(prediction.label_ids), np.abs(np.asarray(outputs).astype("float64"))
     if sizes.ndim == 3:
-        sizes = sizes.mean(-1) * (labels != -100)
+        sizes = sizes[:, -labels.shape[1] :].mean(-1) * (labels != -100)  # without the logits of a prompt
     weights = np.arange(1, len(sizes) + 1)
     return {"sum": float((sizes.sum(-1) * weights).sum()), "labels": int(labels[labels != -100].sum())}
 
@@ -97,6 +101,40 @@ def arguments(folder: str, case: Case) -> Any:
     return kind(folder, **settings)
 
 
+ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "LoRA": ("LoraConfig", {"target_modules": "all-linear", "r": 3}),
+    "DoRA": ("LoraConfig", {"target_modules": "all-linear", "r": 3, "use_dora": True}),
+    "modules_to_save": ("LoraConfig", {"target_modules": ["q_proj", "o_proj"], "modules_to_save": ["lm_head", "norm"]}),
+    "prompt tuning": ("PromptTuningConfig", {"num_virtual_tokens": 3}),
+}
+"""Name -> PEFT's configuration class and its arguments."""
+
+
+def add_adapter(model: Any, adapter: str, seed: int) -> Any:
+    """Add an adapter of PEFT whose values are not zero."""
+    import peft
+
+    kind, settings = ADAPTERS[adapter]
+    more = {} if "Prompt" in kind else {"init_lora_weights": False}
+    torch.manual_seed(seed + 5)
+    return peft.get_peft_model(model, getattr(peft, kind)(**settings, **more, task_type="CAUSAL_LM"))
+
+
+def check_adapter_files(ours: str, plain: str) -> None:
+    """Check that a checkpoint has the files, tensors and settings that the plain Trainer writes for adapters."""
+    from safetensors.torch import load_file
+
+    assert [f for f in sorted(os.listdir(plain)) if not f.startswith("rng_state")] == [
+        f for f in sorted(os.listdir(ours)) if not f.startswith("rng_state")
+    ]
+    tensors, reference = (load_file(os.path.join(folder, "adapter_model.safetensors")) for folder in (ours, plain))
+    assert weight_difference(tensors, reference) < 1e-5
+    settings, expected = (
+        json.loads(Path(folder, "adapter_config.json").read_text(encoding="utf-8")) for folder in (ours, plain)
+    )
+    assert {**settings, "target_modules": None} == {**expected, "target_modules": None}
+
+
 def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
     """Create a plain Trainer if the case has no layout, and a sharded one otherwise."""
     import shardformer.integrations.transformers as integration
@@ -119,7 +157,10 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
             row["decoder_input_ids"] = [0, *(max(label, 0) for label in row["labels"][:-1])]
     if case.layout:
         data |= {"parallel": ParallelConfig(**case.layout)}
-    trainer = kind(MODELS[case.model](seed), arguments(folder, case), **data)
+    model = MODELS[case.model](0 if case.adapter else seed)
+    if case.adapter:
+        model = add_adapter(model.double(), case.adapter, seed)
+    trainer = kind(model, arguments(folder, case), **data)
     trainer.remove_callback(transformers.PrinterCallback)
     return trainer
 
@@ -162,9 +203,12 @@ def resume_plain(case: Case, root: str) -> float:
     Also loads the last checkpoint with ``from_pretrained``, which must not miss a weight.
     """
     place = os.path.join(root, case.folder)
-    kind = type(MODELS[case.model]())
-    _, info = kind.from_pretrained(os.path.join(place, "checkpoint-4"), output_loading_info=True)
-    assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    last = os.path.join(place, "checkpoint-4")
+    if case.adapter:
+        check_adapter_files(last, os.path.join(root, case.name, "checkpoint-4"))
+    else:
+        _, info = type(MODELS[case.model]()).from_pretrained(last, output_loading_info=True)
+        assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
     trainer = make_trainer(f"{place}_plain", case.plain, seed=9)
     trainer.train(resume_from_checkpoint=os.path.join(place, "checkpoint-2"))
     weights_1, _ = torch.load(os.path.join(root, f"{case.name}.pt"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import warnings
 from collections.abc import Callable
@@ -20,6 +21,10 @@ from tests.integrations.trainer_cases import reset_accelerate
 
 def refusals(folder: str) -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
+    from accelerate import ParallelismConfig
+    from torch.distributed.fsdp import fully_shard
+
+    from shardformer.integrations import transformers as integration
     from shardformer.integrations.transformers import Seq2SeqTrainer, Trainer
 
     rows = token_rows(8)
@@ -35,12 +40,35 @@ def refusals(folder: str) -> dict[str, str]:
     def sharded() -> Any:
         return shardformer.shard_model(llama(), context=shardformer.launch_from_torch(tensor=2))
 
-    def start(parallel: dict[str, Any], **options: Any) -> Any:
-        return Trainer(llama(), args(**options), train_dataset=rows, parallel=ParallelConfig(**parallel))
+    def start(parallel: dict[str, Any], compute_loss_func: Any = None, **options: Any) -> Any:
+        data: dict[str, Any] = {"train_dataset": rows, "compute_loss_func": compute_loss_func}
+        return Trainer(llama(), args(**options), **data, parallel=ParallelConfig(**parallel))
+
+    def start_with_deepspeed() -> Any:  # whose arguments need the library
+        changed = args()
+        changed.deepspeed = {"zero_optimization": {"stage": 2}}
+        return Trainer(llama(), changed, parallel={"tensor": 2})
+
+    def without_cpu() -> Any:  # the workers have no LOCAL_RANK, by which accelerate recognizes several processes
+        return transformers.TrainingArguments(folder, report_to=[])
+
+    def start_twice() -> Any:
+        settings: dict[str, Any] = {"use_cpu": True, "report_to": []}
+        twice = integration.TrainingArguments(folder, parallel={"tensor": 2}, **settings)
+        return Trainer(llama(), twice, parallel={"data": 2})
 
     attempts: dict[str, Callable[[], Any]] = {
         "pipe and label smoothing": lambda: start({"pipe": 2}, label_smoothing_factor=0.1),
         "pipe and compute_loss": lambda: OwnLoss(llama(), args(), train_dataset=rows, parallel={"pipe": 2}),
+        "pipe and compute_loss_func": lambda: start({"pipe": 2}, lambda *args, **kwargs: None),
+        "pipe and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"pipe": 2}),
+        "pipe and NEFTune": lambda: start({"pipe": 2}, neftune_noise_alpha=5.0),
+        "two layouts": start_twice,
+        "one process": lambda: Trainer(llama(), without_cpu(), parallel={"data": 2}),
+        "fully_shard": lambda: Trainer(fully_shard(llama()), args(), parallel={"data": 2}),
+        "deepspeed": start_with_deepspeed,
+        "parallelism_config": lambda: start({"tensor": 2}, parallelism_config=ParallelismConfig(tp_size=2)),
+        "auto_find_batch_size": lambda: start({"tensor": 2}, auto_find_batch_size=True),
         "sequence and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"sequence": 2}),
         "max_grad_norm": lambda: start({"tensor": 2, "max_grad_norm": 1.0}),
         "fsdp": lambda: start({"tensor": 2}, fsdp=True),
@@ -100,20 +128,48 @@ class Scorer(nn.Module):
 
 def other_ways_to_start(folder: str) -> dict[str, list[float]]:
     """Return the losses with ``model_init``, with the user's optimizer, and with a plain module."""
-    from shardformer.integrations.transformers import Trainer
+    from shardformer.integrations.transformers import Trainer, TrainingArguments
 
     world = int(os.environ["WORLD_SIZE"])
 
-    def losses(layout: dict[str, Any], *, make: Any = None, model: Any = None, own: bool = False) -> Any:
+    class LaterTrainer(transformers.Trainer):
+        """A subclass of a library, which does not know of ShardFormer."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.was_created = True
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            assert self.was_created
+            return super().training_step(*args, **kwargs)
+
+    def losses(
+        layout: dict[str, Any], *, make: Any = None, model: Any = None, own: bool = False, kind: Any = None
+    ) -> Any:
         reset_accelerate()
         size = 8 // (layout.get("data", 1) if world > 1 else 1)
         options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
-        args = transformers.TrainingArguments(folder, per_device_train_batch_size=size, disable_tqdm=True, **options)
+        options |= {"per_device_train_batch_size": size, "disable_tqdm": True}
         more: dict[str, Any] = {"model_init": make} if make else {"model": model}
+        if kind is None:
+            args = transformers.TrainingArguments(folder, **options)
+            more["parallel"] = layout if world > 1 else None
+        else:  # an unmodified Trainer
+            parser = transformers.HfArgumentParser(TrainingArguments)
+            text = [
+                "--output_dir",
+                folder,
+                "--use_cpu",
+                "true",
+                *(["--parallel", json.dumps(layout)] if world > 1 else []),
+            ]
+            (args,) = parser.parse_args_into_dataclasses(text)
+            for name, value in options.items():
+                setattr(args, name, value)
         if own:
             optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
             more["optimizers"] = optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
-        trainer = Trainer(args=args, train_dataset=token_rows(), parallel=layout if world > 1 else None, **more)
+        trainer = (kind or Trainer)(args=args, train_dataset=token_rows(), **more)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         trainer.save_model(f"{folder}/saved")
@@ -123,6 +179,8 @@ def other_ways_to_start(folder: str) -> dict[str, list[float]]:
         "model_init": losses({"tensor": 2}, make=lambda: llama()),
         "own optimizer": losses({"tensor": 2}, model=llama(), own=True),
         "own optimizer and ZeRO": losses({"data": 2, "zero_stage": 1}, model=llama(), own=True),
+        "unmodified Trainer": losses({"tensor": 2}, model=llama(), kind=transformers.Trainer),
+        "unmodified subclass": losses({"data": 2, "zero_stage": 1}, model=llama(), kind=LaterTrainer),
         "plain module": losses({"data": 2, "zero_stage": 2}, model=Scorer()),
     }
 

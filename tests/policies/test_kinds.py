@@ -40,21 +40,41 @@ HEADS = AttentionProjections(q="q", k="k", v="v", out="o")
 @pytest.mark.parametrize(
     ("write", "what", "rule"),
     [
-        (lambda: Attention(None, HEADS), "Attention has at=None", "`at` must be a string"),
+        (lambda: Attention(None, HEADS), "Attention has the invalid value at=None", "`at` must be a string"),
         (
             lambda: Attention("attn", "q"),
-            "Attention has projections='q'",
+            "Attention has the invalid value projections='q'",
             "`projections` must be an AttentionProjections",
         ),
         (lambda: Attention("attn", HEADS, {"n": 3}), "local_attrs={'n': 3}", "a string or (a string, a whole number)"),
         (lambda: Attention("attn", HEADS, ["num_heads"]), "local_attrs=['num_heads']", "`local_attrs` must be a dict"),
         (lambda: Attention("attn", HEADS, num_heads=True), "num_heads=True", "a whole number or a string or None"),
-        (lambda: AttentionProjections(q=["q"], out="o"), "Projections has q=['q']", "`q` must be a string or None"),
-        (lambda: AttentionProjections(q="q", out=None), "Projections has out=None", "`out` must be a string"),
-        (lambda: AttentionInputs(arguments="key"), "Inputs has arguments='key'", "Use arguments=['key']"),
-        (lambda: MLP("mlp", up=3, down="fc2"), "MLP has up=3", "`up` must be a string or a list (each a string)"),
+        (
+            lambda: AttentionProjections(q=["q"], out="o"),
+            "Projections has the invalid value q=['q']",
+            "`q` must be a string or None",
+        ),
+        (
+            lambda: AttentionProjections(q="q", out=None),
+            "Projections has the invalid value out=None",
+            "`out` must be a string",
+        ),
+        (
+            lambda: AttentionInputs(arguments="key"),
+            "Inputs has the invalid value arguments='key'",
+            "Use arguments=['key']",
+        ),
+        (
+            lambda: MLP("mlp", up=3, down="fc2"),
+            "MLP has the invalid value up=3",
+            "`up` must be a string or a list (each a string)",
+        ),
         (lambda: MLP("mlp", up="fc1", down="fc2", fused="2"), "fused='2'", "a whole number or None"),
-        (lambda: LayerStack("layers", MLP("mlp", up="a", down="b")), "Stack has blocks=MLP(", "Use blocks=[MLP("),
+        (
+            lambda: LayerStack("layers", MLP("mlp", up="a", down="b")),
+            "Stack has the invalid value blocks=MLP(",
+            "Use blocks=[MLP(",
+        ),
         (lambda: LayerStack("layers", ["attn"]), "blocks=['attn']", "an Attention or an MLP or an Experts"),
         (lambda: LayerStack("layers", [], cross_states="x"), "cross_states='x'", "(a string, a string) or None"),
         (
@@ -97,7 +117,10 @@ class FirstForm(Policy):
 @pytest.mark.parametrize(
     ("policy", "words"),
     [
-        (table(stack="layers"), ("MyPolicy has stack='layers'", "a LayerStack or a list (each a LayerStack)")),
+        (
+            table(stack="layers"),
+            ("MyPolicy has the invalid value stack='layers'", "a LayerStack or a list (each a LayerStack)"),
+        ),
         (table(embeddings=[3]), ("embeddings=[3]", "a string or a list (each a string)")),
         (table(head=None), ("head=None", "a string or a list")),
         (
@@ -105,7 +128,10 @@ class FirstForm(Policy):
             ("keep_replicated='layers.*.mlp'", "Use keep_replicated=['layers.*.mlp']"),
         ),
         (table(num_heads=5.0), ("num_heads=5.0", "a whole number or a string")),
-        (returning({3: ModulePolicyDescription()}), ("MyPolicy.module_policy() has key=3", "a string or a class")),
+        (
+            returning({3: ModulePolicyDescription()}),
+            ("MyPolicy.module_policy() has the invalid value key=3", "a string or a class"),
+        ),
         (returning({None: ModulePolicyDescription()}), ("key=None", "a string or a class")),
         (replacing(None), ("suffix=None", "`suffix` must be a string")),
         (replacing(["mlp.fc1"]), ("suffix=['mlp.fc1']", "`suffix` must be a string")),

@@ -135,6 +135,25 @@ def _unfrozen() -> tuple[float, float]:
     return frozen, _worst(model, _want(plain, [plain(x) for x in both]))
 
 
+def _frozen_for_a_reference() -> float:
+    """Freeze a module between a forward and its backward, for a forward without gradients of a reference model."""
+    axis = Axis.of(None)
+    model = _Net()
+    plain, reducer = deepcopy(model), _reducer(model, axis)
+    loss = model(_data(axis.rank))
+    with torch.no_grad():
+        model.b.requires_grad_(False)
+        reducer.refresh()
+        model(_data(axis.rank), use_b=False)
+        model.b.requires_grad_(True)
+    loss.backward()
+    return _worst(model, _want(plain, [plain(_data(0)), plain(_data(1))]))
+
+
+def test_parameters_that_are_frozen_for_a_reference_are_reduced(pool2: WorkerPool) -> None:
+    assert max(pool2.run(_frozen_for_a_reference)) < 1e-6
+
+
 def test_frozen_and_unfrozen_parameters(pool2: WorkerPool) -> None:
     for frozen, unfrozen in pool2.run(_unfrozen):
         assert frozen < 1e-6 and unfrozen < 1e-6

@@ -52,6 +52,26 @@ def write_images(folder: Path, count: int = 6) -> str:
     return str(folder / "images")
 
 
+def save_word_tokenizer(folder: Path) -> Any:
+    """Save a tokenizer of ten words with a chat template, and return it."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    words = ["<s>", "</s>", "[u]", "[a]", "hello", "there", "you", "too", "again", "?"]
+    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
+    inner.pre_tokenizer = pre_tokenizers.Whitespace()
+    found = PreTrainedTokenizerFast(
+        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="?",
+        additional_special_tokens=["[u]", "[a]"],
+    )  # fmt: skip
+    found.chat_template = (
+        "<s>{% for m in messages %}{{ '[u] ' if m.role == 'user' else '[a] ' }}{{ m.content }} "
+        "{% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
+    )
+    found.save_pretrained(folder)
+    return found
+
+
 def config(where: Path, kind: str, data: dict[str, Any], **tables: Any) -> TrainConfig:
     """Configuration of a run with a small random model."""
     model = {"name": kind, "random": True, "config": SMALL[kind], **tables.pop("model", {})}

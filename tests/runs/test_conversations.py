@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
 
 from shardformer.errors import ConfigError, InputError
@@ -19,7 +18,7 @@ from shardformer.train_command.dry_run import make_dry_run_report
 from shardformer.train_command.load_data import load_data
 from shardformer.train_command.packing import pack_lengths
 from shardformer.train_command.run import build_trainer, run_training
-from tests.runs.files import config, write_rows, write_text
+from tests.runs.files import config, save_word_tokenizer, write_rows, write_text
 from tests.runs.test_run import losses_of
 
 QUESTION, ANSWER = "How are you?", "Well, thanks."
@@ -120,20 +119,8 @@ def test_without_a_template_the_texts_are_concatenated(tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def word_tokenizer(tmp_path: Path) -> transformers.PreTrainedTokenizerFast:
-    words = ["<s>", "</s>", "[u]", "[a]", "hello", "there", "you", "too", "again", "?"]
-    inner = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="?"))
-    inner.pre_tokenizer = pre_tokenizers.Whitespace()
-    found = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=inner, bos_token="<s>", eos_token="</s>", unk_token="?",
-        additional_special_tokens=["[u]", "[a]"],
-    )  # fmt: skip
-    found.chat_template = (
-        "<s>{% for m in messages %}{{ '[u] ' if m.role == 'user' else '[a] ' }}{{ m.content }} "
-        "{% if m.role == 'assistant' %}</s> {% endif %}{% endfor %}{% if add_generation_prompt %}[a] {% endif %}"
-    )
-    found.save_pretrained(tmp_path / "tokenizer")
-    return found
+def word_tokenizer(tmp_path: Path) -> Any:
+    return save_word_tokenizer(tmp_path / "tokenizer")
 
 
 def test_labels_follow_the_template_of_the_tokenizer(word_tokenizer: Any, tmp_path: Path) -> None:
@@ -162,6 +149,17 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
         ({"messages": CHAT[:2]}, {}, r"No row has an answer within its first data.sequence_length = 400 tokens"),
         ({"messages": CHAT}, {"sequence_length": 8}, r"No row has an answer .* = 8 tokens"),
         ({"body": "words"}, {}, r"Row 1 of the data has no field 'text'"),
+        (
+            {"messages": "[]"},
+            {},
+            r"Row 1 .*has '\[\]' in the field 'messages', which is not a list of messages.*as JSON",
+        ),
+        ({"messages": None, "text": None}, {}, r"Row 1 .*has None in the field 'messages'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+            {},
+            r"Row 1 .*has a part that is not a text",
+        ),
         ({"q": "words"}, {"prompt": "q"}, r"fields 'q' of a row do not contain a conversation"),
     ],
     ids=str,
@@ -169,6 +167,19 @@ def test_a_template_that_changes_earlier_text_raises(tmp_path: Path) -> None:
 def test_rows_that_are_no_conversation_raise(row: Any, data: Any, words: str, tmp_path: Path) -> None:
     with pytest.raises(InputError, match=words):
         first_sample(tmp_path, row, **data)
+
+
+def test_the_texts_of_a_message_are_joined(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "Well, "}, {"type": "text", "text": "thanks."}]
+    row = {"messages": [CHAT[1], {"role": "assistant", "content": parts}], "text": None}
+    assert trained_text(first_sample(tmp_path, row)) == f"{ANSWER}<|im_end|>\n"
+
+
+def test_an_error_of_a_template_is_reported(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text("{{ raise_exception('roles must alternate') }}")
+    with pytest.raises(InputError, match=r"Row 1 .*does not accept the conversation .*: roles must alternate"):
+        first_sample(tmp_path, {"messages": CHAT}, chat_template=str(template))
 
 
 def test_a_tokenizer_without_a_template_raises(word_tokenizer: Any, tmp_path: Path) -> None:

@@ -276,6 +276,31 @@ def test_streams_that_cannot_be_read_raise(data: Any, training: Any, words: str,
         config(tmp_path, "gpt2", {"train": write_text(tmp_path), "streaming": True, **data}, training=training)
 
 
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "contains no rows"),
+        ('{"text": "a"}\n{"text": "b"\n', "cannot be read as jsonl"),
+        ('{"text": "words"}\n{"text": null}\n', "Row 2 of the stream has None in the field 'text'"),
+        (
+            '{"messages": [{"role": "user", "content": "a"}]}\n',
+            "No row has an answer within its first data.sequence_length",
+        ),
+    ],
+    ids=["empty", "broken", "null", "no answer"],
+)
+def test_rows_of_a_stream_that_cannot_be_read_raise(text: str, words: str, tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").write_text(text)
+    data = {"train": str(tmp_path / "rows.jsonl"), "streaming": True, "shuffle": False}
+    with pytest.raises(InputError, match=words):
+        list(load_data(config(tmp_path, "gpt2", data)).train)
+
+
+def test_a_text_is_not_streamed(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"data.streaming = true does not support .*read as text"):
+        load_data(config(tmp_path, "gpt2", {"train": write_text(tmp_path), "streaming": True}))
+
+
 def test_a_dry_run_describes_a_stream(tmp_path: Path) -> None:
     data = {"train": write_rows(tmp_path, [{"text": "words " * 9}] * 20), "streaming": True}
     report = make_dry_run_report(config(tmp_path, "gpt2", data))

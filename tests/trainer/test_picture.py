@@ -98,7 +98,7 @@ def test_the_legend_lists_only_what_is_drawn(tmp_path: Path) -> None:
     runs = {"validation": records, "_second $x$": run(3)}
     kinds = ["validation", "moving average", "as recorded", "not finite"]
     best = "lowest validation loss"
-    entries = ["validation", "_second $x$ (loss within 0e+00 of validation)", kinds[0], best, *kinds[1:]]
+    entries = ["validation", "_second $x$ (loss equal to validation)", kinds[0], best, *kinds[1:]]
     draw_metrics(runs, tmp_path / "all.svg")
     assert words(tmp_path / "all.svg")[-len(entries) :] == entries
     draw_metrics(runs, tmp_path / "norm.svg", ["grad_norm"])

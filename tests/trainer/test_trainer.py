@@ -66,7 +66,7 @@ def test_events_occur_in_order() -> None:
     diary = Diary()
     Trainer(made(), [diary]).fit(epochs=2, validation=pairs(3))
     epoch = ["before_epoch", *STEP * 3, "after_epoch", *VALIDATION]
-    assert diary.moments == ["setup", "before_train", *epoch * 2, "after_train"]
+    assert diary.moments == ["setup", "before_train", *epoch * 2, "after_train", "after_fit"]
 
 
 def test_every_event_is_a_method_of_hook() -> None:

@@ -3,8 +3,7 @@
 >>> model = peft.get_peft_model(model, peft.LoraConfig(...))                # doctest: +SKIP
 >>> model = shardformer.shard_model(model, context=context)                 # doctest: +SKIP
 
-``get_peft_model`` and ``from_pretrained`` of this package add adapters to a model that is sharded already. PEFT is
-imported when it is used.
+The functions of PEFT also add adapters to a model that is sharded already. PEFT is imported when it is used.
 """
 
 from __future__ import annotations
@@ -15,10 +14,11 @@ from typing import Any
 from torch import nn
 
 from shardformer.integrations.peft import sharding
-from shardformer.integrations.peft.models import from_pretrained, get_peft_model, install_methods
+from shardformer.integrations.peft.entry_points import install_entry_points
+from shardformer.integrations.peft.models import install_methods
 from shardformer.integrations.peft.sharding import has_adapters
 
-__all__ = ["from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
+__all__ = ["from_pretrained", "get_peft_model", "has_adapters", "install_entry_points", "shard_with_adapters"]
 
 
 def shard_with_adapters(
@@ -26,3 +26,19 @@ def shard_with_adapters(
 ) -> tuple[nn.Module, Any]:
     """Shard a model with adapters in place. See ``shardformer.integrations.peft.sharding``."""
     return sharding.shard_with_adapters(model, shard, finish, install_methods)
+
+
+def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``peft.get_peft_model`` for a sharded or plain model. All ranks call it."""
+    import peft
+
+    install_entry_points()
+    return peft.get_peft_model(model, *args, **kwargs)
+
+
+def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Call ``PeftModel.from_pretrained`` for a sharded or plain model. All ranks call it and read the files."""
+    import peft
+
+    install_entry_points()
+    return peft.PeftModel.from_pretrained(model, *args, **kwargs)

@@ -209,6 +209,29 @@ class _NormOverRanks:
         return squares.sqrt().to(weight.dtype)
 
 
+class _TraceableWeight:
+    """Mixin of a DoRA layer that passes its base to PEFT's forward in a form that torch.compile can trace."""
+
+    def forward(self: Any, x: Tensor, *, base_layer: Any, **kwargs: Any) -> Tensor:
+        if torch.compiler.is_compiling() and type(base_layer.weight) is nn.Parameter:
+            base_layer = _PlainBase(base_layer)
+        y: Tensor = super().forward(x, base_layer=base_layer, **kwargs)  # type: ignore[misc]
+        return y
+
+
+class _PlainBase:
+    """A base whose weight PEFT reads with ``dequantize``, instead of looking at the class of the weight."""
+
+    W_q = None  # with this attribute
+
+    def __init__(self, base: Any) -> None:
+        self._base, self.bias = base, base.bias
+
+    def dequantize(self) -> Tensor:
+        weight: Tensor = self._base.weight
+        return weight
+
+
 @cache
 def _mixed(mixins: tuple[type, ...], kind: Any) -> Any:
     return type(kind.__name__, (*mixins, kind), {"__module__": __name__, "__qualname__": kind.__qualname__})
@@ -233,6 +256,9 @@ def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) 
         ConfigError: if this kind of adapter cannot run on this parallel layer.
     """
     base = tuner.get_base_layer()
+    for dora in getattr(tuner, "lora_magnitude_vector", {}).values():
+        if type(dora).__name__ == "DoraLinearLayer":
+            _mix_in(dora, _TraceableWeight)
     if not isinstance(base, ParallelModule):
         _replace_dropout(tuner, None, Axis("none"), sequence)
         return

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from math import prod
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call, wait_for_all_ranks
 from shardformer.comm.collectives import gather_full
@@ -17,66 +18,31 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.integrations.peft import sharding
 from shardformer.integrations.peft.layers import EMBEDDINGS
 from shardformer.integrations.peft.sharding import calls_model, inner_model, is_tuner_model
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of, sharded_module
+from shardformer.module_paths import parent_of
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.torch_compat import IncompatibleKeys
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
 
 NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 """Methods whose new adapters do not depend on the values of the weights; LoRA depends on its options."""
 
 
-def get_peft_model(model: nn.Module, peft_config: Any, adapter_name: str = "default", **options: Any) -> Any:
-    """Add adapters to a model that ``shard_model`` returned, as ``peft.get_peft_model`` does.
-
-    A model that is not sharded is passed to ``peft.get_peft_model``, and can be sharded afterwards. All ranks call it.
-
-    Communicates one all-gather of each targeted weight if the adapters are computed from the weights (PiSSA, DoRA).
-
-    Args:
-        model: a sharded or plain model.
-        peft_config: any configuration of PEFT.
-        adapter_name: the name of the adapter.
-        options: further arguments of ``peft.get_peft_model``.
-
-    Raises:
-        ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
-            adapters. The model is then unchanged.
-    """
-    import peft
-
-    if METADATA_ATTRIBUTE not in model.__dict__:
-        return peft.get_peft_model(model, peft_config, adapter_name, **options)
-    return _change_adapters(
-        model, peft_config, lambda: peft.get_peft_model(model, peft_config, adapter_name, **options)
-    )
-
-
-def from_pretrained(
-    model: nn.Module, directory: Any, adapter_name: str = "default", is_trainable: bool = False, **options: Any
-) -> Any:
-    """Load adapters that PEFT saved, on a model that ``shard_model`` returned, as ``PeftModel.from_pretrained`` does.
-
-    A model that is not sharded is passed to ``PeftModel.from_pretrained``. All ranks call it and read the files.
-    """
-    import peft
-
-    if METADATA_ATTRIBUTE not in model.__dict__:
-        return peft.PeftModel.from_pretrained(model, directory, adapter_name, is_trainable, **options)
-    config = peft.PeftConfig.from_pretrained(directory)
-    config.inference_mode = not is_trainable
-    made = get_peft_model(model, config, adapter_name)
-    made.load_adapter(directory, adapter_name, is_trainable=is_trainable, **options)
-    return made
-
-
-def _change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
+def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     """Call a function of PEFT that adds adapters while the model looks like the plain model, then shard the adapters.
+
+    All ranks call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
+    weights (PiSSA, DoRA).
 
     Args:
         model: the sharded model, or PEFT's wrapper around it.
         config: the configuration of the new adapters.
+
+    Raises:
+        ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
+            adapters. The model is then unchanged.
     """
     state, inner = metadata_of(model), inner_model(model)
     _check_can_change(state)
@@ -219,18 +185,67 @@ def _add_adapter(self: Any, adapter_name: str, peft_config: Any, **options: Any)
         type(self).add_adapter(self, adapter_name, peft_config, **options)
         return self
 
-    _change_adapters(self, peft_config, change)
+    change_adapters(self, peft_config, change)
 
 
 def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: bool = False, **options: Any) -> Any:
     state = metadata_of(self)
-    if state.parameter_owner is not None or state.gradient_owner is not None:
-        raise ConfigError(
-            "load_adapter is not supported after shard_optimizer, which keeps its own copies of the parameters",
-            remedy="Load the adapter first, then call shard_optimizer",
-        )
     options.setdefault("torch_device", str(state.context.device))
-    return type(self).load_adapter(self, model_id, adapter_name, is_trainable, **options)
+    load = partial(type(self).load_adapter, self, model_id, adapter_name, is_trainable, **options)
+    if state.parameter_owner is None:
+        return load()
+    values: dict[str, Tensor] = {}
+
+    def keep(state_dict: Mapping[str, Tensor], *_: Any, **__: Any) -> Any:
+        values.update(state_dict)
+        return IncompatibleKeys([name for name in self.state_dict() if name not in state_dict], [])
+
+    _, prefix = sharded_module(self)
+
+    def show(name: str, param: Tensor) -> Tensor:
+        return param if name.startswith(prefix) else torch.zeros_like(param, device=state.context.device)
+
+    with _full_parameters(self, show) as full:
+        self.__dict__["load_state_dict"] = keep
+        try:
+            loaded = load()
+        finally:
+            self.__dict__["load_state_dict"] = load_state_dict.__get__(self)
+    prompts = {name: param.detach() for name, param in full.items() if not param.is_meta}  # PEFT itself copies these
+    self.load_state_dict({**values, **prompts}, strict=False)
+    return loaded
+
+
+@contextmanager
+def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
+    """Show full parameters in place of those that ZeRO stage 3 shards, and yield them by name.
+
+    The modules that have them run without hooks, because those of ZeRO communicate.
+
+    Args:
+        value_of: (name, meta tensor) -> the value to show.
+    """
+    groups = getattr(metadata_of(model).gradient_owner, "param_groups_stage3", ())
+    gathered = {id(p) for group in groups for p in group.params}
+    shown: list[tuple[nn.Module, str, nn.Parameter]] = []
+    full: dict[str, nn.Parameter] = {}
+    hooks: list[tuple[nn.Module, str, Any]] = []
+    try:
+        for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
+            value = value_of(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
+            owner, leaf = parent_of(model, name)
+            shown.append((owner, leaf, param))
+            full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
+        for module in model.modules() if full else ():
+            hooks += [(module, table, found) for table in sharding.HOOK_TABLES if (found := getattr(module, table))]
+        for module, table, found in hooks:
+            setattr(module, table, type(found)())
+        yield full
+    finally:
+        for module, table, found in hooks:
+            setattr(module, table, found)
+        for owner, leaf, param in shown:
+            owner._parameters[leaf] = param
 
 
 def _delete_adapter(self: Any, adapter_name: str) -> None:
@@ -252,7 +267,11 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
     def write() -> None:
         is_first = all(axis.rank == 0 for axis in context.axes.values())
         if is_first:
-            with _all_adapters(self), _plain_embeddings(self):
+            with (
+                _all_adapters(self),
+                _full_parameters(self, lambda name, p: weights.get(name, p)),
+                _plain_embeddings(self),
+            ):
                 type(self).save_pretrained(self, save_directory, state_dict=weights, **options)
 
     collective_call(context, write, action=f"write to {str(save_directory)!r}", error=InputError)
@@ -294,7 +313,7 @@ def _embeddings_of(model: Any) -> list[nn.Module]:
     return [found for access in accessors if (found := access()) is not None]
 
 
-def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, torch.Tensor]:
+def _gather_adapters(self: Any, save_embedding_layers: Any) -> dict[str, Tensor]:
     inner, adapters = inner_model(self), metadata_of(self).adapters
     configs = self.peft_config.values()
     needs_base = save_embedding_layers is True or any(getattr(c, "bias", "none") != "none" for c in configs)
@@ -355,6 +374,14 @@ def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
         collective_call(metadata_of(self).context, lambda: self.base_model.unmerge_adapter(*args, **options))
 
 
+def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
+    raise ConfigError(
+        "add_weighted_adapter is not supported on a sharded model",
+        rule="It combines all values of several adapters",
+        remedy="Call it before shard_model, or in one process, and load the new adapter",
+    )
+
+
 def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     """Return the number of trainable and of all parameters of the full model."""
     state = metadata_of(self)
@@ -379,4 +406,5 @@ _TUNER_METHODS: Mapping[str, Callable[..., Any]] = {
     "unload": _unload,
     "merge_adapter": _merge_adapter,
     "unmerge_adapter": _unmerge_adapter,
+    "add_weighted_adapter": _add_weighted_adapter,
 }

@@ -7,7 +7,7 @@ then follow the layers that they belong to (``layers.py``). Their parameters get
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -246,18 +246,19 @@ def put_on_adapters(
     inner_paths = {path: inner_path(path, wrapper) for path, wrapper in wrappers.items()}
     for wrapper in wrappers.values():
         holder, name = holder_of(wrapper)
-        holder._modules[name] = nn.Identity()
+        holder._modules[name] = _WrappedModule()
     own = nn.ModuleList([*wrappers.values(), *_modules_outside(model, sharded)])
     known = state.by_param()
     new = nn.ParameterList([p for p in own.parameters() if id(p) not in known])
     adapters = {"prompts": nn.ModuleList(_modules_outside(model, sharded)), **wrappers}
     collective_call(state.context, lambda: _fingerprint(adapters), lambda lines: lines, action="add these adapters")
     state.notes += sync_initial_weights(new, state.context.base_axes[::-1])
+    tensors = {path: wrapper.state_dict(prefix=f"{path}.", keep_vars=True) for path, wrapper in wrappers.items()}
     shapes = {
-        f"{path}.{name}": tuple(x.shape)
-        for path, wrapper in wrappers.items()
-        for name, x in wrapper.state_dict(keep_vars=True).items()
-        if isinstance(x, Tensor)
+        name: tuple(x.shape)
+        for found in tensors.values()
+        for name, x in found.items()
+        if isinstance(x, Tensor) and not name.endswith(f".{_WrappedModule.MARK}")
     }
     names = state.adapters = state.adapters or AdaptedNames()
     waits = is_lazy(own)
@@ -272,10 +273,20 @@ def put_on_adapters(
     collective_call(state.context, put_on)
     names.paths |= inner_paths
     names.own |= shapes.keys()
-    _record_names(state, names, shapes)
+    _record_names(state, names, shapes, tensors)
     if state.stages is not None and any(map(_draws_random_numbers, own.modules())):
         state.stages.uses_random = True
     update_metadata(model, sharded, names)
+
+
+class _WrappedModule(nn.Module):
+    """Takes the place of a wrapped module, and marks it among the names of the wrapper's tensors."""
+
+    MARK = "wrapped_module"
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer(self.MARK, torch.empty(0))
 
 
 def _fingerprint(adapters: Mapping[str, nn.Module]) -> list[str]:
@@ -399,8 +410,17 @@ def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
             setattr(source, table, type(hooks)())
 
 
-def _record_names(state: ShardingMetadata, names: AdaptedNames, shapes: Mapping[str, tuple[int, ...]]) -> None:
-    """Record the names of all parameters after the adapters were added, in the entries and the pipeline stages."""
+def _record_names(
+    state: ShardingMetadata,
+    names: AdaptedNames,
+    shapes: Mapping[str, tuple[int, ...]],
+    tensors: Mapping[str, Mapping[str, Any]],
+) -> None:
+    """Record the names of all parameters after the adapters were added, in the entries and the pipeline stages.
+
+    Args:
+        tensors: path of a wrapper -> names of its tensors, with a mark in the place of the wrapped module.
+    """
     for entry in state.entries:
         entry.name = names.rename(entry.name)
     stages = state.stages
@@ -413,6 +433,27 @@ def _record_names(state: ShardingMetadata, names: AdaptedNames, shapes: Mapping[
         owner = owners.get(path or "")
         if owner is not None:
             stages.add_tensor(name, names.rename(owner), shape)
+    stages.state = {name: stages.state[name] for name in _plain_order(list(stages.state), names, shapes, tensors)}
+
+
+def _plain_order(
+    found: list[str], names: AdaptedNames, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
+) -> list[str]:
+    """Return the names in the order of the plain model, in which those of an adapter are next to its base's."""
+    of_base: dict[str, list[str]] = {path: [] for path in tensors}
+    for name in found:
+        if name not in own and (path := names.wrapper_of(name)) in of_base:
+            of_base[path].append(name)
+    order: dict[str, None] = {}
+    for name in found:
+        path = names.wrapper_of(name)
+        if path is None or path not in tensors:
+            order[name] = None
+            continue
+        for each in tensors[path]:
+            order |= dict.fromkeys(of_base[path] if each.endswith(f".{_WrappedModule.MARK}") else [each])
+    present = set(found)
+    return [name for name in order if name in present]
 
 
 def update_metadata(model: nn.Module, sharded: nn.Module, names: AdaptedNames) -> None:

@@ -3,16 +3,32 @@
 from __future__ import annotations
 
 import time
+import warnings
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal, get_args
 
+from shardformer.checkpoint.directory import step_folder
 from shardformer.checkpoint.retention import CheckpointRetention
-from shardformer.errors import ConfigError, check_int, check_number
+from shardformer.comm.collective_call import run_on_first_rank
+from shardformer.errors import ConfigError, check_choice, check_int, check_number
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.public_names import renamed_arguments
 from shardformer.training.engine import has_checkpoint, lock_checkpoint_folder
-from shardformer.training.hook import RENAMED_DIRECTORY, Hook, TrainerProtocol
+from shardformer.training.hook import (
+    RENAMED_DIRECTORY,
+    Hook,
+    Mode,
+    TrainerProtocol,
+    check_has_validation,
+    is_improved,
+    read_metric,
+)
 
+Best = Literal["keep", "load"]
+DEFAULT_METRIC = "validation/loss"
+LOSSES = (DEFAULT_METRIC, "validation/perplexity")
+"""Metrics of which a lower value is better."""
 RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 
@@ -25,7 +41,15 @@ class Checkpoint(Hook):
     A restarted run resumes from the newest complete checkpoint in the directory, even in the middle of an epoch, and
     restores the states of all hooks. The run locks the directory, so that no other job can save into it.
 
-    Saving communicates as ``Engine.save`` does.
+    With ``best``, a checkpoint is also saved after each validation with the best value of
+    ``metric`` so far, and kept in addition to those of ``retention``. A resumed run continues to compare.
+
+    Saving communicates as ``Engine.save`` does, and loading the best checkpoint as ``Engine.load`` does. To find it, a
+    validation communicates one number.
+
+    Attributes:
+        best_value: Best value of ``metric`` so far, or None.
+        best_step: Step of the best checkpoint, or None.
     """
 
     def __init__(
@@ -44,6 +68,20 @@ class Checkpoint(Hook):
         resume: Annotated[
             bool, "Resume from the checkpoints in the directory. If false, it must not contain checkpoints."
         ] = True,
+        best: Annotated[
+            Best | None,
+            '"keep": keep the checkpoint with the best value of `metric`. "load": also load it at the end of the run, '
+            "to export it. Both require validation data.",
+        ] = None,
+        metric: Annotated[
+            str,
+            "Name in `trainer.values` of the metric of the best checkpoint. A hook that computes it, such as "
+            "`Metrics`, must come before this hook.",
+        ] = DEFAULT_METRIC,
+        mode: Annotated[
+            Mode | None,
+            "Whether a lower or a higher value is better. Required unless `metric` is the loss or the perplexity.",
+        ] = None,
     ) -> None:
         if every_steps is not None:
             check_int("Checkpoint.every_steps", every_steps, unit="steps", example=10)
@@ -53,11 +91,18 @@ class Checkpoint(Hook):
         self.every_steps, self.every_minutes, self.every_epoch = every_steps, every_minutes, every_epoch
         self.at_end, self.saves_on_signal, self.resume = at_end, on_signal, resume
         self.retention, self.in_background = CheckpointRetention.of(retention), in_background
-        self._saved_step = -1
+        self.keeps_best, self.loads_best = best is not None, best == "load"
+        self.metric, self.mode = metric, _check_best(best, metric, mode)
+        self.best_value: float | None = None
+        self.best_step: int | None = None
+        self.trained_steps = 0
+        self._saved: tuple[int, int | None] = (-1, None)  # step, and the best step in the state of this hook
         self._saved_at = 0.0
         self._engine: Any = None
 
     def setup(self, trainer: TrainerProtocol) -> None:
+        if self.keeps_best:
+            check_has_validation(self, trainer)
         self._engine = trainer.engine
         trainer.on_save(self._save)
         trainer.agree()
@@ -66,7 +111,8 @@ class Checkpoint(Hook):
             return
         if self.resume:
             trainer.load(self.directory)
-            self._saved_step = trainer.step
+            self._check_best_exists(trainer)
+            self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
                 f"The directory {str(self.directory)!r} already contains checkpoints, but resume=False",
@@ -76,7 +122,7 @@ class Checkpoint(Hook):
     @property
     def saved_step(self) -> int:
         """Step of the newest checkpoint that this run saved or loaded, or -1."""
-        return self._saved_step
+        return self._saved[0]
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._saved_at = time.monotonic()
@@ -101,15 +147,80 @@ class Checkpoint(Hook):
         if self.at_end and not trainer.was_interrupted:
             trainer.save()
 
+    def after_validation(self, trainer: TrainerProtocol) -> None:
+        if not self.keeps_best or self._engine is None:  # None: Trainer.evaluate, not Trainer.fit
+            return
+        value = read_metric(self, self.metric, trainer)
+        trainer.agree()
+        value = run_on_first_rank(lambda: value, trainer.engine.world, "Comparing with the best checkpoint")
+        if is_improved(value, self.best_value, self.mode):
+            self.best_value, self.best_step = value, trainer.step
+            trainer.save()
+
+    def after_fit(self, trainer: TrainerProtocol) -> None:
+        self.trained_steps, self._engine = trainer.step, None
+        if not self.loads_best or trainer.was_interrupted:
+            return
+        if self.best_step is not None and self.best_step != trainer.step:
+            trainer.agree()
+            trainer.engine.load(step_folder(self.directory, self.best_step))
+        elif self.best_step is None and trainer.is_first:
+            warnings.warn(f"No best checkpoint was loaded, because {self.metric} was never a number", stacklevel=2)
+
+    def on_exception(self, trainer: TrainerProtocol) -> None:
+        self._engine = None
+
+    def state(self) -> Any:
+        if not self.keeps_best:
+            return None
+        return {"metric": self.metric, "mode": self.mode, "best_value": self.best_value, "best_step": self.best_step}
+
+    def load_state(self, state: Any) -> None:
+        is_same = self.keeps_best and (state["metric"], state["mode"]) == (self.metric, self.mode)
+        self.best_value, self.best_step = (state["best_value"], state["best_step"]) if is_same else (None, None)
+
+    def _check_best_exists(self, trainer: TrainerProtocol) -> None:
+        """Forget the best checkpoint of the resumed run, with a warning, if it no longer exists."""
+        if self.best_step is None:
+            return
+        folder = step_folder(self.directory, self.best_step)
+        if run_on_first_rank(folder.is_dir, trainer.engine.world, f"Looking into {self.directory}"):
+            return
+        self.best_value = self.best_step = None
+        if trainer.is_first:
+            text = f"The best checkpoint {folder} no longer exists. Only validations from now on are compared"
+            warnings.warn(text, stacklevel=2)
+
     def _save(self, *, extra: Any, position: Any) -> None:
         self._saved_at = time.monotonic()
-        if self._engine.steps == self._saved_step:
+        if self._saved == (self._engine.steps, self.best_step):
             return
-        self._saved_step = self._engine.steps
+        self._saved = self._engine.steps, self.best_step
+        best = () if self.best_step is None else (self.best_step,)
         self._engine.save(
             self.directory,
             extra=extra,
-            retention=self.retention,
+            retention=replace(self.retention, steps=(*self.retention.steps, *best)),
             in_background=self.in_background,
             position=position,
         )
+
+
+def _check_best(best: Best | None, metric: str, mode: Mode | None) -> Mode:
+    """Check the options of the best checkpoint, and return whether a lower or a higher value is better."""
+    if best is not None:
+        check_choice("Checkpoint.best", best, get_args(Best))
+    if mode is not None:
+        check_choice("Checkpoint.mode", mode, get_args(Mode))
+    if best is None and (metric != DEFAULT_METRIC or mode is not None):
+        raise ConfigError(
+            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without best='keep' or best='load'",
+            remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end",
+        )
+    if mode is None and metric not in LOSSES:
+        raise ConfigError(
+            f"Checkpoint(metric={metric!r}) requires mode='min' or mode='max'",
+            rule="A lower value is better for a loss or an error, and a higher value for an accuracy",
+            remedy="Pass mode='min' or mode='max'",
+        )
+    return mode or "min"

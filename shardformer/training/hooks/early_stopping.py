@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, get_args
 
-from shardformer.errors import InputError, check_choice, check_int, check_number, did_you_mean
-from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
-
-Mode = Literal["min", "max"]
+from shardformer.errors import check_choice, check_int, check_number
+from shardformer.training.hook import Hook, Mode, TrainerProtocol, check_has_validation, is_improved, read_metric
 
 
 class EarlyStopping(Hook):
@@ -44,15 +42,8 @@ class EarlyStopping(Hook):
         check_has_validation(self, trainer)
 
     def after_validation(self, trainer: TrainerProtocol) -> None:
-        if self.metric not in trainer.values:
-            raise InputError(
-                f"EarlyStopping cannot find the metric {self.metric!r} in trainer.values",
-                rule="A hook that computes a metric must be listed before EarlyStopping",
-                remedy=did_you_mean(self.metric, trainer.values),
-            )
-        value = trainer.values[self.metric]
-        gain = math.inf if self.best is None else (self.best - value) * (1 if self.mode == "min" else -1)
-        if gain > self.min_delta and not math.isnan(value):
+        value = read_metric(self, self.metric, trainer)
+        if is_improved(value, self.best, self.mode, self.min_delta):
             self.best, self.without_progress = value, 0
             return
         self.without_progress += 1

@@ -24,7 +24,7 @@ class Profiler(Hook):
 
     In ``directory/rank0``, ``rank1``, ... it writes ``step-3.json``, a trace for chrome://tracing or Perfetto;
     ``step-3.txt``, the most expensive operators; and ``step-3-memory.png``, the memory over time, if matplotlib is
-    installed. The number is that of the last profiled step. Profiled steps are slower.
+    installed. The 3 in these names is the last profiled step. Profiled steps are slower.
 
     Communicates nothing.
     """

@@ -29,8 +29,8 @@ MUTANTS = [
     mutant(
         "samples-dropped-by-each-rank",
         "shardformer/random_state.py",
-        "seed, own = self._share(seed.to(x.device)), 0",
-        "own = 0",
+        "seed, rank = self._share(seed.to(x.device)), -1",
+        "rank = -1",
         "Stochastic depth drops different samples on ranks that hold parts of the same sequence.",
         first=("tests/timm/test_timm.py::test_ranks_drop_the_same_samples",),
     ),
@@ -83,7 +83,7 @@ MUTANTS = [
     mutant(
         "rank-whose-logits-are-all-masked",
         "shardformer/tensor_parallel/vocab_parallel_loss.py",
-        "shifted_tv = torch.sub(x_tv, _clamp_infinite(max_t)[:, None])",
+        "shifted_tv = torch.sub(x_tv, clamp_infinite(max_t)[:, None])",
         "shifted_tv = torch.sub(x_tv, max_t[:, None])",
         "The loss is NaN where a mask hides all of one rank's vocabulary.",
         first=("tests/layers/vocab/test_loss.py::test_rank_with_masked_columns_adds_nothing",),

@@ -81,7 +81,7 @@ MUTANTS = [
     mutant(
         "same-dropout-in-each-block",
         "shardformer/random_state.py",
-        "SPLITMIX64[0] * (self._rank + 1)",
+        "SPLITMIX64[0] * (rank + 1)",
         "SPLITMIX64[0]",
         "All tensor ranks drop the same places of their heads and features, as one device never would.",
         first=("tests/layers/test_dropout.py::test_masks_in_a_block_differ_by_rank",),

@@ -1,0 +1,168 @@
+"""Context-parallel attention as one operator of a compiled layer.
+
+A graph contains only tensors and constants. The mask of an attention is an object, which differs in each forward, and
+so are the positions of the ranks. The graph therefore takes them as tensors of one number that hold an object:
+
+    q, k, v, site, mask --> context_attention --> out, lse, call      site holds the module, mask a ``ChunkedMask``
+    grad, q, k, v, out, lse, call --> context_attention_backward      call holds what the forward planned
+
+Lengths can therefore change without another graph, as far as the compiler supports it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.context_parallel.attention import RUN, SITE, AttentionPlan, plan_attention
+from shardformer.context_parallel.attention_kernels import ScoreOptions
+from shardformer.context_parallel.masks import ChunkedMask
+from shardformer.context_parallel.ring_attention import attend_over_ring, attend_over_ring_backward
+from shardformer.context_parallel.ulysses import HeadExchange, gather_heads, scatter_heads
+from shardformer.errors import ConfigError, InputError
+
+# B batch, N query heads, K key heads, s local positions, D head dim
+
+_HELD = "held_by_tensor"
+_LIBRARY = torch.library.Library("shardformer", "FRAGMENT")
+_LIBRARY.define(
+    "context_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor site, Tensor? mask, int group, "
+    "float dropout, float scale, float? cap, bool? is_causal) -> (Tensor, Tensor, Tensor)"
+)
+_LIBRARY.define(
+    "context_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
+    "Tensor call) -> (Tensor, Tensor, Tensor, Tensor)"
+)
+
+
+def hold(value: Any) -> Tensor:
+    """Return a tensor that holds an object as long as the tensor exists."""
+    tensor = torch.zeros((), dtype=torch.int64, device="cpu")
+    setattr(tensor, _HELD, value)
+    return tensor
+
+
+def held_by(tensor: Tensor, kind: type) -> Any:
+    """Return the object that a tensor holds. Raises InputError if the tensor was computed or copied."""
+    value = getattr(tensor, _HELD, None)
+    if not isinstance(value, kind):
+        raise InputError(
+            f"A compiled attention received a tensor of shape {tuple(tensor.shape)} in place of its mask",
+            rule="With a sharded sequence, a layer must pass its mask to the attention unchanged",
+            remedy="Set compile=False, or use sequence=1 for this model",
+        )
+    return value
+
+
+def hold_masks(value: Any) -> Any:
+    """Return a tensor that holds a context-parallel mask, and any other value unchanged."""
+    return hold(value) if isinstance(value, ChunkedMask) else value
+
+
+def install_sites(layer: nn.Module) -> None:
+    """Prepare the attention modules of a layer to be compiled."""
+    for module in layer.modules():
+        if RUN in module.__dict__:
+            module.__dict__[SITE] = hold(module)
+
+
+@dataclass(frozen=True)
+class _Call:
+    plan: AttentionPlan
+    sees_nothing: Tensor | None
+    exchanged: tuple[Tensor, ...] | None  # q, k, v, out, lse of the local heads in a Ulysses group, not in the graph
+
+
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    site: Tensor,
+    mask: Tensor | None,
+    group: int,
+    dropout: float,
+    scale: float,
+    cap: float | None,
+    is_causal: bool | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    module = held_by(site, nn.Module)
+    chunked = None if mask is None else held_by(mask, ChunkedMask)
+    state, scores = getattr(module, RUN), ScoreOptions(scale, cap)
+    plan = plan_attention(module, state, q, k, chunked, dropout, scores, is_causal)
+    local_q, local_k, local_v = (
+        _scatter(x, exchange) for x, exchange in ((q, plan.of_queries), (k, plan.of_keys), (v, plan.of_keys))
+    )
+    local_sinks = None if sinks is None else sinks[plan.heads.to(sinks.device)]
+    out, lse, sees_nothing = attend_over_ring(local_q, local_k, local_v, local_sinks, None, plan.exchange)
+    if group == 1:
+        return out.contiguous(), lse.contiguous(), hold(_Call(plan, sees_nothing, None))
+    call = _Call(plan, sees_nothing, (local_q, local_k, local_v, out, lse))
+    return _gather(out, plan.of_queries).contiguous(), lse.new_empty(0), hold(call)
+
+
+def _shape_attend(
+    q: Tensor, k: Tensor, v: Tensor, sinks: Any, site: Tensor, mask: Any, group: int, *_: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    lse = q.new_empty(q.shape[:3] if group == 1 else (0,), dtype=torch.promote_types(q.dtype, torch.float32))
+    return q.new_empty(q.shape), lse, torch.empty_like(site)
+
+
+def _attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, out: Tensor, lse: Tensor, call: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    made: _Call = held_by(call, _Call)
+    plan, heads = made.plan, made.plan.heads.to(q.device)
+    if made.exchanged is not None:
+        q, k, v, out, lse = made.exchanged
+    saved = (q, k, v, None if sinks is None else sinks[heads], None, out, lse)
+    local = _scatter(grad, plan.of_queries)
+    dq, dk, dv, local_sinks_grad, _ = attend_over_ring_backward(local, saved, made.sees_nothing, plan.exchange)
+    sinks_grad = q.new_empty(0)
+    if sinks is not None and local_sinks_grad is not None:
+        sinks_grad = torch.zeros_like(sinks).index_copy_(0, heads, local_sinks_grad)
+    dq, dk, dv = _gather(dq, plan.of_queries), _gather(dk, plan.of_keys), _gather(dv, plan.of_keys)
+    return dq.contiguous(), dk.contiguous(), dv.contiguous(), sinks_grad
+
+
+def _shape_attend_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *_: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    sinks_grad = q.new_empty(0) if sinks is None else torch.empty_like(sinks)
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape), sinks_grad
+
+
+def _scatter(x: Tensor, exchange: HeadExchange) -> Tensor:
+    return x if exchange.axis.size == 1 else scatter_heads(x, exchange)
+
+
+def _gather(x: Tensor, exchange: HeadExchange) -> Tensor:
+    return x if exchange.axis.size == 1 else gather_heads(x, exchange)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(*inputs[:4], *output)
+
+
+def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
+    q, k, v, sinks, out, lse, call = ctx.saved_tensors
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise ConfigError(
+            "Backward with create_graph=True is not supported through a compiled attention with a sharded sequence",
+            rule="Collectives only have first derivatives",
+            remedy="Omit create_graph, or compute this term on the unsharded model",
+        )
+    *grads, sinks_grad = torch.ops.shardformer.context_attention_backward(grad, q, k, v, sinks, out, lse, call)
+    return (*grads, None if sinks is None else sinks_grad, *(None,) * 7)
+
+
+for _name, _run, _shape in (
+    ("context_attention", _attend, _shape_attend),
+    ("context_attention_backward", _attend_backward, _shape_attend_backward),
+):
+    _LIBRARY.impl(_name, _run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardformer::{_name}", _shape, lib=_LIBRARY)
+torch.library.register_autograd("shardformer::context_attention", _differentiate, setup_context=_save, lib=_LIBRARY)

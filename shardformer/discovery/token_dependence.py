@@ -1,0 +1,125 @@
+"""Measures on a small copy of a language model which tokens affect its outputs."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.discovery.reduced_model import reduce_model
+from shardformer.discovery.shrink_config import SMALL_NUMEL
+from shardformer.errors import ConfigError, first_line
+from shardformer.meta_init.materialization import copy_materialized, is_lazy
+
+# B batch, S sequence, V vocabulary
+
+LENGTH = 8
+NOISE = 1e-5
+"""Relative tolerance for equal outputs, which differ slightly because experts receive different tokens."""
+PERTURBATION = 0.05
+"""Scale of the noise added to parameters, because parameters initialized to 0 would hide dependences."""
+IGNORED = -100
+"""Label that the loss ignores."""
+
+
+@dataclass(frozen=True)
+class LabelDependence:
+    """Which tokens affect the output at a position, and whether the loss compares this output with the token there.
+
+    Args:
+        on_label: Whether the label token or later tokens change the output.
+        on_later: Whether later tokens change the output.
+        in_place: Whether the output has the position of the label.
+    """
+
+    on_label: bool
+    on_later: bool
+    in_place: bool
+
+
+def label_dependence(model: Any) -> LabelDependence | None:
+    """Measure which tokens affect the output that is compared with a label, or return None if this is impossible.
+
+    The measurement uses a copy of the model, or a reduced model if the model is large.
+    """
+    for dtype in (torch.float64, torch.float32):
+        try:
+            small, ids_BS = _make_small_model(model)
+            return _measure_dependence(small.to(dtype), ids_BS)
+        except Exception:  # the model requires other inputs or fp32, or returns other outputs
+            continue
+    return None
+
+
+def check_packing(model: Any, option: str = "data.packing = true", remedy: str = "Remove data.packing") -> None:
+    """Raise ConfigError if a model mixes the documents of a row whose ``position_ids`` restart.
+
+    The output of a document in a packed row is compared with that of the document alone, on a copy of the model or a
+    reduced model. Communicates nothing, and keeps the random state. ``option`` is the setting to name in the error.
+    """
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        try:
+            small, ids_BS = _make_small_model(model)
+            is_separated = _separates_documents(small.to(torch.float64), ids_BS)
+            reason = "lets tokens attend to other documents of their row"
+        except Exception as error:  # the model takes no position_ids
+            is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
+    if not is_separated:
+        raise ConfigError(
+            f"{option} does not support {type(model).__name__}, which {reason}",
+            rule="Several texts in a row are separated by their position_ids",
+            remedy=remedy,
+        )
+
+
+def _separates_documents(model: nn.Module, ids_BS: Tensor) -> bool:
+    ids_BS, start = ids_BS[:, :LENGTH], LENGTH // 2
+    positions_BS = torch.arange(start).repeat(2).expand_as(ids_BS)
+    with torch.no_grad():
+        packed_BSV = model(input_ids=ids_BS, position_ids=positions_BS, use_cache=False)["logits"]
+        alone_BSV = model(input_ids=ids_BS[:, start:], position_ids=positions_BS[:, start:], use_cache=False)["logits"]
+    difference = (packed_BSV[:, start:] - alone_BSV).abs().max()
+    return bool(difference <= NOISE * alone_BSV.abs().max())
+
+
+def _make_small_model(model: Any) -> tuple[nn.Module, Tensor]:
+    """Return a copy of the model, or a reduced model if it is large, on the CPU with a sequence of input tokens."""
+    if sum(p.numel() for p in model.parameters()) > SMALL_NUMEL:
+        reduced = reduce_model(model)
+        small, ids_BS = reduced.model, reduced.batch["input_ids"][:1]
+    else:
+        small = (copy_materialized if is_lazy(model) else copy.deepcopy)(model)
+        special = {value for name, value in model.config.to_dict().items() if name.endswith("_token_id")}
+        plain = [token for token in range(model.get_input_embeddings().num_embeddings) if token not in special]
+        ids_BS = torch.tensor(plain)[torch.randperm(len(plain))[None, :LENGTH]]
+    with torch.no_grad():
+        for param in small.parameters():
+            param.add_(PERTURBATION * torch.randn_like(param))
+    return small.cpu().eval(), ids_BS
+
+
+def _measure_dependence(model: nn.Module, ids_BS: Tensor) -> LabelDependence:
+    position = ids_BS.shape[1] // 2
+    labels_BS = torch.full_like(ids_BS, IGNORED)
+    labels_BS[:, position] = ids_BS[:, position]
+    output: Mapping[str, Tensor] = model(input_ids=ids_BS, labels=labels_BS)
+    logits_BSV = output["logits"]
+    (gradient_BSV,) = torch.autograd.grad(output["loss"], [logits_BSV])
+    compared = gradient_BSV.abs().sum((0, 2)).nonzero().flatten().tolist()
+
+    def depends_from(first: int) -> bool:
+        other_BS = ids_BS.clone()
+        other_BS[:, first:] = ids_BS.roll(1, 1)[:, first:]
+        with torch.no_grad():
+            other_BSV = model(input_ids=other_BS)["logits"]
+        if not torch.isfinite(other_BSV).all():
+            raise ValueError("the output is not finite")
+        difference = (other_BSV - logits_BSV)[:, compared].abs().max()
+        return bool(difference > NOISE * logits_BSV.abs().max())
+
+    return LabelDependence(depends_from(position), depends_from(position + 1), in_place=compared == [position])

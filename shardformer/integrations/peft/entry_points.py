@@ -1,0 +1,69 @@
+"""PEFT's own functions on a sharded model.
+
+``peft.get_peft_model``, ``PeftModel.from_pretrained``, ``peft.inject_adapter_in_model`` and ``add_adapter`` of
+transformers create a ``PeftModel`` or a tuner. Their constructors are replaced by functions that shard the new adapters
+if the model is sharded. They are replaced when PEFT is imported, before or after ``shard_model``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+from shardformer.integrations.peft.models import change_adapters
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
+from shardformer.torch_patches import Patch, Undo, all_of, call_after_import, install, replace_attribute
+
+OWNER = "shardformer.integrations.peft.entry_points"
+IMPORT_PATCH = Patch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
+ADAPTER_PATCH = Patch(
+    "peft.PeftModel.__init__, peft.PeftMixedModel.__init__, peft.tuners.tuners_utils.BaseTuner.__init__",
+    OWNER,
+    "shard the adapters that PEFT adds to a sharded model",
+)
+_IS_CHANGING: ContextVar[bool] = ContextVar("is_changing", default=False)
+
+
+def install_entry_points() -> None:
+    """Let PEFT's functions add adapters to sharded models. PEFT is not imported."""
+    call_after_import("peft", IMPORT_PATCH, lambda: install(ADAPTER_PATCH, _apply))
+
+
+def _apply() -> Undo:
+    from peft import PeftMixedModel, PeftModel
+    from peft.tuners.tuners_utils import BaseTuner
+
+    kinds = ((PeftModel, True), (PeftMixedModel, True), (BaseTuner, False))
+    new = [(kind, _constructor(kind.__init__, wraps_model=is_wrapper)) for kind, is_wrapper in kinds]
+    return all_of(*(replace_attribute(kind, "__init__", made) for kind, made in new))
+
+
+def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callable[..., None]:
+    """Return a constructor that shards the adapters which the original adds.
+
+    Args:
+        wraps_model: whether the user calls the constructed object instead of the model.
+    """
+
+    @wraps(original)
+    def __init__(
+        self: Any, model: Any, peft_config: Any, adapter_name: str = "default", *args: Any, **kwargs: Any
+    ) -> None:
+        if METADATA_ATTRIBUTE not in getattr(model, "__dict__", {}) or _IS_CHANGING.get():
+            original(self, model, peft_config, adapter_name, *args, **kwargs)
+            return
+
+        def change() -> Any:
+            token = _IS_CHANGING.set(True)
+            try:
+                original(self, model, peft_config, adapter_name, *args, **kwargs)
+            finally:
+                _IS_CHANGING.reset(token)
+            return self if wraps_model else model
+
+        config = peft_config[adapter_name] if isinstance(peft_config, dict) else peft_config
+        change_adapters(model, config, change)
+
+    return __init__

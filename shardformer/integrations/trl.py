@@ -1,0 +1,365 @@
+"""``SFTTrainer``, ``DPOTrainer`` and other trainers of TRL for models that ShardFormer shards.
+
+>>> from shardformer.integrations.trl import SFTTrainer                                     # doctest: +SKIP
+>>> trainer = SFTTrainer(model, args, train_dataset=..., parallel=ParallelConfig(tensor=2))  # doctest: +SKIP
+
+TRL's trainers multiply hidden states by the weight of the head themselves (``add_fused_lm_head``). If the head is
+sharded over the vocabulary, each rank has a slice of this weight. Here the head computes the logits, which stay
+sharded, and a few numbers per token are reduced over the ranks. ``ShardedTRLTrainer`` is a mixin for other trainers.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from types import FunctionType, MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor, nn
+
+from shardformer import torch_patches
+from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
+from shardformer.discovery.token_dependence import check_packing
+from shardformer.errors import ConfigError
+from shardformer.integrations.accelerate import Accelerator, sharded_model_in
+from shardformer.integrations.transformers import ShardedTrainer, transformers
+from shardformer.layout.sharding_metadata import metadata_of
+from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
+from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
+from shardformer.training.initialize import initialize
+
+# B batch, S sequence, T tokens, H hidden, V vocabulary
+
+FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
+"""Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
+
+
+class ShardedTRLTrainer(ShardedTrainer):
+    """Mixin that shards the models of a trainer of TRL: ``class MyTrainer(ShardedTRLTrainer, trl.TheirTrainer)``.
+
+    Takes the arguments of the trainer class, and ``parallel``, ``policy`` and ``context`` of ``ShardedTrainer``.
+    Reference models and reward models are sharded over the same ranks.
+
+    Raises:
+        ConfigError: The layout or an argument is not supported. Raised before training.
+    """
+
+    replaces_fused_heads = True
+    loss_is_scaled_for_ga: bool | None
+    current_gradient_accumulation_steps: int
+
+    def __init__(
+        self,
+        *positional: Any,
+        parallel: Any = None,
+        policy: Any = None,
+        context: ParallelContext | None = None,
+        **options: Any,
+    ) -> None:
+        arguments = {**dict(zip(self._argument_names(), positional, strict=False)), **options}
+        check_trl_arguments(arguments.get("args"))
+        super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
+        self._count_data_ranks()
+
+    @classmethod
+    def _argument_names(cls) -> list[str]:
+        """Return the names of the positional arguments of the trainer class."""
+        for theirs in cls.__mro__[cls.__mro__.index(ShardedTrainer) + 1 :]:
+            parameters = list(inspect.signature(theirs).parameters.values())
+            if not any(parameter.kind is inspect.Parameter.VAR_POSITIONAL for parameter in parameters):
+                break
+        return [parameter.name for parameter in parameters]
+
+    def _count_data_ranks(self) -> None:
+        """Replace what TRL has computed from the number of processes, which counts ranks that share a batch."""
+        args, data = self.args, self.context.data
+        process = int(self.accelerator.state.process_index)
+        if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
+            transformers.set_seed(args.seed + data.rank)
+        if getattr(args, "steps_per_generation", None) is None:
+            return
+        train, evaluated = args.per_device_train_batch_size, args.per_device_eval_batch_size
+        args.generation_batch_size = train * data.size * args.steps_per_generation
+        groups = [("per_device_train_batch_size", train, args.steps_per_generation, args.num_generations)]
+        if args.eval_strategy != "no":
+            in_eval = getattr(args, "num_generations_eval", None) or args.num_generations
+            groups.append(("per_device_eval_batch_size", evaluated, 1, in_eval))
+        for name, size, steps, generations in groups:
+            if size * data.size * steps % generations:
+                raise ConfigError(
+                    f"{generations} generations per prompt do not divide the {size * data.size * steps} completions of "
+                    f"{name}={size} on {data.size} data-parallel ranks",
+                    remedy=f"Increase {name}, which is the batch size of a data-parallel rank",
+                )
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().train(*args, **kwargs)  # type: ignore[misc]
+
+    def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().evaluate(*args, **kwargs)
+
+    def predict(self, *args: Any, **kwargs: Any) -> Any:
+        with gathers_over_data(self.accelerator):
+            return super().predict(*args, **kwargs)  # type: ignore[misc]
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self.accelerator.__class__, self.accelerator.trained = ModelSharder, type(self.model)
+
+    def _shard(self, model: Any) -> None:
+        with fused_heads_on_shards(model):
+            if getattr(self, "padding_free", False) and not hasattr(self, "pipeline"):
+                self._check_packing(model)
+            super()._shard(model)
+        guard_weights(self.sharded_model, type(self))
+
+    def _check_packing(self, model: Any) -> None:
+        what = "padding_free=True, which packing sets,"
+        if sharded_model_in(model) is not None:
+            raise ConfigError(
+                f"{what} cannot be checked on a sharded {type(model).__name__}",
+                remedy="Pass the plain model to the trainer, with parallel=ParallelConfig(...)",
+            )
+        check_packing(model, what, "Set packing=False and padding_free=False")
+
+    def _precompute_ref_logps(self, *args: Any, **kwargs: Any) -> Any:
+        if sharded_model_in(self.model) is None:
+            self._shard(self.model)
+        return super()._precompute_ref_logps(*args, **kwargs)  # type: ignore[misc]
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, num_items_in_batch: Any = None, **kwargs: Any) -> Any:
+        data = self.context.data
+        if num_items_in_batch is None and self.loss_is_scaled_for_ga is None and "labels" in inputs and data.size > 1:
+            peft = getattr(self.model, "active_peft_config", None)  # a virtual token predicts the first label
+            first = 0 if getattr(peft, "is_prompt_learning", False) else 1
+            count = inputs["labels"][..., first:].ne(-100).sum()
+            num_items_in_batch = all_reduce(count, data, purpose="loss") / data.size
+            if not model.training:
+                self.current_gradient_accumulation_steps = 1  # training sets it before each step
+        if self.context.sequence.size > 1 and inputs.get("position_ids") is not None:
+            # arguments of kernels for packed rows; the attention over a sharded sequence reads the position_ids
+            bounds = {*transformers.modeling_flash_attention_utils.FlashAttentionKwargs.__annotations__, "seq_idx"}
+            inputs = {name: value for name, value in inputs.items() if name not in bounds}
+        return super().compute_loss(model, inputs, *args, num_items_in_batch=num_items_in_batch, **kwargs)
+
+
+class ModelSharder(Accelerator):
+    """Accelerator that shards the models that a trainer only evaluates: reference, teacher and reward models."""
+
+    trained: type
+
+    def prepare_model(self, model: Any, device_placement: Any = None, evaluation_mode: bool = False) -> Any:
+        if evaluation_mode and sharded_model_in(model) is None and isinstance(model, transformers.PreTrainedModel):
+            with fused_heads_on_shards(model):
+                policy = self.policy if isinstance(model, self.trained) else None
+                initialize(model, None, parallel=self.config, policy=policy, context=self.context)
+            guard_weights(model, type(self))
+        return super().prepare_model(model, device_placement, evaluation_mode)
+
+
+UNSUPPORTED = {
+    "use_vllm": "The engine would need the full weights after each step. Generate with the sharded model instead",
+    "use_transformers_continuous_batching": "Its scheduler runs on each rank on its own",
+    "use_transformers_paged": "Its scheduler runs on each rank on its own",
+    "activation_offloading": "Use ParallelConfig(activation_offload=...) instead",
+}
+"""Arguments of TRL's configurations that are refused -> reason."""
+
+
+def check_trl_arguments(args: Any) -> None:
+    """Raise ConfigError for an argument of a configuration of TRL that does not work with a sharded model."""
+    for name, reason in UNSUPPORTED.items():
+        if value := getattr(args, name, None):
+            raise ConfigError(
+                f"{type(args).__name__}({name}={value!r}) is not supported", rule=reason, remedy=f"Remove {name}"
+            )
+
+
+# --- functions of accelerate that communicate over all processes
+
+
+@contextmanager
+def gathers_over_data(accelerator: Accelerator) -> Iterator[None]:
+    """Make ``gather``, ``gather_object`` and ``reduce`` of accelerate.utils communicate over the data-parallel ranks.
+
+    Trainers that generate call them to collect the rewards of all processes.
+    """
+    from accelerate import utils
+
+    data = accelerator.context.data
+
+    def gather_object(values: Any) -> list[Any]:
+        return [value for of_rank in all_gather_objects(values, data) for value in of_rank]
+
+    replaced = {"gather": accelerator.gather, "gather_object": gather_object, "reduce": accelerator.reduce}
+
+    originals = {name: getattr(utils, name) for name in replaced}
+
+    def apply() -> torch_patches.Undo:
+        for name, new in replaced.items():
+            _rebind(name, originals[name], new)
+
+        def undo() -> None:
+            for name, new in replaced.items():
+                _rebind(name, new, originals[name])
+
+        return undo
+
+    patch = torch_patches.Patch(
+        "accelerate.utils.gather, gather_object and reduce",
+        f"{__name__}.gathers_over_data of accelerator {id(accelerator)}",
+        "they collect from all processes, also from those that have the same batch",
+    )
+    with torch_patches.temporarily(patch, apply):
+        yield
+
+
+def _rebind(name: str, old: Any, new: Any) -> None:
+    """Replace a function of accelerate.utils in all modules that have imported it, except in accelerate itself."""
+    for module in list(sys.modules.values()):
+        path = str(getattr(module, "__name__", ""))
+        is_theirs = path.startswith("accelerate.") and path != "accelerate.utils"
+        if not is_theirs and getattr(module, "__dict__", {}).get(name) is old:
+            setattr(module, name, new)
+
+
+# --- weights that a trainer may not read
+
+
+def guard_weights(model: Any, trainer: type) -> None:
+    """Raise an error if TRL or the class of a trainer reads a weight of a sharded head, of which each rank has a slice.
+
+    The trainer would compute with the slice as if it were the full weight.
+    """
+    modules = {kind.__module__ for kind in trainer.__mro__}
+    find_head = getattr(model, "get_output_embeddings", None)
+    head = None if find_head is None else find_head()
+    for layer in () if head is None else sharded_layers(head):
+        properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
+        kind = type(layer)
+        layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
+    metadata_of(model).on_adapted(model)  # the checks of the forward accept the new class
+
+
+def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
+    frame: Any = sys._getframe(1)
+    while frame.f_code.co_name == "__getattr__":  # of a module that wraps the layer
+        frame = frame.f_back
+    reader = frame.f_globals.get("__name__", "")
+    is_trainer = reader in modules and reader.partition(".")[0] not in (
+        "shardformer",
+        "transformers",
+        "torch",
+        "builtins",
+    )
+    if is_trainer or reader.startswith("trl."):
+        raise ConfigError(
+            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary",
+            rule="Each rank has a slice of it, so the result would be wrong",
+            remedy="Use the logits of the model, or a layout without the tensor axis",
+        )
+    return layer._parameters[name]
+
+
+def sharded_layers(module: nn.Module) -> list[ParallelModule]:
+    """Return the parallel layers in a module that store slices of parameters."""
+    layers = [each for each in module.modules() if isinstance(each, ParallelModule)]
+    return [layer for layer in layers if any(spec.is_sharded for spec in layer.shard_specs.values())]
+
+
+# --- the fused head
+
+
+@contextmanager
+def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
+    """Remove TRL's fused heads while the model is sharded, and put them back for the sharded model."""
+    fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
+    for module in fused:
+        del module.__dict__["forward"]
+    yield
+    for module, forward in fused.items():
+        module.forward = MethodType(_on_shards(forward.__func__, module), module)
+
+
+def _is_fused(forward: Any) -> bool:
+    code = getattr(getattr(forward, "__func__", None), "__code__", None)
+    return code is not None and FUSED_ARGUMENT in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+
+
+def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
+    """Return TRL's fused forward, which calls ``score_tokens`` instead of its own function."""
+    code = fused.__code__
+    if fused.__globals__["__name__"] == __name__:
+        return fused
+    if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
+        raise ConfigError(
+            f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head",
+            remedy="Use trl 1.16, or only the data axis",
+        )
+    replaced = {
+        FUSED_FUNCTION: SimpleNamespace(
+            apply=partial(score_tokens, model.get_output_embeddings, fused.__globals__[FUSED_FUNCTION].apply)
+        ),
+        "_use_triton": lambda device: False,  # which would select positions, and gather a sharded sequence for it
+        "__name__": __name__,
+    }
+    cells = dict(zip(code.co_freevars, fused.__closure__ or (), strict=True))
+    cells["original_forward"] = type(next(iter(cells.values())))(model.forward)
+    globals_ = {**fused.__globals__, **replaced}
+    copied = FunctionType(code, globals_, fused.__name__, fused.__defaults__, tuple(cells.values()))
+    copied.__kwdefaults__ = fused.__kwdefaults__
+    copied.__dict__.update(fused.__dict__)
+    return copied
+
+
+def score_tokens(
+    get_head: Any, plain_function: Any, hidden_TH: Tensor, weight: Tensor, bias: Any, labels_T: Tensor,
+    temperature: float, chunk_size: int, softcap: float | None, scale: float, outputs: Any,
+) -> Any:  # fmt: skip
+    """Return log-probabilities, entropies and further statistics of the labels, like TRL's fused function.
+
+    Communicates on a sharded head as ``vocab_parallel_statistics``, and what the head communicates.
+    """
+    if isinstance(hidden_TH, SequenceShardedTensor):
+        rows = hidden_TH.rows
+        local = (hidden_TH.local, weight, bias, rows.slice_local(labels_T, 0))
+        found = score_tokens(get_head, plain_function, *local, temperature, chunk_size, softcap, scale, outputs)
+        return tuple(None if x is None else SequenceShardedTensor(x, rows, 0) for x in found)
+    head = get_head()
+    if not sharded_layers(head):
+        return plain_function(hidden_TH, weight, bias, labels_T, temperature, chunk_size, softcap, scale, outputs)
+    logits_TV = head(hidden_TH)
+    axis = Axis("tensor")  # of one rank, for a head that gathers its logits
+    bounds: tuple[int, ...] = (0, logits_TV.shape[-1])
+    if isinstance(logits_TV, VocabParallelLogits):
+        axis, bounds, logits_TV = logits_TV.axis, logits_TV.bounds, local_shard(logits_TV)
+    if (scale, softcap, temperature) != (1.0, None, 1.0):
+        logits_TV = logits_TV.float() * scale
+        logits_TV = (logits_TV if softcap is None else softcap * torch.tanh(logits_TV / softcap)) / temperature
+    return tuple(vocab_parallel_statistics(logits_TV, labels_T, axis, bounds, outputs))
+
+
+class SFTTrainer(ShardedTRLTrainer, trl.SFTTrainer):  # type: ignore[misc]
+    """TRL's ``SFTTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class DPOTrainer(ShardedTRLTrainer, trl.DPOTrainer):  # type: ignore[misc]
+    """TRL's ``DPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class RewardTrainer(ShardedTRLTrainer, trl.RewardTrainer):  # type: ignore[misc]
+    """TRL's ``RewardTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""
+
+
+class GRPOTrainer(ShardedTRLTrainer, trl.GRPOTrainer):  # type: ignore[misc]
+    """TRL's ``GRPOTrainer`` for a sharded model. ``parallel`` is the layout; see ``ShardedTRLTrainer``."""

@@ -1,0 +1,205 @@
+"""Random numbers in the graph of a compiled layer: the same as those of the eager layer, with every backend.
+
+Eager operators draw from the generators of the process, and ``LocalRandomState`` replaces the state of the generators
+inside a tensor-parallel block. A compiler may reorder or repeat such operators. In the graph of a layer, the random
+state is therefore a tensor, which each drawing operator takes and returns:
+
+    state --> dropout --> enter --> state of this rank --> dropout --> leave
+                            |                                            |
+                            +--> state of all ranks ---------------------+--> dropout --> state
+
+The graph has the state of the generators as an additional input, and their new state as an additional output. The
+operators that draw are those with torch's tag ``nondeterministic_seeded``.
+"""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from shardformer.random_state import local_seed, random_generators
+from shardformer.torch_compat import FakeTensorMode, TorchDispatchMode, detect_fake_mode, schema_of, to_list
+
+Compiler = Callable[[Any, Sequence[Any]], Any]
+
+_LIBRARY = torch.library.Library("shardformer", "FRAGMENT")
+_LIBRARY.define("enter_random_state(int rank) -> ()")
+_LIBRARY.define("leave_random_state() -> ()")
+_LIBRARY.define("swap_random_state() -> ()")
+_LIBRARY.define("draw_local_state(Tensor state, int rank, str device) -> (Tensor, Tensor)")
+ENTER, LEAVE, SWAP = (
+    getattr(torch.ops.shardformer, f"{name}_random_state").default for name in ("enter", "leave", "swap")
+)
+"""Marks in a graph, which ``_RandomStateMode`` replaces. ``LocalRandomState`` makes them."""
+
+
+def _refuse_mark(*_: Any) -> None:
+    raise AssertionError("A graph that contains the marks of a random state was compiled without it")
+
+
+for _mark in (ENTER, LEAVE, SWAP):
+    _name = _mark.name().partition("::")[2]
+    _LIBRARY.impl(_name, _refuse_mark, "CompositeExplicitAutograd")
+    torch.library.register_fake(_mark, lambda *_: None, lib=_LIBRARY)
+    fx.has_side_effect(_mark)
+
+
+def read_state(device: torch.device) -> Tensor:
+    """Return the states of the generators as one tensor."""
+    states = [generator.get_state() for generator in random_generators(device)]
+    return states[0] if len(states) == 1 else torch.cat(states)
+
+
+def write_state(state: Tensor, device: torch.device) -> None:
+    """Set the generators to a state that ``read_state`` returned."""
+    generators = random_generators(device)
+    sizes = [generator.get_state().numel() for generator in generators] if len(generators) > 1 else [state.numel()]
+    for generator, part in zip(generators, state.split(sizes), strict=True):
+        generator.set_state(part)
+
+
+@contextmanager
+def _drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
+    before = read_state(device)
+    write_state(state, device)
+    try:
+        yield
+    finally:
+        write_state(before, device)
+
+
+def _draw_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
+    """Return the own state of a rank inside a block, and the state of all ranks after its seed was drawn."""
+    where = torch.device(device)
+    with _drawing_from(state, where):
+        seed = int(to_list(torch.randint(2**62, (), device="cpu")))
+        after = read_state(where)
+        for generator in random_generators(where):
+            generator.manual_seed(local_seed(seed, rank))
+        return read_state(where), after
+
+
+_LIBRARY.impl("draw_local_state", _draw_local_state, "CompositeExplicitAutograd")
+torch.library.register_fake(
+    "shardformer::draw_local_state", lambda state, *_: (torch.empty_like(state), torch.empty_like(state)), lib=_LIBRARY
+)
+
+
+@cache
+def stateful_operator(op: Any) -> Any:
+    """Return an operator that calls ``op`` with a random state, and also returns the state after it.
+
+    It writes to none of its arguments: where ``op`` writes to an argument, it returns the changed copy.
+    """
+    schema = schema_of(op)
+    written = [n for n, arg in enumerate(schema.arguments) if arg.alias_info is not None and arg.alias_info.is_write]
+    plain = re.sub(r"\(\w+!?(?: -> \w+)?\)(?= |\?|$|,|\))", "", str(schema)).partition("(")[2]
+    arguments, _, results = plain.rpartition(") -> ")
+    name = re.sub(r"\W+", "_", f"stateful_{op.name()}")
+    kinds = results.strip("()") or "()"
+    _LIBRARY.define(f"{name}(Tensor random_state, str random_device, {arguments}) -> ({kinds}, Tensor)")
+
+    def call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        copied = [x.clone() if n in written else x for n, x in enumerate(args)]
+        out = op(*copied, **kwargs)
+        return out if isinstance(out, tuple) else (out,)
+
+    def run(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        where = torch.device(random_device)
+        with _drawing_from(random_state, where):
+            return (*call(args, kwargs), read_state(where))
+
+    def shape(random_state: Tensor, random_device: str, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
+        return (*call(args, kwargs), torch.empty_like(random_state))
+
+    _LIBRARY.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(f"shardformer::{name}", shape, lib=_LIBRARY)
+    return getattr(torch.ops.shardformer, name).default
+
+
+class _RandomStateMode(TorchDispatchMode):
+    """Passes the random state through the operators that draw, while the graph of a layer is traced.
+
+    Args:
+        state: the state of the generators before the layer.
+    """
+
+    def __init__(self, state: Tensor, device: torch.device) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch's class has no annotations
+        self.state, self._device = state, str(device)
+        self._outer: list[Tensor] = []
+        self.draws = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is ENTER:
+            self.draws = True
+            self.state, outer = torch.ops.shardformer.draw_local_state(self.state, args[0], self._device)
+            self._outer.append(outer)
+        elif func is LEAVE and self._outer:
+            self.state = self._outer.pop()
+        elif func is SWAP and self._outer:
+            self.state, self._outer[-1] = self._outer[-1], self.state
+        elif torch.Tag.nondeterministic_seeded in func.tags:
+            return self._draw(func, args, kwargs)
+        elif func not in (LEAVE, SWAP):
+            return func(*args, **kwargs)
+        return None
+
+    def _draw(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+        self.draws = True
+        *out, self.state = stateful_operator(func)(self.state, self._device, *args, **kwargs)
+        arguments = schema_of(func).arguments
+        for x, argument in zip(args, arguments, strict=False):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                return x.copy_(out[0])
+        return out[0] if len(out) == 1 else tuple(out)
+
+
+def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compiler, device: torch.device) -> Any:
+    """Compile a graph with ``compile``, and return a function of its inputs that draws what the eager code draws."""
+    draws = False
+
+    def run(*inputs_and_state: Any) -> tuple[Any, ...]:
+        nonlocal draws
+        *own, state = inputs_and_state
+        with _RandomStateMode(state, device) as mode:
+            out = graph(*own)
+        draws = draws or mode.draws
+        return (*out, mode.state)
+
+    state = read_state(device)
+    mode = detect_fake_mode(inputs)
+    if isinstance(mode, FakeTensorMode):
+        state = mode.from_tensor(state, static_shapes=True)
+    compiled = compile(_as_graph(run, graph), [*inputs, state])
+
+    def call(*own: Any) -> Any:
+        *out, after = compiled(*own, read_state(device))
+        if draws:
+            write_state(after, device)
+        return out
+
+    return call
+
+
+def _as_graph(run: Callable[..., Any], graph: Any) -> fx.GraphModule:
+    """Return a graph that calls ``run`` with the inputs of a graph and a state, and returns its outputs and a state."""
+    new = fx.Graph()
+    values = []
+    for node in graph.graph.nodes:
+        if node.op == "placeholder":
+            values.append(new.placeholder(node.target))
+            values[-1].meta = dict(node.meta)
+        elif node.op == "output":
+            count = len(node.args[0])
+    out = new.call_function(run, (*values, new.placeholder("random_state")))
+    new.output(tuple(new.call_function(operator.getitem, (out, n)) for n in range(count + 1)))
+    return fx.GraphModule(torch.nn.Module(), new)

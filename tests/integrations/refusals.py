@@ -1,0 +1,280 @@
+"""Refusals of the integrations: the rows of the tables in docs/integrations.md, and the attempts of the tests.
+
+Each row of a table names the attempts that show it. The functions ``refusals`` of the tests make these attempts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A row of a table.
+
+    Args:
+        what: what is refused.
+        why: the reason, or what to use instead.
+        attempts: name of an attempt -> parts of the error's message.
+    """
+
+    what: str
+    why: str
+    attempts: Mapping[str, tuple[str, ...]]
+
+
+ONE_LIBRARY = "Only one library can shard the model"
+OWN_LOSS = "the loss of the model itself"
+REFUSALS: dict[str, Sequence[Refusal]] = {
+    "peft": (
+        Refusal(
+            'adapters with `tensor_parallel_mode` other than `"1d"`',
+            "Both dimensions of a weight are sharded",
+            {"2d": ("tensor_parallel_mode other than '1d'",)},
+        ),
+        Refusal(
+            "AdaLoRA, prompt tuning, p-tuning and prefix tuning with a `pipe` axis",
+            "They change the inputs or the loss of the full model",
+            {"AdaLoRA and pipe": ("AdaLoraModel", "pipe=2"), "prompt and pipe": ("prompt learning", "pipe=2")},
+        ),
+        Refusal(
+            "BOFT, OFT and other methods that transform the weight, on a layer sharded by tensor parallelism",
+            "Each rank has only a slice of the weight; data parallelism, ZeRO and pipelines support them",
+            {"boft": ("unknown layout",)},
+        ),
+        Refusal(
+            "`target_parameters` (experts of a mixture) and `trainable_token_indices` on a layer sharded by tensor "
+            "parallelism",
+            "The same",
+            {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
+        ),
+        Refusal(
+            "`modules_to_save` with a linear inside an attention or MLP, under tensor parallelism",
+            "Use an adapter for it",
+            {"saved in a block": ("inside a block",)},
+        ),
+        Refusal(
+            "`lora_bias=True` on a row-parallel linear; DoRA on embeddings; variants of LoRA other than DoRA, under "
+            "tensor parallelism",
+            "Not implemented",
+            {
+                "lora_bias": ("once per rank",),
+                "DoRA on the embedding": ("DoRA needs the norms of all embedding vectors",),
+                "variant": ("Variant is not supported",),
+            },
+        ),
+        Refusal(
+            "DoRA or IA3 on a linear whose bias `enable_jit_fused` fuses",
+            "The fused operation adds the bias later",
+            {"fused bias": ("a fused operation adds later",)},
+        ),
+        Refusal(
+            "dropout of an adapter on a replicated linear between the blocks with sequence parallelism",
+            "Each rank has different positions",
+            {"dropout": ("each tensor rank has different positions",)},
+        ),
+        Refusal(
+            "adding adapters after `shard_optimizer`, or to a model whose optimizer exists",
+            "The parameters belong to the optimizer",
+            {"zero": ("after shard_optimizer",), "optimizer": ("An optimizer already contains",)},
+        ),
+        Refusal(
+            "merging under ZeRO stage 3",
+            "Each rank has a shard of the weights. Save the adapters, and merge them in one process",
+            {"merge under stage 3": ("merge_adapter is not supported while ZeRO stage 3",)},
+        ),
+        Refusal(
+            "adapters that are computed from the weights (PiSSA, DoRA), or `modules_to_save`, added to a pipeline "
+            "stage",
+            "Add the adapters first, then shard",
+            {"PiSSA and pipe": ("reads weights or copies modules",), "saved and pipe": ("copies modules",)},
+        ),
+        Refusal(
+            "`load_adapter` of transformers on a sharded model",
+            "It assigns full tensors. Use `PeftModel.from_pretrained`",
+            {"transformers' load_adapter": ("load_adapter", "PeftModel.from_pretrained")},
+        ),
+        Refusal(
+            "`add_weighted_adapter` on a sharded model",
+            "It combines all values of several adapters. Call it before sharding",
+            {"weighted adapter": ("add_weighted_adapter is not supported",)},
+        ),
+        Refusal(
+            "bitsandbytes layers (QLoRA) without a GPU",
+            "Quantized weights need a GPU",
+            {"quantized": ("Linear4bit layers of bitsandbytes, but this process has no GPU",)},
+        ),
+    ),
+    "transformers": (
+        Refusal(
+            "`fsdp`, `deepspeed`, `parallelism_config`, and models that `DistributedConfig` or `fully_shard` sharded",
+            f"{ONE_LIBRARY}. `ParallelismConfig` and `DistributedConfig` select the parallelism of accelerate and "
+            "transformers",
+            {
+                "fsdp": ("fsdp", "zero_stage"),
+                "deepspeed": ("deepspeed", "zero_stage"),
+                "parallelism_config": ("parallelism_config", "Set the sizes of the axes in ParallelConfig"),
+                "fully_shard": ("is a DTensor", "DistributedConfig of transformers"),
+            },
+        ),
+        Refusal(
+            "`use_liger_kernel`",
+            "Its kernels replace modules of the model, and compute the loss from full logits",
+            {"liger": ("use_liger_kernel",)},
+        ),
+        Refusal(
+            "`auto_find_batch_size`",
+            "Ranks would retry with different batch sizes",
+            {"auto_find_batch_size": ("auto_find_batch_size", "retry")},
+        ),
+        Refusal(
+            '`optim="lomo"`, `"adalomo"`, and layer-wise optimizers',
+            "They update parameters before the ranks have reduced the gradients",
+            {"lomo": ("optim='lomo'", "during the backward")},
+        ),
+        Refusal(
+            "with `pipe`: label smoothing, `compute_loss_func`, your own `compute_loss`, `predict_with_generate`, "
+            "NEFTune",
+            "A pipeline computes the loss of the model itself",
+            {
+                "pipe and label smoothing": ("label_smoothing_factor with pipe=2", OWN_LOSS),
+                "pipe and compute_loss_func": ("compute_loss_func with pipe=2", OWN_LOSS),
+                "pipe and compute_loss": ("compute_loss with pipe=2", OWN_LOSS),
+                "pipe and generate": ("predict_with_generate with pipe=2",),
+                "pipe and NEFTune": ("neftune_noise_alpha with pipe=2",),
+            },
+        ),
+        Refusal(
+            "with `sequence`: `predict_with_generate`",
+            "A sharded sequence cannot be extended token by token",
+            {"sequence and generate": ("predict_with_generate=True", "sequence=2")},
+        ),
+        Refusal(
+            "`max_grad_norm` of ParallelConfig",
+            "Set that of `TrainingArguments`",
+            {"max_grad_norm": ("max_grad_norm=1.0", "TrainingArguments")},
+        ),
+        Refusal(
+            "a layout that differs from that of the sharded model, or two layouts",
+            "Pass the layout once",
+            {
+                "other layout": ("parallel requests data=2", "the context has data=1"),
+                "two layouts": ("differs from", "Pass the layout to one of them"),
+            },
+        ),
+        Refusal(
+            "`TrainingArguments` that found one process, but a layout for several",
+            "On machines without GPUs, pass `use_cpu=True`",
+            {"one process": ("found one process", "use_cpu=True")},
+        ),
+        Refusal(
+            "a sharded model in the plain Trainer",
+            "It passes different batches to all processes",
+            {
+                "plain Trainer": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+                "plain Trainer evaluates": ("sharded over", "shardformer.integrations.transformers.Trainer"),
+            },
+        ),
+    ),
+    "accelerate": (
+        Refusal(
+            "FSDP, DeepSpeed and Megatron plugins, `ParallelismConfig`",
+            ONE_LIBRARY,
+            {
+                "fsdp_plugin": ("fsdp_plugin", ONE_LIBRARY),
+                "deepspeed_plugin": ("deepspeed_plugin", ONE_LIBRARY),
+                "megatron_lm_plugin": ("megatron_lm_plugin", ONE_LIBRARY),
+                "parallelism_config": ("parallelism_config", ONE_LIBRARY),
+            },
+        ),
+        Refusal(
+            "`dispatch_batches=True`",
+            "accelerate sends a different part of each batch to every process, but ranks that share a model need the "
+            "same part",
+            {"dispatch_batches": ("dispatch_batches=True", "same part")},
+        ),
+        Refusal(
+            "`pipe`",
+            "The loop calls the model and backward itself. Use `shardformer.initialize`",
+            {"pipe": ("pipe=2", "engine.train_step")},
+        ),
+        Refusal(
+            "a model whose layout differs from that of the Accelerator",
+            "Pass the context of the model",
+            {"other layout": ("data=2", "Pass the context of the model")},
+        ),
+        Refusal(
+            "a sharded model in accelerate's own `Accelerator`",
+            "It passes different batches to all processes",
+            {
+                "plain": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
+                "plain, evaluation": ("sharded over", "shardformer.integrations.accelerate.Accelerator"),
+            },
+        ),
+    ),
+    "lightning": (
+        Refusal(
+            "`pipe`",
+            "`training_step` runs the forward itself; use `shardformer.initialize`",
+            {"pipe": ("pipe=2",)},
+        ),
+        Refusal(
+            "`micro_batches`, `max_grad_norm`, `on_nonfinite` of ParallelConfig; `find_unused_parameters`",
+            "Use `accumulate_grad_batches`, `gradient_clip_val`; a sharded model needs no DDP option",
+            {
+                "micro_batches": ("micro_batches=2",),
+                "max_grad_norm": ("max_grad_norm=1.0",),
+                "on_nonfinite": ("'skip'",),
+                "find_unused_parameters": ("find_unused",),
+            },
+        ),
+        Refusal(
+            "`automatic_optimization = False`",
+            "The loss that `training_step` returns is weighted by its labels",
+            {"automatic_optimization": ("automatic_optimization=False",)},
+        ),
+        Refusal(
+            "parameters in several attributes, or of the LightningModule itself",
+            "Put them into one `nn.Module`",
+            {
+                "two models": ("belong to the attributes ['head', 'model']",),
+                "own parameter": ("belong to the attributes ['model', 'scale']",),
+            },
+        ),
+        Refusal(
+            "`sync_batchnorm`, averaging callbacks, checkpoint plugins",
+            "They change or save copies of the module",
+            {
+                "sync_batchnorm": ("sync_batchnorm=True",),
+                "averaging": ("StochasticWeightAveraging",),
+                "checkpoint plugin": ("AsyncCheckpointIO",),
+            },
+        ),
+        Refusal(
+            '`precision="16-mixed"`, and precision plugins that replace modules',
+            'Use `"bf16-mixed"`, or `ParallelConfig(precision="fp16")` with ZeRO',
+            {"16-mixed": ("16-mixed",)},
+        ),
+    ),
+}
+"""Library -> rows of its table."""
+
+
+def attempts_of(library: str) -> dict[str, tuple[str, ...]]:
+    """Return the parts of each error's message, by the name of the attempt."""
+    return {name: parts for row in REFUSALS[library] for name, parts in row.attempts.items()}
+
+
+def check_refusals(library: str, found: Mapping[str, str]) -> None:
+    """Check that each attempt of the library's table was made and raised its error."""
+    expected = attempts_of(library)
+    assert found.keys() == expected.keys()
+    for name, parts in expected.items():
+        assert all(part in found[name] for part in parts), (name, found[name])
+
+
+def table(library: str) -> str:
+    """Return the table of a library in Markdown."""
+    rows = [f"| {row.what} | {row.why} |" for row in REFUSALS[library]]
+    return "\n".join(["| option | reason or alternative |", "|---|---|", *rows])
