@@ -64,6 +64,7 @@ class ShardedTrainer:
     """
 
     replaces_fused_heads = False
+    _gathers_loss = False
     # attributes and methods of the Trainer class
     args: Any
     model: Any
@@ -237,6 +238,25 @@ class ShardedTrainer:
         with self._counting(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        """Evaluate a data set. Predictions and labels of samples that fill up the last batch are dropped.
+
+        Seq2SeqTrainer keeps them, because one process has none, and averages the losses over batches.
+        """
+        use_objects = self.args.eval_use_gather_object
+        gather_losses = self.gather_function
+        gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
+
+        def gather(values: Any) -> Any:
+            is_loss, self._gathers_loss = self._gathers_loss, False
+            return gather_losses(values) if is_loss else gather_samples(values)
+
+        self.gather_function = gather
+        try:
+            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+        finally:
+            self.gather_function = gather_losses
+
     # --- one step
 
     def create_optimizer(self, *args: Any, **kwargs: Any) -> Any:
@@ -280,19 +300,25 @@ class ShardedTrainer:
         The loss is that of the global batch, without the samples that fill up the last batch of the data set.
         """
         if self.has_stages:
-            return self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
-        step = super().prediction_step  # type: ignore[misc]
+            found = self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
+        else:
+            step = partial(super().prediction_step, ignore_keys=ignore_keys, **options)  # type: ignore[misc]
+            found = self._predict(step, model, inputs, prediction_loss_only)
+        self._gathers_loss = found[0] is not None
+        return found
+
+    def _predict(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
         real = self._real_samples(inputs)
         if real is None:
             with mean.of_samples(None):
-                loss, *outputs = to_full_tensors(step(model, inputs, prediction_loss_only, ignore_keys, **options))
+                loss, *outputs = to_full_tensors(step(model, inputs, prediction_loss_only))
                 return mean.over_ranks(loss), *outputs
         outputs = [None, None]
         if not prediction_loss_only:
-            _, *outputs = to_full_tensors(step(model, inputs, False, ignore_keys, **options))
+            _, *outputs = to_full_tensors(step(model, inputs, False))
         with mean.of_samples(real):
-            loss, *_ = step(model, _first_samples(inputs, max(real, 1)), True, ignore_keys, **options)
+            loss, *_ = step(model, _first_samples(inputs, max(real, 1)), True)
             return mean.over_ranks(to_full_tensors(loss)), *outputs
 
     def _real_samples(self, inputs: Any) -> int | None:

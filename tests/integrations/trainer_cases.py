@@ -150,7 +150,7 @@ def make_trainer(folder: str, case: Case, seed: int = 0) -> Any:
         rows = class_rows if case.model == "bert" else token_rows
         data |= {
             "train_dataset": rows(),
-            "eval_dataset": rows(GLOBAL_BATCH if case.model == "t5" else EVALUATED, seed=3),
+            "eval_dataset": rows(EVALUATED, seed=3),
         }
     if case.model == "t5":  # label smoothing computes the loss without passing labels
         for row in (row for rows_of in (data["train_dataset"], data["eval_dataset"]) for row in rows_of):
