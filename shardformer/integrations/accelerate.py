@@ -360,7 +360,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
     def check_trigger(self) -> bool:
         """Whether ``set_trigger`` was called on any of all processes. Communicates one number over all of them."""
-        flag = torch.zeros((), device=self.device) if self.flag_tensor is None else self.flag_tensor.float()
+        found: Tensor | None = getattr(self, "flag_tensor", None)
+        flag = torch.zeros((), device=self.device) if found is None else found.float()
         self.flag_tensor = None
         return bool(all_reduce(flag, world_axis(self.context), op="max", purpose="metrics") > 0)
 

@@ -65,6 +65,7 @@ class ShardedTrainer:
 
     replaces_fused_heads = False
     _gathers_loss = False
+    gather_function: Any
     # attributes and methods of the Trainer class
     args: Any
     model: Any

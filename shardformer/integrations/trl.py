@@ -110,7 +110,7 @@ class ShardedTRLTrainer(ShardedTrainer):
 
     def predict(self, *args: Any, **kwargs: Any) -> Any:
         with gathers_over_data(self.accelerator):
-            return super().predict(*args, **kwargs)  # type: ignore[misc]
+            return super().predict(*args, **kwargs)
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()
