@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from shardformer.comm.recorder import CollectiveRecorder
+from shardformer.errors import ConfigError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -72,6 +73,16 @@ def test_the_parallel_layer_is_sharded_over_threads(folder: Path) -> None:
         return len(model.up.weight), recorder.count("all_reduce")
 
     assert run_as_threads(step, tensor=2) == [(32, 2), (32, 2)]
+
+
+def test_a_layer_that_receives_a_process_group_instead_of_an_axis_is_refused(pool2: WorkerPool, folder: Path) -> None:
+    assert all("Pass Axis.of(process_group)" in message for message in pool2.run(_pass_group))
+
+
+def _pass_group() -> str:
+    with pytest.raises(ConfigError) as refused:
+        importlib.import_module("parallel").ParallelSquaredReLU(torch.distributed.group.WORLD)
+    return str(refused.value)
 
 
 def _train(script: Path) -> dict[str, torch.Tensor]:

@@ -111,6 +111,10 @@ class ParallelModule(nn.Module, ABC):
 
     def __init__(self, axis: Axis | None = None) -> None:
         super().__init__()
+        if isinstance(axis, dist.ProcessGroup):
+            raise ConfigError(
+                f"{type(self).__name__} received the process group {axis}", remedy="Pass Axis.of(process_group)"
+            )
         self.axis = axis or Axis("tensor")
         self.shard_specs: dict[str, ShardSpec] = {}
 

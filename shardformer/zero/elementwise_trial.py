@@ -38,9 +38,12 @@ def _group_needs_full_matrices(optimizer: Optimizer, group: dict[str, Any]) -> b
     first, second = _create_test_matrices()
     try:
         together = _run_trial_steps(optimizer, group, [first, second])
+        again = _run_trial_steps(optimizer, group, [first, second])
         alone = _run_trial_steps(optimizer, group, [first]) + _run_trial_steps(optimizer, group, [second])
     except Exception as error:
         raise _failed_trial_error(optimizer, f"it raised {type(error).__name__}: {error!s:.120}") from error
+    if (difference := _max_difference_of_lists(together, again)) >= BOUND:
+        raise _failed_trial_error(optimizer, f"two identical runs differ by {difference:.1e}, so the update is random")
     if (difference := _max_difference_of_lists(together, alone)) >= BOUND:
         raise _failed_trial_error(
             optimizer, f"the update of one matrix differs by {difference:.1e} if it also steps another"
@@ -153,5 +156,6 @@ def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
         f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}",
         rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "
         "must not depend on the others",
-        remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or train without ZeRO",
+        remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or "
+        "use only data parallelism without ZeRO",
     )

@@ -208,6 +208,25 @@ def test_optimizer_with_coupled_parameters_is_rejected() -> None:
         shard_optimizer(model, Coupled(model.parameters()))
 
 
+class Noisy(Optimizer):
+    """SGD with noise, as in Langevin dynamics."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                p.sub_(p.grad + torch.randn_like(p))
+
+
+def test_optimizer_with_random_updates_is_rejected() -> None:
+    model = nn.Linear(3, 3)
+    with pytest.raises(ConfigError, match=r"shard Noisy, .* two identical runs differ by .*, so the update is random"):
+        shard_optimizer(model, Noisy(model.parameters()))
+
+
 @pytest.mark.parametrize("kind", ["SGD", "Adam", "AdamW", "RMSprop", "NAdam", "RAdam", "Adamax", "Adagrad", "Rprop"])
 def test_elementwise_optimizers_get_slices(kind: str) -> None:
     made: Optimizer = getattr(torch.optim, kind)(nn.Linear(2, 2).parameters(), lr=0.1)
