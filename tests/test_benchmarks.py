@@ -183,7 +183,11 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
         ("\nPASS: Largest difference 1.0e-16 in losses.", True, "PASS: Largest difference 1.0e-16 in losses."),
     ],
 )
-def test_coverage_records_verdicts_without_numbers_that_change(text: str, passed: bool, line: str) -> None:
+def test_coverage_records_verdicts_without_numbers_that_change(
+    text: str, passed: bool, line: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(FOLDER))
+
     class Result:
         def __init__(self) -> None:
             self.passed = passed

@@ -464,7 +464,7 @@ def test_ddp_around_the_model_is_rejected(pool2: WorkerPool) -> None:
 def wrapped() -> None:
     model = net()
     shard_optimizer(model, adam(model))
-    with pytest.raises(ConfigError, match="DistributedDataParallel does not work with a model"):
+    with pytest.raises(ConfigError, match="cannot be wrapped in DistributedDataParallel"):
         nn.parallel.DistributedDataParallel(model)
 
 
