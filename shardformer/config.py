@@ -259,7 +259,7 @@ class ParallelConfig:
     ] = 1
     tensor_parallel_mode: Annotated[str, 'How weights are sharded: "1d", or on a grid: "2d", "2.5d" or "3d".'] = "1d"
     sequence_parallel: Annotated[bool, "Shard activations between blocks along the sequence, over tensor."] = False
-    sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matmuls."] = False
+    sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matrix products."] = False
     context_parallel: Annotated[
         str,
         'How attention accesses the other ranks of the sequence axis: "ring" passes keys and values around, "ulysses" '
@@ -272,7 +272,9 @@ class ParallelConfig:
         bool | str, "Compile each layer with torch.compile: true for its default backend, or the name of a backend."
     ] = False
     schedule: Annotated[str, 'Pipeline schedule: "gpipe", "1f1b", "interleaved", "interleaved_zb" or "zbv".'] = "1f1b"
-    num_model_chunks: Annotated[int | None, "Virtual stages per rank. None: the default of the schedule."] = None
+    num_model_chunks: Annotated[
+        int | None, "Virtual stages per rank. None: 2 for interleaved, interleaved_zb and zbv, otherwise 1."
+    ] = None
     partition: Annotated[
         str | Sequence[int],
         'Layers of the stages: "balanced" by cost, "uniform" by number, or the number for each virtual stage.',
@@ -282,7 +284,7 @@ class ParallelConfig:
     ] = None
     recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "Layers of each virtual stage that recompute their activations in the backward: one number, or one per stage.",
+        "Layers of each virtual stage with activation checkpointing: one number, or one per stage.",
     ] = None
     activation_offload: Annotated[
         str, 'Where activations are stored: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'

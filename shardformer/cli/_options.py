@@ -89,7 +89,7 @@ def parallel_option(name: str, text: str = "", *names: str) -> Any:
     return typer.Option(
         *names,
         metavar=None if names else METAVARS.get(name, "N" if is_number else name.rpartition("_")[2].upper()),
-        help=text or ParallelConfig.described_fields()[name][1].replace("`", "").replace("None: ", "By default "),
+        help=text or ParallelConfig.described_fields()[name][1].replace("`", "").replace("None: ", "Default: "),
         show_default=str(default) if not text and default not in (None, False) else False,
     )
 

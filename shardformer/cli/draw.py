@@ -48,13 +48,15 @@ def draw(
             "inputs (I) and for weights (W). By default F=1, B=2, I=1, W=1.",
         ),
     ] = "",
-    send: Annotated[float, typer.Option(metavar="TIME", help="Time to send a result to the next rank.")] = 0.0,
+    send: Annotated[
+        float, typer.Option(metavar="TIME", help="Time to send the output of a stage to the next rank.")
+    ] = 0.0,
     out: Annotated[Path | None, typer.Option(metavar="FILE", help="Also save a chart, as .svg or .png.")] = None,
     grid: Annotated[
         str | None,
         typer.Option(
             metavar="ROWSxCOLS",
-            help="Draw a tensor grid instead: rows and columns, or three sizes. See --tensor-parallel-mode.",
+            help="Draw the shards of a tensor grid: its rows and columns, or three sizes. See --tensor-parallel-mode.",
         ),
     ] = None,
     tensor_parallel_mode: Annotated[

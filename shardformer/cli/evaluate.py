@@ -34,7 +34,9 @@ def evaluate(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="Override a key, as data.validation=test.jsonl. Repeatable."),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Override a key, such as data.validation=test.jsonl. Can be repeated."
+        ),
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the values as JSON.")] = False,
 ) -> None:

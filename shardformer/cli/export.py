@@ -22,9 +22,15 @@ def export(
     ],
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to write.")],
     tensor: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Processes that each load a shard of every layer.")
+        int,
+        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of processes that share every layer."),
     ] = 1,
-    pipe: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that each load some of the layers.")] = 1,
+    pipe: Annotated[
+        int,
+        typer.Option(
+            metavar="N", min=1, help="Pipeline parallel size: the number of processes that divide the layers."
+        ),
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:
     """Write the newest checkpoint of a run as a folder for from_pretrained, with its tokenizer.

@@ -42,7 +42,7 @@ def generate(
     model: ModelArgument,
     prompt: PromptArgument,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Continue PROMPT as it is, without the chat template of the run.")
+        bool, typer.Option("--raw", help="Pass PROMPT to the model as it is, without the chat template of the run.")
     ] = False,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, for a run on conversations.")
@@ -50,15 +50,20 @@ def generate(
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
         float | None,
-        typer.Option(metavar="T", help="Sample, with logits divided by T. By default the likeliest token is taken."),
+        typer.Option(metavar="T", help="Sample with temperature T. Default: take the most likely token."),
     ] = None,
-    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K likeliest tokens.")] = None,
+    top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(metavar="P", help="Sample from the likeliest tokens whose probabilities sum to P, up to 1."),
+        typer.Option(
+            metavar="P", help="Sample from the most likely tokens whose probabilities add up to P, at most 1."
+        ),
     ] = None,
     seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Seed of the samples.")] = 0,
-    tensor: Annotated[int, typer.Option(metavar="N", min=1, help="Processes that each hold a shard of a layer.")] = 1,
+    tensor: Annotated[
+        int,
+        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of processes that share every layer."),
+    ] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print the prompt, the input of the model, the text and its tokens as JSON.")
     ] = False,

@@ -36,12 +36,12 @@ def init(
         str | None,
         typer.Argument(
             metavar="[TEMPLATE]",
-            help="The kind of run. Without it, list the templates.",
+            help="Name of the template. If it is omitted, the templates are listed.",
             autocompletion=_complete_template,
         ),
     ] = None,
     out: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The file to write. By default TEMPLATE.toml in this folder.")
+        Path | None, typer.Option(metavar="FILE", help="The file to write. Default: TEMPLATE.toml in this folder.")
     ] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite an existing file.")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Without TEMPLATE: list the templates as JSON.")] = False,

@@ -26,12 +26,15 @@ def plot(
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The plot, as .png or .svg. By default curves.png: of one run in its folder, of several runs in the "
-            "working directory.",
+            help="The plot, as .png or .svg. Default: curves.png, in the folder of the run or, for several runs, in "
+            "the working directory.",
         ),
     ] = None,
     values: Annotated[
-        str, typer.Option(metavar="NAMES", help="The metrics to plot, as loss,grad_norm. By default all.")
+        str,
+        typer.Option(
+            metavar="NAMES", help="Metrics to plot, separated by commas, such as loss,grad_norm. Default: all."
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, with all metrics.")] = False,
 ) -> None:

@@ -35,19 +35,19 @@ def train(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Override a key, as parallel.tensor=2. KEY= without a value removes the key. Repeatable.",
+            help="Override a key, such as parallel.tensor=2. KEY= without a value removes the key. Can be repeated.",
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Number of processes to start. By default the product of the axis sizes."
-        ),
+        typer.Option(metavar="N", min=1, help="Number of processes to start. Default: the product of the axis sizes."),
     ] = None,
     max_restarts: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=0, help="Maximum restarts from the last checkpoint after a process fails. By default 0."
+            metavar="N",
+            min=0,
+            help="Maximum number of restarts from the last checkpoint after a process fails. Default: 0.",
         ),
     ] = None,
     shutdown_timeout: Annotated[
@@ -55,7 +55,7 @@ def train(
         typer.Option(
             min=0,
             metavar="SECONDS",
-            help="Maximum time to finish the step and save after SIGINT or SIGTERM. By default no limit.",
+            help="Maximum time to finish the step and save after SIGINT or SIGTERM. Default: no limit.",
         ),
     ] = None,
     dry_run: Annotated[

@@ -103,9 +103,10 @@ class VerifyOptions:
         str, typer.Option(metavar="NAME", help="With --zero-stage: an optimizer of torch.optim, LAMB or LARS.")
     ] = "SGD"
     gradient_accumulation_steps: Annotated[
-        int, typer.Option(metavar="N", min=1, max=2**14, help="Backwards per step, each of its own batch.")
+        int,
+        typer.Option(metavar="N", min=1, max=2**14, help="Number of backward passes per step, each on its own batch."),
     ] = 1
-    activation_checkpointing: Annotated[bool, "Recompute the layers of the sharded model in the backward."] = False
+    activation_checkpointing: Annotated[bool, "Use activation checkpointing in the sharded model."] = False
     frozen: Annotated[
         str, typer.Option(metavar="REGEX", help="Freeze the parameters whose full names match this expression.")
     ] = ""
@@ -119,11 +120,14 @@ class VerifyOptions:
         ),
     ] = Dtype.FP64
     head: Annotated[
-        str, typer.Option(metavar="CLASS", help="The class of transformers, such as BertForTokenClassification.")
+        str, typer.Option(metavar="CLASS", help="A model class of transformers, such as BertForTokenClassification.")
     ] = ""
     all_heads: Annotated[bool, "Compare every head class of the family, one after another."] = False
     batch: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Samples per batch, by default 4 or slightly more.")
+        int | None,
+        typer.Option(
+            metavar="N", min=1, help="Samples per batch. Default: the smallest number from 4 that fits the layout."
+        ),
     ] = None
     tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample, by default 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
