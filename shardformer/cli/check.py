@@ -38,6 +38,7 @@ _OPTIONAL_PACKAGES = {
     "scikit-learn": ("sklearn", "the hook metrics", "pip install 'shardformer[metrics]'"),
     "tensorboard": ("tensorboard", "the hook tensor_board", "pip install 'shardformer[tensorboard]'"),
     "timm": ("timm", "vision models of timm", "pip install 'shardformer[timm]'"),
+    "trl": ("trl", "integrations.trl", "pip install 'shardformer[trl]'"),
     "wandb": ("wandb", "the hook wandb", "pip install 'shardformer[wandb]'"),
 }
 _BACKENDS: dict[str, tuple[Literal["missing", "failed"], str]] = {
