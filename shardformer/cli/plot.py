@@ -31,10 +31,7 @@ def plot(
         ),
     ] = None,
     values: Annotated[
-        str,
-        typer.Option(
-            metavar="NAMES", help="Metrics to plot, separated by commas, such as loss,grad_norm. Default: all."
-        ),
+        str, typer.Option(metavar="NAMES", help="Metrics to plot, such as loss,grad_norm. Default: all metrics.")
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print the table as JSON, with all metrics.")] = False,
 ) -> None:
