@@ -102,7 +102,7 @@ class ShardedTrainer:
         if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
             raise ConfigError(
                 f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL",
-                rule="TRL computes log-probabilities from the weight of the head, of which each rank has a slice",
+                rule="TRL computes log-probabilities from the weight of the head, but each rank has only a slice of it",
                 remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class",
             )
         of_arguments = getattr(args, "parallel", None)
@@ -596,7 +596,7 @@ def _first_samples(inputs: Any, count: int) -> Any:
 
 
 def _ignore_labels(inputs: Any, first: int = 0) -> Any:
-    """Return a batch of which only the labels of the first samples count."""
+    """Return a batch in which only the labels of the first samples are counted."""
     found = dict(inputs)
     for name in ("labels", "shift_labels"):
         if isinstance(found.get(name), Tensor) and not found[name].is_floating_point():

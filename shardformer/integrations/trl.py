@@ -237,9 +237,9 @@ def _rebind(name: str, old: Any, new: Any) -> None:
 
 
 def guard_weights(model: Any, trainer: type) -> None:
-    """Raise an error if TRL or the class of a trainer reads a weight of a sharded head, of which each rank has a slice.
+    """Raise an error if TRL or the class of a trainer reads a weight of a sharded head.
 
-    The trainer would compute with the slice as if it were the full weight.
+    Each rank has a slice of the weight. The trainer would compute with the slice as if it were the full weight.
     """
     modules = {kind.__module__ for kind in trainer.__mro__}
     find_head = getattr(model, "get_output_embeddings", None)
@@ -286,7 +286,12 @@ def fused_heads_on_shards(model: nn.Module) -> Iterator[None]:
     fused = {module: vars(module)["forward"] for module in model.modules() if _is_fused(vars(module).get("forward"))}
     for module in fused:
         del module.__dict__["forward"]
-    yield
+    try:
+        yield
+    except BaseException:
+        for module, forward in fused.items():
+            module.forward = forward
+        raise
     for module, forward in fused.items():
         module.forward = MethodType(_on_shards(forward.__func__, module), module)
 

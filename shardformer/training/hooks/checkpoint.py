@@ -28,7 +28,7 @@ from shardformer.training.hook import (
 Best = Literal["keep", "load"]
 DEFAULT_METRIC = "validation/loss"
 LOSSES = (DEFAULT_METRIC, "validation/perplexity")
-"""Metrics of which a lower value is better."""
+"""Metrics that are better if they are lower."""
 RENAMED_ARGUMENTS = {**RENAMED_DIRECTORY, "keep": "retention"}
 
 
