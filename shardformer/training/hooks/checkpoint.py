@@ -119,11 +119,6 @@ class Checkpoint(Hook):
                 remedy="Pass another directory, or resume=True to continue from them",
             )
 
-    @property
-    def saved_step(self) -> int:
-        """Step of the newest checkpoint that this run saved or loaded, or -1."""
-        return self._saved[0]
-
     def before_train(self, trainer: TrainerProtocol) -> None:
         self._saved_at = time.monotonic()
 
