@@ -118,7 +118,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """Replace the small models by precomputed ones."""
     for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
-    yield lambda twin_of: monkeypatch.setattr(any_type, "reduce_model", twin_of)
+    yield lambda reduced_of: monkeypatch.setattr(any_type, "reduce_model", reduced_of)
     for known in (model_source._reduced_model, model_source._example_batch):
         known.cache_clear()
 

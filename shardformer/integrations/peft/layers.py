@@ -222,7 +222,7 @@ class _TraceableWeight:
 class _PlainBase:
     """A base whose weight PEFT reads with ``dequantize``, instead of looking at the class of the weight."""
 
-    W_q = None  # with this attribute
+    W_q = None  # PEFT calls dequantize of bases with this attribute
 
     def __init__(self, base: Any) -> None:
         self._base, self.bias = base, base.bias
