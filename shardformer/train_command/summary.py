@@ -87,7 +87,7 @@ class RunSummary:
         limit = "at most " if self.has_padding else ""
         tokens = f" ({limit}{self.tokens_per_step:,} tokens)" if self.tokens_per_step is not None else ""
         samples = "stream" if self.num_samples is None else f"{self.num_samples:,} samples"
-        epochs = "" if self.epochs is None else f" ({self.epochs:.2g} epochs)"
+        epochs = "" if self.epochs is None else f" ({self.epochs:.2g} {'epoch' if self.epochs == 1 else 'epochs'})"
         warmup = f", {self.warmup_steps:,} warm-up steps" if self.warmup_steps else ""
         return [
             ("Model", f"{self.model}, {self.num_parameters:,} parameters"),

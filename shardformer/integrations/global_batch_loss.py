@@ -1,0 +1,135 @@
+"""Losses of the Trainer of transformers, averaged over data-parallel ranks as in one process with the global batch.
+
+Ranks can have different numbers of labels, and in the last batch of an evaluation different numbers of samples. A plain
+average of their losses would therefore give other weights to the labels.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from shardformer.comm.collectives import all_gather, all_reduce
+from shardformer.comm.sharded_tensor import to_full_tensors
+from shardformer.gradient_accumulation.micro_batch_loss import RECORDED_LOSSES, LossCall
+from shardformer.mesh.parallel_context import Axis
+
+
+class LossMean:
+    """Mean of losses over the data-parallel ranks, as one process computes it for the global batch.
+
+    Args:
+        data: axis of the data-parallel ranks.
+
+    Attributes:
+        items: mean number of items of the ranks, by which models divide the sum of their losses.
+    """
+
+    def __init__(self, data: Axis) -> None:
+        self._data = data
+        self._samples: int | None = None
+        self._is_weighted = self._has_warned = False
+        self.items: Any = None
+
+    @property
+    def has_no_samples(self) -> bool:
+        """Whether all samples of this rank only fill up the last batch."""
+        return self._samples == 0
+
+    @contextmanager
+    def of_samples(self, count: int | None) -> Iterator[None]:
+        """Set the number of samples of this rank's batch in this context; None if all ranks have as many."""
+        self._samples, self._is_weighted = count, False
+        try:
+            yield
+        finally:
+            self._samples = None
+
+    def see(self, args: Any) -> None:
+        """Remember that the loss is divided by ``items``."""
+        self._is_weighted |= self.items is not None and any(each is self.items for each in args)
+
+    def weigh(self, mean: Tensor, count: float) -> Tensor:
+        """Weight the mean of ``count`` values so that the average over the ranks is the mean over all values.
+
+        Communicates one number.
+        """
+        if self._data.size == 1:
+            return mean
+        self._is_weighted = True
+        count = 0.0 if self.has_no_samples else count
+        total = self._sum(torch.tensor(float(count), device=mean.device))
+        if not total:
+            return mean  # NaN, as in one process
+        return mean * (count * self._data.size / total) if count else mean.nan_to_num() * 0.0
+
+    def check_weights(self, labels: Any) -> None:
+        """Warn once if a loss without weights is averaged over ranks with different numbers of labels.
+
+        Communicates the numbers of labels if the loss has no weights.
+        """
+        if self._is_weighted or self._has_warned or self._data.size == 1 or not isinstance(labels, Tensor):
+            return
+        counts = all_gather(labels.ne(-100).sum().reshape(1), self._data, 0, purpose="loss").tolist()
+        if len(set(counts)) > 1:
+            self._has_warned = True
+            warnings.warn(
+                f"The loss is averaged over data-parallel ranks that have {counts} labels, so their labels have "
+                "different weights, unlike in one process. Use a mean loss of torch.nn.functional, or divide the sum "
+                "of the losses by num_items_in_batch. TrainingArguments(average_tokens_across_devices=False) disables "
+                "this warning.",
+                stacklevel=2,
+            )
+
+    def over_ranks(self, loss: Any) -> Any:
+        """Return the loss of the global batch. A loss without weights has the weight of its samples.
+
+        Communicates at most two numbers.
+        """
+        if loss is None or self._data.size == 1:
+            return loss
+        if self._samples is not None and not self._is_weighted:
+            loss = self.weigh(loss, self._samples)
+        elif self.has_no_samples:
+            loss = loss.nan_to_num() * 0.0
+        return all_reduce(loss.clone(), self._data, purpose="loss") / self._data.size
+
+    def _sum(self, number: Tensor) -> float:
+        return float(all_reduce(number, self._data, purpose="loss"))
+
+
+class WeightedMeanLosses(TorchFunctionMode):
+    """Mode in which a mean loss of ``torch.nn.functional`` is weighted by its labels in the global batch."""
+
+    def __init__(self, mean: LossMean) -> None:
+        super().__init__()
+        self._mean = mean
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        self._mean.see((*args, *kwargs.values()))
+        if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
+            return func(*args, **kwargs)
+        return self._mean.weigh(call.compute(), float(call.compute_count()))
+
+
+class DataParallelSmoother:
+    """Trainer's label smoother, whose mean over the labels of a rank is weighted by their number."""
+
+    def __init__(self, smoother: Any, mean: LossMean) -> None:
+        self._smoother, self._mean = smoother, mean
+
+    def __call__(self, outputs: Any, labels: Tensor, shift_labels: bool = False, **options: Any) -> Tensor:
+        logits = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
+        full = {"logits": to_full_tensors(logits)}  # the smoother writes into results of sharded logits
+        loss: Tensor = self._smoother(full, labels, shift_labels=shift_labels, **options)
+        if options.get("num_items_in_batch") is not None:
+            return loss
+        counted = labels[..., 1:] if shift_labels else labels
+        return self._mean.weigh(loss, float(counted.ne(self._smoother.ignore_index).sum()))
