@@ -364,7 +364,7 @@ class ShardedTrainer:
             with self._loss_mean.of_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:
-                    self._loss_mean.check_weights(inputs.get("labels"))
+                    self._loss_mean.check_weights(inputs.get("labels") if isinstance(inputs, Mapping) else None)
             return loss
         model.train()
         with self.accelerator.autocast():

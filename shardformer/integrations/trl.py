@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from shardformer import torch_patches
 from shardformer.comm.collectives import all_gather_objects, all_reduce
+from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery.token_dependence import check_packing
 from shardformer.errors import ConfigError
@@ -65,7 +66,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         **options: Any,
     ) -> None:
         arguments = {**dict(zip(self._argument_names(), positional, strict=False)), **options}
-        check_trl_arguments(arguments.get("args"))
+        check_trl_arguments(arguments.get("args"), ParallelConfig.of(parallel))
         super().__init__(**arguments, parallel=parallel, policy=policy, context=context)
         self._count_data_ranks()
 
@@ -176,8 +177,14 @@ UNSUPPORTED = {
 """Arguments of TRL's configurations that are refused -> reason."""
 
 
-def check_trl_arguments(args: Any) -> None:
+def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
     """Raise ConfigError for an argument of a configuration of TRL that does not work with a sharded model."""
+    if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
+        raise ConfigError(
+            f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3",
+            rule="TRL reads all parameters after a step, but ZeRO stage 3 gathers them only during the step",
+            remedy="Use zero_stage=2, or remove sync_ref_model",
+        )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise ConfigError(

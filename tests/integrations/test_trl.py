@@ -62,7 +62,10 @@ SAMPLE = [
     ("SFT, completions", {"tensor": 2}),
     ("SFT, packing", {"data": 2, "zero_stage": 1}),
     ("DPO", {"tensor": 2}),
+    ("GRPO", {"tensor": 2}),
 ]
+REFUSED = [("DPO, synchronized", 3)]
+"""(feature, ZeRO stage) that raise an error."""
 PER_RANK = ("GRPO", "RLOO", "KTO")
 """TRL draws the completions of each process separately, and pairs texts within its batch."""
 
@@ -87,6 +90,8 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
         compared = set(measured)
         if feature == "SFT, bf16":  # rounding decides the sign of steps
             compared -= {"weights", "resumed", "crossed"}
+        if feature == "DPO, synchronized":  # TRL does not save the reference, so its own resumed runs differ as well
+            compared -= {"resumed", "crossed"}
         if feature == "DPO, precomputed":  # rewards start at 0, so rounding decides their signs
             compared.remove("rewards/accuracies")
         wrong = {name: measured[name] for name in compared if not measured[name] < bound}
@@ -109,7 +114,8 @@ def test_losses_metrics_evaluation_and_resumed_runs_equal_one_process(
 def test_every_feature_equals_one_process_under_every_layout(
     feature: str, integrations: IntegrationProcess, tmp_path: Path
 ) -> None:
-    check(integrations, tmp_path, [(feature, layout) for layout in LAYOUTS], 2)
+    layouts = [layout for layout in LAYOUTS if (feature, layout.get("zero_stage")) not in REFUSED]
+    check(integrations, tmp_path, [(feature, layout) for layout in layouts], 2)
 
 
 @pytest.mark.slow
@@ -127,6 +133,7 @@ def test_what_cannot_be_exact_is_refused(integrations: IntegrationProcess, tmp_p
     assert first == second
     for name, parts in {
         "pipe": ("SFTTrainer.compute_loss with pipe=2", "the loss of the model itself"),
+        "synchronized reference": ("DPOConfig(sync_ref_model=True)", "zero_stage=3", "Use zero_stage=2"),
         "vllm": ("GRPOConfig(use_vllm=True)", "full weights"),
         "generations": ("8 generations per prompt do not divide the 4 completions", "per_device_train_batch_size=4"),
         "packing": ("padding_free=True", "BloomForCausalLM", "packing=False"),

@@ -245,7 +245,8 @@ def train(case: Case, root: str) -> dict[str, float]:
     found = {name: metric_difference(name, logs, logs_1) for name in logs}
     found["weights"] = weight_difference(weights, weights_1)
     for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
-        seed = 0 if case.peft else 9  # adapters are saved without the model
+        # adapters are saved without the model, and the initial model computes the log-probabilities of the reference
+        seed = 0 if case.peft or case.options.get("precompute_ref_log_probs") else 9
         again = make_trainer(f"{place}_{name}", case, seed)
         again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
         found[name] = weight_difference(full_weights(again.model), weights_1)

@@ -24,7 +24,7 @@ def refusals(folder: str) -> dict[str, str]:
     import trl
 
     from shardformer.integrations.transformers import ShardedTrainer
-    from shardformer.integrations.trl import GRPOTrainer, SFTTrainer, ShardedTRLTrainer
+    from shardformer.integrations.trl import DPOTrainer, GRPOTrainer, SFTTrainer, ShardedTRLTrainer
 
     class ReadsHead(SFTTrainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -59,6 +59,12 @@ def refusals(folder: str) -> dict[str, str]:
 
     attempts: dict[str, Callable[[], Any]] = {
         "pipe": lambda: sft(parallel={"pipe": 2}),
+        "synchronized reference": lambda: DPOTrainer(
+            llama(),
+            args=trl.DPOConfig(folder, **common, sync_ref_model=True),
+            parallel={"data": 2, "zero_stage": 3},
+            **{**data, "train_dataset": data_set("pairs", 16, 1)},
+        ),
         "vllm": lambda: grpo({"tensor": 2}, use_vllm=True, num_generations=4),
         "generations": lambda: grpo({"tensor": 2}, num_generations=8),
         "packing": lambda: sft(model=mixing_model(), packing=True, max_length=16),
