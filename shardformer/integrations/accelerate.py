@@ -42,7 +42,8 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
-from shardformer.training.initialize import initialize, make_context
+from shardformer.training.data_loader import example_of_data
+from shardformer.training.initialize import make_context, shard_with_data
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -217,13 +218,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
         """
         objects = list(args)
+        loaders = [each for each in args if isinstance(each, DataLoader)]
         for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
             own = [each for each in objects if _is_unprepared_optimizer(each) and _trains(each, model)]
-            if (replaced := self._shard(model, own)) is not None:
+            if (replaced := self._shard(model, own, loaders)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
-    def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    def _shard(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
+    ) -> Optimizer | None:
         """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
         sharded = sharded_model_in(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
@@ -234,8 +238,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Use one optimizer with several parameter groups, or shardformer.initialize",
             )
         if sharded is None:
-            engine = initialize(model, list(optimizers) or None, None, parallel=self.config, policy=self.policy,
-                                context=self.context)  # fmt: skip
+            engine = shard_with_data(
+                model,
+                list(optimizers) or None,
+                self.config,
+                self.context,
+                self.policy,
+                lambda: _example(model, loaders),
+            )
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
         if metadata_of(sharded).context.sizes != self.context.sizes:
             raise ConfigError(
@@ -458,6 +468,11 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
+    """Return arguments of a forward from the first data loader that has them, or None."""
+    return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
 
 
 def _is_unprepared_optimizer(value: Any) -> bool:

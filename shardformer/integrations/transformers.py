@@ -13,6 +13,7 @@ transformers and their subclasses shard the model themselves:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -34,7 +35,8 @@ from shardformer.integrations.global_batch_loss import DataParallelSmoother, Los
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_patches import Patch, install, replace_attribute
-from shardformer.training.initialize import initialize, make_context, make_pipeline
+from shardformer.training.data_loader import example_of_data
+from shardformer.training.initialize import make_context, make_pipeline, shard_with_data
 from shardformer.transformers_compat import is_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.elementwise_trial import needs_full_matrices
@@ -73,6 +75,10 @@ class ShardedTrainer:
     model_accepts_loss_kwargs: bool
     _train_batch_size: int
     _prepare_inputs: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    _get_collator_with_removed_columns: Any
 
     def __init__(
         self,
@@ -141,13 +147,18 @@ class ShardedTrainer:
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
         if sharded_model_in(model) is None:
-            passed = None if optimizer is None else [optimizer]
-            engine = initialize(model, passed, parallel=self.parallel, policy=self.policy, context=self.context)
+            engine = shard_with_data(model, optimizer, self.parallel, self.context, self.policy, self._example)
             self.optimizer = optimizer if optimizer is None else engine.optimizers[0]
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
             self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
+
+    def _example(self) -> Any:
+        """Return arguments of a forward, from which the policy of an unknown model is derived, or None."""
+        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
+        return example_of_data(data, self.model, collate)
 
     @property
     def sharded_model(self) -> nn.Module:

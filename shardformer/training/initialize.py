@@ -342,14 +342,31 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
-    arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
-    arguments.example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
+
+
+def shard_with_data(
+    model: nn.Module,
+    optimizer: Any,
+    config: ParallelConfig,
+    context: ParallelContext,
+    policy: Any = None,
+    example: Callable[[], Any] = lambda: None,
+) -> Engine:
+    """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
+
+    Args:
+        example: Function that returns arguments of a forward, from which a policy may be derived, or None.
+    """
+    _check_argument_types(model, None, None, "step", context, None)
+    arguments = RebuildArguments(None, policy, None, None, example=example)
+    return _shard_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
@@ -385,6 +402,8 @@ def _shard_engine(
     arguments: RebuildArguments,
 ) -> Engine:
     """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
+    if METADATA_ATTRIBUTE not in model.__dict__:
+        arguments.meta_model = start_training(copy_to_meta(model))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
