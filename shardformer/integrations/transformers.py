@@ -30,7 +30,7 @@ from shardformer.checkpoint.plain_state import load_plain_optimizer_state, plain
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
-from shardformer.integrations.accelerate import Accelerator, DataRanks, sharded_model_in
+from shardformer.integrations.accelerate import Accelerator, DataRanks, repeats_samples, sharded_model_in
 from shardformer.integrations.global_batch_loss import DataParallelSmoother, LossMean, WeightedMeanLosses
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import ParallelContext
@@ -227,6 +227,19 @@ class ShardedTrainer:
         with self._counting(data.size, data.rank):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
+    def set_initial_training_values(self, args: Any, loader: Any, *others: Any, **options: Any) -> Any:
+        self._check_loader(loader, "get_train_dataloader")
+        return super().set_initial_training_values(args, loader, *others, **options)  # type: ignore[misc]
+
+    def _check_loader(self, loader: Any, method: str) -> None:
+        """Raise ConfigError if the data-parallel ranks would read the same samples."""
+        if self.context.data.size > 1 and repeats_samples(loader):
+            raise ConfigError(
+                f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
+                f"{self.context.data.size} data-parallel ranks",
+                remedy="Return self.accelerator.prepare(loader), which splits them over the ranks",
+            )
+
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self._group_global_batches(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
 
@@ -246,11 +259,12 @@ class ShardedTrainer:
         with self._counting(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a data set. Predictions and labels of samples that fill up the last batch are dropped.
 
         Seq2SeqTrainer keeps them, because one process has none, and averages the losses over batches.
         """
+        self._check_loader(dataloader, "get_eval_dataloader or get_test_dataloader")
         use_objects = self.args.eval_use_gather_object
         gather_losses = self.gather_function
         gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
@@ -261,7 +275,7 @@ class ShardedTrainer:
 
         self.gather_function = gather
         try:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.gather_function = gather_losses
 

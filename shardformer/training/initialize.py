@@ -29,7 +29,8 @@ from shardformer.mesh.parallel_context import ParallelContext, local_device, wit
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import copy_to_meta, record_changes
 from shardformer.offload.activations import offload_activations
-from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
+from shardformer.pipeline.contrastive_losses import warn_of_batch_statistics
+from shardformer.pipeline.pipeline import Pipeline, is_batch_norm, modes_of, set_modes, start_training
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
@@ -365,6 +366,8 @@ def shard_with_data(
         example: Function that returns arguments of a forward, from which a policy may be derived, or None.
     """
     _check_argument_types(model, None, None, "step", context, None)
+    if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
+        warn_of_batch_statistics(f"over {context.data.size} data ranks")
     arguments = RebuildArguments(None, policy, None, None, example=example)
     return _shard_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
