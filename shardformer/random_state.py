@@ -271,7 +271,7 @@ LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether the forward of a model may draw random numbers in training, for example for dropout.
+    """Whether the forward pass of a model may draw random numbers in training, for example for dropout.
 
     For classes of known libraries, this follows from dropout modules and config fields. Any other class may call a
     dropout function.

@@ -280,7 +280,7 @@ def measure_pipeline_costs(
 
     Args:
         model: the plain model.
-        batch: keyword arguments of the forward, with the shapes used in training.
+        batch: keyword arguments of `forward`, with the shapes used in training.
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
@@ -295,7 +295,7 @@ def measure_pipeline_costs(
     with torch.no_grad(), fork_random_state(device):
         try:
             return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
-        finally:  # a forward in training mode updates buffers, such as the averages of a BatchNorm
+        finally:  # a forward pass in training mode updates buffers, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
 

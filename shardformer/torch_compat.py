@@ -43,12 +43,12 @@ IncompatibleKeys = _IncompatibleKeys
 """Result of ``nn.Module.load_state_dict``: missing and unexpected keys."""
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""Returns the id of the backward that runs in this thread. It is negative outside a backward."""
+"""Returns the id of the backward pass that runs in this thread. It is negative outside a backward pass."""
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Registers a function that autograd calls when the current backward has ended, unless it raises.
+"""Registers a function that autograd calls when the current backward pass has ended, unless it raises.
 
-Activation checkpointing with ``use_reentrant=True`` runs a nested backward within the backward.
+Activation checkpointing with ``use_reentrant=True`` runs a nested backward pass within the backward pass.
 """
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -255,7 +255,7 @@ def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
 
 
 def run_at_position_of(node: Node, other: Node) -> None:
-    """Schedule an autograd node at the position of another node in the backward."""
+    """Schedule an autograd node at the position of another node in the backward pass."""
     node._set_sequence_nr(other._sequence_nr())
 
 
@@ -274,7 +274,7 @@ def saved_tensor_names(kind: Any) -> tuple[str, ...]:
 
 
 def saved_tensors_of(node: Node) -> Iterator[Any]:
-    """Yield the ``SavedTensor`` objects that the forward stored in an autograd node."""
+    """Yield the ``SavedTensor`` objects that the forward pass stored in an autograd node."""
     kind: Any = type(node)
     for name in saved_tensor_names(kind):
         saved = getattr(node, name)

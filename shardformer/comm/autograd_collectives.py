@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs: the backward of one is the forward of the other.
+"""Collectives with autograd support, in pairs: the backward pass of one is the forward pass of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -29,7 +29,7 @@ from shardformer.mesh.parallel_context import Axis
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward to raise an error under create_graph=True, which collectives do not support."""
+    """Decorate a backward pass to raise an error under create_graph=True, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:

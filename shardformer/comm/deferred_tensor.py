@@ -39,7 +39,7 @@ class DeferredTensor(Tensor):
         axis: axis of the collective; None if it communicates nothing.
         region: layout in which a block can use ``local`` instead of the full values; None for a sum.
         resolve: the collective: ``local`` -> full tensor.
-        to_local: its backward: gradient of the full tensor -> gradient of ``local``.
+        to_local: its backward pass: gradient of the full tensor -> gradient of ``local``.
     """
 
     local: Tensor

@@ -436,8 +436,8 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 def check_gradients_before_step(optimizer: Optimizer) -> None:
     """Reduce gradients that ``no_sync`` has delayed, and raise ConfigError on all ranks if gradients differ.
 
-    Communicates the gradients of backwards in ``no_sync``. If no gradients were reduced since the last step, it gathers
-    their checksums.
+    Communicates the gradients of backward passes in ``no_sync``. If no gradients were reduced since the last step, it
+    gathers their checksums.
     """
     found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
@@ -445,8 +445,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
         return
     if current_graph_task_id() >= 0:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
-            rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
+            f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook",
+            rule="Gradients are reduced when the backward pass ends, so a hook sees the local gradient",
             remedy="Call optimizer.step() after loss.backward(). To store fewer gradients, use "
             "shard_optimizer(..., stage=2)",
         )
@@ -475,7 +475,7 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
     for gradients in over.values():
         sums = [_gradient_checksum(gradient.param.grad) for gradient in gradients]
         wait_for_all_ranks(
-            f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis
+            f"{type(optimizer).__name__}.step, without a backward pass since its last step", gradients[0].axis
         )
         every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *values in zip(gradients, *every, strict=True):

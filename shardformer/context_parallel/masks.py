@@ -66,7 +66,7 @@ class ChunkedMask:
         queries, keys: the positions of queries and keys on each rank.
         batch: the batch size.
         by_vmap: whether the predicate takes one index of each kind, so that it must be called through torch.vmap.
-        seed: the seed of the attention dropout, shared by all layers of a forward.
+        seed: the seed of the attention dropout, shared by all layers of a forward pass.
     """
 
     def __init__(
@@ -196,7 +196,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
     return predicate_of_vectors
 
 
-# --- masks that repeat in every forward
+# --- masks that repeat in every forward pass
 
 
 class _VisibilityCache(threading.local):

@@ -1,8 +1,8 @@
 """Proposes roles for groups of linear layers from one traced forward: projections, head counts and local attributes.
 
 The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linears that are sharded by
-columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward reads, and many
-modules. It therefore only selects among the candidates, and is validated with the complete policy.
+columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward pass reads, and
+many modules. It therefore only selects among the candidates, and is validated with the complete policy.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Traces one forward of a reduced model: which linear layers feed which, and how modules process tokens.
+"""Traces one forward pass of a reduced model: which linear layers feed which, and how modules process tokens.
 
 The output of each linear is marked with the linear's path, and every result computed from a marked tensor inherits the
 marks. A linear with an unmarked input is a column-parallel candidate. A linear with a marked input is the row-parallel
@@ -43,7 +43,7 @@ class LinearGroup:
 
 @dataclass
 class ForwardTrace:
-    """Record of one forward: inputs, outputs and connections of modules. All keys are module paths."""
+    """Record of one forward pass: inputs, outputs and connections of modules. All keys are module paths."""
 
     groups: list[LinearGroup] = field(default_factory=list)  # groups of linears, in call order of their rows
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
@@ -58,7 +58,7 @@ TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
-    """Run one forward without gradients and record which linear layers feed which.
+    """Run one forward pass without gradients and record which linear layers feed which.
 
     Args:
         replicated: paths of linear layers that are not sharded; their outputs inherit the marks of their inputs.
@@ -282,7 +282,7 @@ class ModuleCall:
 
 
 class StackCallRecord:
-    """Record of how the modules in a stack of layers used their input tokens during one forward.
+    """Record of how the modules in a stack of layers used their input tokens during one forward pass.
 
     Args:
         layers: path of the list of layers.
@@ -371,7 +371,7 @@ class StackCallRecord:
             try:
                 with torch.no_grad():
                     again = ModuleCall((), {}, module(*own, **named)).first_output
-            except Exception:  # a module may raise anything if it is called outside its forward
+            except Exception:  # a module may raise anything if it is called outside its forward pass
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
                 return True  # unknown, for example if its last weight is initialized to 0

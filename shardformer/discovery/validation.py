@@ -124,7 +124,7 @@ def validate_sharding(
         run_as_threads(train, **sizes, in_turn=True)
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
-    except Exception as error:  # a forward with wrong shards may raise anything
+    except Exception as error:  # a forward pass with wrong shards may raise anything
         return f"the sharded model does not run ({format_error(error)})"
     return None
 
@@ -197,7 +197,7 @@ def validate_stages(
                 _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
-    except Exception as error:  # a forward of a partial model may raise anything
+    except Exception as error:  # a forward pass of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
@@ -453,7 +453,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
 
 def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
-    """Return a forward with one more sample than the example batch."""
+    """Return a forward pass with one more sample than the example batch."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
@@ -480,7 +480,7 @@ def _find_batch_dims(
 def _record_argument_shapes(
     model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run one forward and return the shape of each tensor argument of attentions and first layers."""
+    """Run one forward pass and return the shape of each tensor argument of attentions and first layers."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

@@ -528,7 +528,7 @@ UNSUPPORTED = {
 }
 """Arguments of TrainingArguments that are not supported -> reason."""
 FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""Parts of the names of optimizers that update parameters during the backward."""
+"""Parts of the names of optimizers that update parameters during the backward pass."""
 
 
 def check_arguments(args: Any, parallel: ParallelConfig) -> None:
@@ -547,7 +547,7 @@ def check_arguments(args: Any, parallel: ParallelConfig) -> None:
     if any(part in optim for part in FUSED_BACKWARD):
         raise ConfigError(
             f"TrainingArguments(optim={optim!r}) is not supported",
-            rule="This optimizer updates each parameter during the backward, before the ranks have reduced its "
+            rule="This optimizer updates each parameter during the backward pass, before the ranks have reduced its "
             "gradient",
             remedy="Use another optimizer, with zero_stage=2 to store fewer gradients",
         )

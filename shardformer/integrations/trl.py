@@ -40,7 +40,7 @@ from shardformer.training.initialize import initialize
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 
 FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
-"""Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
+"""Argument of a `forward` that TRL has replaced, and the global name of the function that it calls."""
 
 
 class ShardedTRLTrainer(ShardedTrainer):
@@ -255,7 +255,7 @@ def guard_weights(model: Any, trainer: type) -> None:
         properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
-    metadata_of(model).on_adapted(model)  # the checks of the forward accept the new class
+    metadata_of(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
 def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:

@@ -103,7 +103,7 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward, with ``attention`` in place of torch's attention function."""
+    """Run a module's own `forward`, with ``attention`` in place of torch's attention function."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 

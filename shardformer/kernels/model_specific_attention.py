@@ -1,6 +1,6 @@
-"""Attention of models that compute it in their own forward, on fused kernels: BLOOM, GPT-J, SAM, Swin V2 and others.
+"""Attention of models that compute it in their own `forward`, on fused kernels: BLOOM, GPT-J, SAM, Swin V2 and others.
 
-``OVERRIDES`` lists classes that compute softmax attention in their own forward. The override computes the same and
+``OVERRIDES`` lists classes that compute softmax attention in their own `forward`. The override computes the same and
 calls ``attention``; the other methods are unchanged. It reads attributes that sharding changes, such as the number of
 local heads, from the module.
 """

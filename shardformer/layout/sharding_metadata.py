@@ -141,7 +141,7 @@ class ConsistencyMonitorProtocol(Protocol):
 
     steps: int
     training: bool
-    """Whether the current forward is a training forward."""
+    """Whether the current forward pass is part of training."""
     has_several_optimizers: bool
     """Whether several optimizers train the model; some may have no parameters on a stage."""
 

@@ -109,7 +109,7 @@ def _get_hooks_object(pair: HookPair | None) -> SavedTensorHooks | None:
 
 
 ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "brought"
-"""Kinds of bytes on the device: not moved, being copied to the host, this rank's shards, fetched for the backward."""
+"""Kinds of bytes on the device: not moved, being copied to the host, local shards, fetched for the backward pass."""
 
 
 def _format_bandwidth(value: float | None) -> str:

@@ -61,8 +61,8 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
-    Communicates over data: in the forward one all-gather of the numbers of samples and one of the tensor, in the
-    backward one all-reduce of the gathered size.
+    Communicates over data: in the forward pass one all-gather of the numbers of samples and one of the tensor, in the
+    backward pass one all-reduce of the gathered size.
 
     Args:
         x: this rank's samples along dim 0. Their number may differ between ranks.
@@ -237,7 +237,7 @@ class TrialOutputs(LastStageOutputs):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that raise errors after the model's forward instead of inside it."""
+    """Loss weights that raise errors after the model's forward pass instead of inside it."""
 
     _first_error: Exception | None = None
 

@@ -154,16 +154,16 @@ class Pipeline:
         return self._manager
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """Run the forward and backward of a batch, and accumulate the gradients in ``.grad``.
+        """Run the forward and backward pass of a batch, and accumulate the gradients in ``.grad``.
 
         Does not call the optimizer.
 
-        Communicates over pipe per micro-batch and stage boundary: the activations in the forward and their gradients in
-        the backward. Additionally one small all-gather before and one broadcast after each step. In the first step, and
-        after a conversion of the model, the stages also exchange the dtypes of their parameters.
+        Communicates over pipe per micro-batch and stage boundary: the activations in the forward pass and their
+        gradients in the backward pass. Additionally one small all-gather before and one broadcast after each step. In
+        the first step, and after a conversion of the model, the stages also exchange the dtypes of their parameters.
 
         Args:
-            batch: inputs of the model's forward by name. A list of batches is treated as one large batch, in which
+            batch: inputs of the model's forward pass by name. A list of batches is treated as one large batch, in which
                 every counted token has the same weight.
 
         Returns:
@@ -207,7 +207,7 @@ class Pipeline:
         return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
-        """Run the forward of a batch without gradients, and return the model's output on the last stage.
+        """Run the forward pass of a batch without gradients, and return the model's output on the last stage.
 
         Args:
             gather: whether to send the output to all stages.
@@ -225,7 +225,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
-        """Context that records the start and end of this rank's forwards and backwards, for a timeline."""
+        """Context that records the start and end of this rank's forward and backward passes, for a timeline."""
         self._runtime.trace = RunTrace()
         try:
             yield self._runtime.trace
@@ -286,7 +286,7 @@ class Pipeline:
         if self._manager.num_stages == 1:
             return
         for path, module in self._model.named_modules():
-            # the model itself, and layers whose forwards are overridden
+            # the model itself, and layers whose forward is overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
                     f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support",

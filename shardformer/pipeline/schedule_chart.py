@@ -38,8 +38,8 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     """Format a schedule as a text grid with a legend, the bubble and the number of micro-batches in flight.
 
     The grid has a row per rank and a column per time unit, the duration of the shortest action. ``F3`` is the forward
-    of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the number
-    names the chunk: ``F3b``.
+    pass of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the
+    number names the chunk: ``F3b``.
 
     Args:
         width: maximum line length, beyond which the grid wraps into bands; None for no limit. Of more than five bands,

@@ -46,8 +46,8 @@ class BlockArguments:
         region_inputs: arguments that enter the tensor-parallel region on their own.
         head_dims: argument -> its dim that counts heads.
         bounds: (number of heads, first head of this rank, end of this rank's heads).
-        width: features of this rank's heads, for a forward that reads them as the last dim of its input.
-        kv_heads: (number of KV heads, indices of those that this rank's forward reads, in its order).
+        width: features of this rank's heads, for a forward pass that reads them as the last dim of its input.
+        kv_heads: (number of KV heads, indices of those that this rank's forward pass reads, in its order).
     """
 
     at: str
@@ -67,7 +67,7 @@ class BlockDescription:
         columns: paths of the column-parallel linears that read that argument.
         row: path of the row-parallel linear at the exit.
         cross_columns: paths of column-parallel linears that read another input (the states in cross-attention).
-        arguments: arguments of a forward in the block that depend on the rank.
+        arguments: arguments of `forward` in the block that depend on the rank.
         fuse_activation: whether an activation directly follows the columns, so that their bias can be fused with it.
         shared_exit: path of an earlier block's row-parallel linear whose output the layer adds to this block's, so
             that both use one collective.

@@ -32,7 +32,7 @@ class AttentionProjections:
         out: the output projection.
         q, k, v, qkv, kv: the input projections. Fused ones are concatenated in the order q, k, v.
         interleaved: whether fused ones are instead grouped by KV head: its query heads, its k, its v.
-        partitions: number of equal partitions of the heads, if the forward splits the features into consecutive
+        partitions: number of equal partitions of the heads, if the forward pass splits the features into consecutive
             partitions. Each rank gets the same heads of each partition.
         gates: further projections with the same number of features for each query head.
     """
@@ -70,11 +70,11 @@ class AttentionInputs:
     Args:
         entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
             the first of the projections.
-        arguments: further arguments of the forward that projections read. Each enters the tensor-parallel region.
+        arguments: further arguments of `forward` that projections read. Each enters the tensor-parallel region.
         cross_attention: whether k and v read the states of another stack.
         inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
             projection and its norm) instead of its input.
-        reads_width: whether the forward reads the features of all heads from the last dim of its input.
+        reads_width: whether the forward pass reads the features of all heads from the last dim of its input.
         full_sequence: whether the module needs the full sequence outside the block, too, because it adds its residual
             itself. Sequence parallelism gathers the sequence before the module and shards it after the module.
     """
@@ -106,7 +106,7 @@ class Attention:
               that size, "inside" if no dim counts;
             - a norm over all heads between entry and exit (a norm over each head needs no entry);
             - an embedding with one column per head (relative position bias);
-            - an argument of the forward, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
+            - an argument of `forward`, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
         inputs: its inputs.
         num_heads, num_kv_heads: the counts, or the config fields with them; default: those of the policy. A leading dot
             names an attribute of the module (".num_heads"), for head counts that differ between layers.

@@ -320,7 +320,7 @@ class _RegionSideHook:
 def _install_region_side_hooks(
     entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
 ) -> None:
-    """Install hooks that detect, in each forward, whether a module runs before or after the exit of its block.
+    """Install hooks that detect, in each forward pass, whether a module runs before or after the exit of its block.
 
     ALBERT's norm runs after the exit. The hooks are not needed if the stack shards the hidden states, because each rank
     then sees only its shard after the exit.

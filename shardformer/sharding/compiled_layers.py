@@ -96,7 +96,7 @@ class StackCompiler:
         backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "a function")
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
-        text += f", {count} graph{'' if count == 1 else 's'}, no graph break" if count else ", at their first forward"
+        text += f", {count} graph{'s'[: count != 1]}, no graph break" if count else ", at their first forward pass"
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
@@ -119,7 +119,7 @@ class CompiledLayer:
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
     evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
 
-    Raises ConfigError in the first forward if the layer cannot be compiled as one graph.
+    Raises ConfigError in the first forward pass if the layer cannot be compiled as one graph.
     """
 
     def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
@@ -138,7 +138,7 @@ class CompiledLayer:
         install_sites(layer)
 
     def remove(self) -> None:
-        """Restore the forward of the layer."""
+        """Restore the forward pass of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -150,7 +150,7 @@ class CompiledLayer:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
-            return self._run_eagerly(args, kwargs)  # the sequence of this forward is not sharded
+            return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
         if caches := caches_in((*args, *kwargs.values())):
             if not torch.is_grad_enabled() or any(map(holds_tokens, caches)):
                 return self._run_eagerly(args, kwargs)
@@ -205,12 +205,12 @@ class CompiledLayer:
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}",
             rule="A compiled layer has no graph break",
-            remedy="Set compile=False, or change what the message names in the forward of the layer",
+            remedy="Set compile=False, or change what the message names in the forward pass of the layer",
         )
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the forward of each layer of the stacks by a compiled one. Torch compiles it in the first forward.
+    """Replace the `forward` of each layer of the stacks by a compiled one. Torch compiles it in the first forward pass.
 
     Raises ConfigError if the model, its layout or this computer does not support it.
     """

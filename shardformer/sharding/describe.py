@@ -158,7 +158,7 @@ class StageRow:
         parameters: number of elements of its parameters, over all tensor ranks.
         share: share of all parameters of the model.
         cost: share of the computation, as estimated or passed for the partition.
-        checkpointed: number of its layers that recompute activations in the backward.
+        checkpointed: number of its layers that recompute activations in the backward pass.
     """
 
     stage: int

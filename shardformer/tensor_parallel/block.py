@@ -10,7 +10,7 @@ The original forward calls its linears one by one, with the tensor that entered 
 first such call computes the outputs of all column-parallel linears, and the other calls return them. A linear that is
 called with any other tensor computes only its own output.
 
-Some forwards read the width of the heads from the shape of the input:
+Some forward passes read the width of the heads from the shape of the input:
 
     B, N, C = x.shape                                  # on one device, C is the width of all heads
     qkv = F.linear(x, self.qkv.weight, bias)           # does not call the module of the projection
@@ -19,7 +19,7 @@ Some forwards read the width of the heads from the shape of the input:
 
 Here C must be the width of the local heads. ``LocalWidthTensor`` reports this width as its last dim, and computes a
 product with the weight of a column-parallel linear through the block. A transposed ``LocalWidthTensor`` with the same
-last dim is one too, for forwards that work on (N, B, C). All other functions see the plain tensor.
+last dim is one too, for forward passes that work on (N, B, C). All other functions see the plain tensor.
 """
 
 from __future__ import annotations
@@ -128,7 +128,7 @@ class TensorParallelBlock:
 
     stream: StackActivations
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
-    width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
+    width: int | None = None  # the width of the local heads, if the forward pass reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
     has_adapters: bool = False  # whether other modules than the columns read the block's input (``join_inputs``)
@@ -153,7 +153,7 @@ class TensorParallelBlock:
 
     @property
     def region(self) -> TpRegion:
-        """Region that communicates in the current forward; a replicated region if no input entered the block."""
+        """Region that communicates in the current forward pass; a replicated region if no input entered the block."""
         return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
@@ -183,7 +183,7 @@ class TensorParallelBlock:
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
         """Return the block's input as a full tensor, from which each linear of a compiled block computes its output.
 
-        The compiler sums the gradients of the linears before the collective of the backward, as ``project`` does.
+        The compiler sums the gradients of the linears before the collective of the backward pass, as ``project`` does.
         """
         self._region = region = self.stream.select_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
@@ -276,8 +276,8 @@ class TensorParallelBlock:
     def check_no_residual(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Raise PolicyError if the entry module adds the block's input to its output (a residual).
 
-        Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
-        full gradient of the residual, and the entry would sum it over the ranks.
+        Runs after the first forward pass with gradients of an entry module that contains the exit. Every rank would
+        have the full gradient of the residual, and the entry would sum it over the ranks.
         """
         if torch.compiler.is_compiling():
             return
@@ -310,7 +310,7 @@ class TensorParallelBlock:
         self._random.is_in_graph = self._random.is_enabled
 
     def close(self, training: bool) -> None:
-        """Clear the activations of the block after its row-parallel linear, or after a forward that raised."""
+        """Clear the activations of the block after its row-parallel linear, or after a forward pass that raised."""
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
@@ -324,9 +324,9 @@ HeadRange = tuple[int, int, int]  # number of heads, first local head, end of th
 
 
 def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor], order: HookOrder) -> None:
-    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward.
+    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward pass.
 
-    Raises PolicyError if the forward has no such argument.
+    Raises PolicyError if the forward pass has no such argument.
     """
     names = list(inspect.signature(module.forward).parameters)
     if name not in names and "kwargs" not in names:

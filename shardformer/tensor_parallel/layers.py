@@ -123,14 +123,14 @@ class Linear1D_Col(_ParallelLinear):
     (B, S, H) -> (B, S, f), or (B, S, F) with ``gather_output``.
 
     Communicates outside a block: backward one all-reduce of B*S*H, overlapped with the weight gradient; with
-    ``gather_output`` also one all-gather of B*S*F in the forward. In a block, the block communicates.
+    ``gather_output`` also one all-gather of B*S*F in the forward pass. In a block, the block communicates.
 
     Args:
         gather_output: return the full output on every rank.
         skip_bias_add: return (output, bias) without adding the bias, so that the caller can fuse it (Megatron).
         split: the output features of each rank; even by default.
         expand: (width, indices): return the local groups of ``width`` features in the order of ``indices``, with
-            repetitions. Used when several local query heads share a KV head that the forward expects repeated.
+            repetitions. Used when several local query heads share a KV head that the forward pass expects repeated.
     """
 
     _sharded_features = "out_features"

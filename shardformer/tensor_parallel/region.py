@@ -214,7 +214,7 @@ def project_columns(
     """Gather x, and return it detached, with the outputs (B, S, f) of all column-parallel linears.
 
     Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
-    backward overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
+    backward pass overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
     the full tensor of x, if it is already gathered.
     """
     x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
@@ -322,8 +322,8 @@ def _compute_input_grad(
 class RowParallelMatmul(Function):
     """Row-parallel linear without bias, which sums the products of all ranks.
 
-    Communicates as the exit of the region. If the backward runs separately for the input and for the weight (as some
-    pipeline schedules do), it gathers the gradient only once.
+    Communicates as the exit of the region. If the backward pass runs separately for the input and for the weight (as
+    some pipeline schedules do), it gathers the gradient only once.
     """
 
     leaves_block = True

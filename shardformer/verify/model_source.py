@@ -165,7 +165,7 @@ class ExampleBatches:
 
 
 def is_multimodal(head: str) -> bool:
-    """Whether the forward of a transformers class takes images or sounds."""
+    """Whether the forward pass of a transformers class takes images or sounds."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
@@ -217,7 +217,7 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
 
 def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     needed, optional = find_unknown_inputs(model)
-    unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
+    unknown = f". Its forward pass needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
         f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}",

@@ -94,7 +94,7 @@ def patched(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def wrapped(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """Wrap a forward to move its inputs, as accelerate does."""
+    """Wrap a `forward` to move its inputs, as accelerate does."""
     module = draw.module(model)
     if "forward" not in dir(module) or isinstance(module, nn.ModuleList):
         return

@@ -131,7 +131,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             '`optim="lomo"`, `"adalomo"`, and layer-wise optimizers',
             "They update parameters before the ranks have reduced the gradients",
-            {"lomo": ("optim='lomo'", "during the backward")},
+            {"lomo": ("optim='lomo'", "during the backward pass")},
         ),
         Refusal(
             "with `pipe`: label smoothing, `compute_loss_func`, your own `compute_loss`, `predict_with_generate`, "
@@ -216,7 +216,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     "lightning": (
         Refusal(
             "`pipe`",
-            "`training_step` runs the forward itself; use `shardformer.initialize`",
+            "`training_step` runs the forward pass itself; use `shardformer.initialize`",
             {"pipe": ("pipe=2",)},
         ),
         Refusal(

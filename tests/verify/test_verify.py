@@ -61,7 +61,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
 
 
 def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: bool) -> Any:
-    """Skip a collective of ``owner`` in the forward or the backward. ``alone`` computes the local result."""
+    """Skip a collective of ``owner`` in the forward or the backward pass. ``alone`` computes the local result."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any, **kwargs: Any) -> Any:

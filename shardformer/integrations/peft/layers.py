@@ -1,7 +1,7 @@
-"""Adapters of PEFT on parallel linears: which of their parameters are sharded, and how their forward communicates.
+"""Adapters of PEFT on parallel linears: which of their parameters are sharded, and how their forward pass communicates.
 
-An adapter follows the linear that it belongs to, its ``base_layer``. Its forward runs on local tensors, between the
-entry and the exit of that linear:
+An adapter follows the linear that it belongs to, its ``base_layer``. Its forward pass runs on local tensors, between
+the entry and the exit of that linear:
 
     x --> base.enter_adapter --> PEFT's forward of the adapter, which calls base (local product) --> base.leave_adapter
 

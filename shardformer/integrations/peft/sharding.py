@@ -82,7 +82,7 @@ def is_tuner_model(module: nn.Module) -> bool:
 
 
 def calls_model(tuner: nn.Module) -> bool:
-    """Whether the forward of a tuner only calls the model."""
+    """Whether the forward pass of a tuner only calls the model."""
     from peft.tuners.tuners_utils import BaseTuner
 
     return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
@@ -304,7 +304,7 @@ def _draws_random_numbers(module: nn.Module) -> bool:
 
 
 def _check_forward(model: Any, state: ShardingMetadata) -> None:
-    """Raise ConfigError for a pipeline, which does not call PEFT's forwards, if one of them changes the result."""
+    """Raise ConfigError for a pipeline if a ``forward`` of PEFT, which a pipeline never calls, changes the result."""
     if state.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)

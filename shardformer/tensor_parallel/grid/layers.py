@@ -5,8 +5,8 @@
     weights   all-gather of hidden over rows          the same; partial products reduce-scattered over depth
     exit      reduce-scatter of hidden over columns   all-gather of samples over depth, reduce-scatter over columns
 
-In the backward, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
-again in the backward. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
+In the backward pass, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
+again in the backward pass. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
 super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training"; Bian et al. 2021,
 "Maximizing parallelism in distributed training for huge neural networks").
 """
@@ -219,7 +219,7 @@ class _GridColumnProjections(Function):
 class GridRowParallelMatmul(Function):
     """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
 
-    If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
+    If the backward pass runs separately for the input and for the weight, it gathers the output gradient only once.
     """
 
     leaves_block = True

@@ -35,7 +35,7 @@ Forward = Callable[["Gate", Tensor], Tensor]
 
 
 class Gate(nn.Module):
-    """Two column-parallel linears and a row-parallel one, which a forward that is passed combines."""
+    """Two column-parallel linears and a row-parallel one, which a forward pass that is passed combines."""
 
     def __init__(self, body: Forward) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class Gate(nn.Module):
         return self.body(self, hidden_states)
 
 
-# ---------------------------------------------------------------------------------------------- supported forwards
+# ---------------------------------------------------------------------------------------------- supported forward
+# passes
 
 
 def straight(m: Gate, x: Tensor) -> Tensor:
@@ -137,7 +138,7 @@ def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
-    """Run after a forward that raised inside the block."""
+    """Run after a forward pass that raised inside the block."""
     down = block.get_submodule("down")
     handle = down.register_forward_pre_hook(_fail)
     with suppress(ArithmeticError):
@@ -366,7 +367,7 @@ def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> No
 
 
 def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:
-    """Return whether the input of the block is freed after the backward."""
+    """Return whether the input of the block is freed after the backward pass."""
     axis = ParallelContext.from_world({}).tensor
     stack = Stack(straight, call)
     block = cut(stack, axis, mode)
