@@ -359,7 +359,7 @@ def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Whether a policy fits only a transformers model inside ``model``, a user's wrapper with the same config."""
+    """Return whether a policy fits only a transformers model inside ``model``, a wrapper with the same config."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

@@ -85,7 +85,7 @@ def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument or output of a model is a key-value cache.
+    """Return whether an argument or output of a model is a key-value cache.
 
     It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
     """
@@ -105,7 +105,7 @@ def caches_in(values: Iterable[Any]) -> list[Any]:
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Whether a key-value cache contains tokens of an earlier forward."""
+    """Return whether a key-value cache contains tokens of an earlier forward pass."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
 
@@ -188,7 +188,7 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
     Args:
         output: the output of the forward pass.
         arguments: names of the forward pass's arguments. A field with one of these names that is not a single tensor
-            (``mems``, ``state``) is passed to a later forward, and is removed as well.
+            (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
     """
     if not isinstance(output, Mapping):
         return None

@@ -5,7 +5,7 @@ The compared numbers are appended to messages that training sends anyway.
 Compared in every training step, and between which ranks:
 
               ranks of one batch   data ranks   stages
-    mode               x                x          x       whether the model is in train or eval mode
+    mode               x                x          x       whether the model is in training or eval mode
     batch              x                           x       inputs of the forward
     steps              x                x          x       number of optimizer steps
     options            x                x          x       learning rates and other numbers in parameter groups
@@ -66,7 +66,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Texts of the error about a value that must be identical on several ranks: its name, the rule and the remedy."""
+    """Error texts for a value that must be identical on several ranks: its name, the rule and the remedy."""
 
     what: str
     rule: str
@@ -110,7 +110,7 @@ KIND_SHIFT = 40  # bits above this one encode the class of the optimizer, and th
 
 @dataclass(eq=False)
 class ConsistencyMonitor:
-    """Compares a rank's mode, batch, optimizer and replicated weights with those of other ranks in each step."""
+    """Compares the mode, batch, optimizer and replicated weights of a rank with those of other ranks in each step."""
 
     state: ShardingMetadata
     training: bool = True
@@ -222,7 +222,7 @@ class ConsistencyMonitor:
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
-        """Whether the weight projections of all ranks are equal up to rounding errors."""
+        """Return whether the weight projections of all ranks are equal up to rounding errors."""
         (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
@@ -252,7 +252,7 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the names of the mesh axes that contain further ranks of the passed axis in addition to this rank."""
+        """Yield the names of the mesh axes along which the passed axis contains ranks other than this one."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:

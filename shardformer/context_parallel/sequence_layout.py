@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
-        """Return the index shards of a slice of the dim, and the numbers of the local rows in the slice."""
+        """Return the index shards of a slice along the dim, and the indices of the local rows in this slice."""
         start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -172,7 +172,7 @@ class ContextParallelState:
     gathers: bool = False  # all-gather the keys before attention, instead of sending them during attention
     is_whole: bool = False  # run attention on the full sequence, with masks of all pairs of positions
     is_open: bool = False  # whether the current or last forward pass shards its sequence
-    current: SequencePositions | None = None  # of the running layer; None if its sequence is not sharded
+    current: SequencePositions | None = None  # of the running layer, or None if its sequence is not sharded
     seed: int = 0  # of the attention dropout in this forward pass
     seen: dict[int, SequencePositions] = field(default_factory=dict)  # length -> positions, of all forward passes
     seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)  # of the current or last forward pass
@@ -259,13 +259,13 @@ class ContextParallelState:
 
 
 def current_state() -> ContextParallelState | None:
-    """Return the state of the model whose forward runs on this thread."""
+    """Return the state of the model whose forward pass runs on this thread."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
 def set_current_state(state: ContextParallelState | None) -> None:
-    """Set the state of the model whose forward runs on this thread, for hooks."""
+    """Set the state of the model whose forward pass runs on this thread, for hooks."""
     _THREAD.state = state
 
 

@@ -48,14 +48,14 @@ def set_inside_model(is_inside: bool) -> None:
 
 
 def is_inside_model() -> bool:
-    """Whether a model runs its forward pass, or recomputes it in the backward pass."""
+    """Return whether a model runs its forward pass, or recomputes it in the backward pass."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensor(ShardedTensor):
     """Tensor that is sharded over the sequence and behaves like the full tensor.
 
-    - Without communication: views and slices, casts, arithmetic, linears and norms, sums over features, printing.
+    - Without communication: views and slices, casts, arithmetic, linear layers and norms, sums over features, printing.
     - One number: ``F.cross_entropy`` with class indices, sums of all elements.
     - One all-gather of the full tensor, which is then cached: all other functions. They return plain tensors.
     """
@@ -95,7 +95,7 @@ class SequenceShardedTensor(ShardedTensor):
 
 
 def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Make the gradient of a replicated input of the model identical on all ranks.
+    """Make the gradient of a replicated model input identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
     the gradients of their parameters. Communicates in the backward pass one all-reduce of x. The gradient is the mean
@@ -147,7 +147,7 @@ def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a linear or a norm over the last dim to the local positions."""
+    """Apply a linear layer or a norm over the last dim to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()

@@ -1,8 +1,8 @@
-"""Proposes roles for groups of linear layers from one traced forward: projections, head counts and local attributes.
+"""Proposes roles for groups of linear layers from a traced forward pass: projections, head counts, local attributes.
 
-The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linears that are sharded by
-columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward pass reads, and
-many modules. It therefore only selects among the candidates, and is validated with the complete policy.
+The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linear layers that are sharded
+by columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward pass reads,
+and many modules. It therefore only selects among the candidates, and is validated with the complete policy.
 """
 
 from __future__ import annotations
@@ -191,7 +191,7 @@ class BlockCandidates:
 
     layers: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
-    columns: Sequence[str]  # paths, in every layer, of the linears to replicate if no candidate passes validation
+    columns: Sequence[str]  # paths, in every layer, of the linear layers to replicate if no candidate passes validation
     reason: str = ""  # reason for replication, if known without validation
     final_norm: str | None = None  # path of the norm after the last layer
     context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
@@ -221,7 +221,7 @@ def _make_block_candidates(
     row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = _is_optional(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
-    low_rank = any(group.row in merged for merged in inside)  # across layers, linears meet in the residual stream
+    low_rank = any(group.row in merged for merged in inside)  # across layers, linear layers meet in the residual stream
     find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
     misfits = [] if low_rank or group.attends else _find_misfit_columns(model, group)
@@ -253,7 +253,7 @@ def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
 
 
 def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Return (path of the module list, path of the layer) that contain all ``members``; None if no layer does."""
+    """Return (path of the module list, path of the layer) that contain all ``members``, or None if no layer does."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]

@@ -1,4 +1,4 @@
-"""Derives a policy for a model that has none: proposes roles from a traced forward and validates them.
+"""Derives a policy for a model that has none: proposes roles from a traced forward pass and validates them.
 
 Validation runs on a reduced model. This module also formats policies as Python source, and builds the error for a
 model without a policy.
@@ -379,7 +379,7 @@ class _ValidationCache:
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
         self.nearest: list[BlockCandidates] = []
-        """First candidates of attentions for which no candidate passed."""
+        """First candidates of attention modules for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:

@@ -151,7 +151,7 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
-    """Replace the `forward` methods of modules in a reduced model as they are replaced in ``model``.
+    """Copy the replaced `forward` methods of ``model`` to a reduced model.
 
     Raises:
         ValueError: if the reduced model lacks the module, or if the forward pass is not bound to its module, because it
@@ -216,7 +216,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a cache key for the validation results of a model; None without a config or with user code."""
+    """Return a cache key for the validation results of a model, or None without a config or with user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -264,7 +264,7 @@ class ReducedModel:
         """Return the reason for each input that was not validated.
 
         Args:
-            failure: failure of the calls with further inputs; None if they passed.
+            failure: failure of the calls with further inputs, or None if they passed.
         """
         further = [name for each in self.further for name in each.names] if failure is not None else []
         return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}

@@ -38,15 +38,15 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
-    "A row-parallel linear reads the sharded output of a column-parallel one: shard both or neither. Set "
+    "A row-parallel linear layer reads the sharded output of a column-parallel one: shard both or neither. Set "
     "attribute_replacement for attributes that the model reads and that differ between ranks, such as head counts."
 )
 OF_VOCABULARY = (
-    "List the token embedding in `embeddings`, the linear that computes the logits in `head`, and other large modules, "
+    "List the token embedding in `embeddings`, the layer that computes the logits in `head`, and other large modules, "
     "such as position embeddings, in `keep_replicated`."
 )
 OF_MLP = (
-    "List the linears that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
+    "List the layers that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
     "that mixes features between them cannot be sharded."
 )
 OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
@@ -58,7 +58,7 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
         heads = role.num_heads or policy.num_heads
         unlisted = _find_unlisted_attributes(policy, role, reduced)
         return (
-            "List the linears that read the input as q, k and v, or qkv, and the last one as out. Check that "
+            "List the linear layers that read the input as q, k and v, or qkv, and the last one as out. Check that "
             f"num_heads={heads!r} is the head count of the forward pass, and list attributes that differ per rank in "
             "local_attrs="
             + (f". The forward pass reads {unlisted}, which local_attrs= does not list" if unlisted else "")

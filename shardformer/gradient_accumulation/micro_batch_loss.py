@@ -319,14 +319,14 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels that the loss of the full batch averages over, or None if its terms differ in it."""
+        """Number of labels that the full batch's loss is averaged over, or None if it differs between the terms."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors(self) -> Tensor:
-        """Hash of the factors that the model multiplies its mean losses by. It must be equal on all data ranks."""
+        """Hash of the factors by which the model multiplies its mean losses, which must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
@@ -361,7 +361,7 @@ class LossWeights:
             return part.clone()
 
     def grad_mode(self, index: int) -> AbstractContextManager[Any]:
-        """Context that enables gradients in evaluation, to compute the factors of the recorded losses."""
+        """Context manager that enables gradients in evaluation, to compute the factors of the recorded losses."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
     def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:

@@ -165,7 +165,7 @@ class GradientReducer(PausableReducer):
     def start(self) -> None:
         """Start to reduce the gradients that several backward passes accumulated without communication.
 
-        All ranks call it, including ranks without gradients. ``finish`` waits for the result.
+        All ranks must call it, including ranks without gradients. ``finish`` waits for the result.
         """
         while self._num_started < len(self._buckets):
             self._start_next_bucket()

@@ -155,7 +155,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def _name_of_model(self) -> str:
-        """Name of the attribute of the LightningModule that has its parameters."""
+        """Name of the attribute of the LightningModule that contains its parameters."""
         owners = {name.partition(".")[0] for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
@@ -321,7 +321,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the model, its optimizer and Lightning's state into the directory ``filepath``. All ranks call this."""
+        """Save the model, its optimizer and Lightning's state to directory ``filepath``. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
                 f"storage_options={storage_options!r:.60} has no effect",

@@ -80,7 +80,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         return [parameter.name for parameter in parameters]
 
     def _count_data_ranks(self) -> None:
-        """Replace what TRL has computed from the number of processes, which counts ranks that share a batch."""
+        """Replace values that TRL computed from the number of processes by values for the data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)

@@ -90,7 +90,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Set the ``fused_attn`` switch of timm's attentions, and run them on fused kernels.
+    """Set the ``fused_attn`` switch of timm's attention modules, and run them on fused kernels.
 
     Yields the path, the name and the replacement of each method.
     """
@@ -154,7 +154,7 @@ def _check_interface(model: nn.Module) -> None:
         return
     raise ConfigError(
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
-        rule="The supported attentions are softmax attention on transformers' AttentionInterface, and "
+        rule="ShardFormer supports softmax attention on transformers' AttentionInterface, and "
         f"{', '.join([*OVERRIDES, *SDPA])}",
         remedy="Set enable_flash_attention=False for this model",
     )

@@ -113,7 +113,7 @@ def swinv2_attention(
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute timm's Swin V2 attention, which has one linear for q, k and v and separate biases."""
+    """Compute timm's Swin V2 attention, which has one linear layer for q, k and v and separate biases."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:

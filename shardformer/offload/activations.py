@@ -396,7 +396,7 @@ class ActivationStore:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an object is a strided tensor in plain memory with a version counter."""
+    """Return whether an object is a strided tensor in plain memory with a version counter."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -407,7 +407,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
+    """Return whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
     node: Any = x.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]

@@ -92,7 +92,7 @@ class SequenceParallelHints:
 
     Args:
         gather_modules: modules without blocks that need the full sequence, such as convolutions and replicated
-            attentions. The sequence is all-gathered around them.
+            attention modules. The sequence is all-gathered around them.
         gather_with_blocks: modules that receive the full sequence together with the blocks inside them, such as an MLP
             whose experts receive tokens in another order.
         per_token_args: arguments of shape (B, S, ...) that have one entry per token, besides the hidden states. A

@@ -36,7 +36,7 @@ class LastStageOutputs:
         parts, sizes: the micro-batches and their numbers of samples.
         stage_forward: forward of the last stage.
         weights: weights of the micro-batches in the loss of the batch; None to keep the outputs.
-        loss_fn: (output, micro-batch) -> loss; None for the model's own loss.
+        loss_fn: (output, micro-batch) -> loss, or None for the model's own loss.
 
     If ``checks_comparison`` is set, ``compares_samples`` becomes whether ``loss_fn`` compares samples of a micro-batch.
     """
@@ -351,12 +351,12 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Context that disables autocast in the backward pass, which uses the dtypes of the forward pass."""
+        """Context manager that disables autocast in the backward pass, which uses the dtypes of the forward pass."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Context that adds this stage and ``where`` (the current action) to errors as a note."""
+        """Context manager that adds this stage and ``where`` (the current action) to errors as a note."""
         where = f"stage {self._stage}, {where}"
         try:
             yield

@@ -252,7 +252,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     """Build the pipeline schedule ``name`` for the given numbers of stages and micro-batches.
 
     Args:
-        chunks: virtual stages per rank; None for the schedule's default.
+        chunks: virtual stages per rank, or None for the schedule's default.
 
     Raises ConfigError if the schedule does not exist or does not support these numbers.
     """

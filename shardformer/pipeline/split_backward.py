@@ -270,7 +270,7 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
 def _run_branches(branches: Sequence[_BranchNode]) -> None:
     """Compute the exit gradients of the branch nodes, inside a backward pass that requests only these gradients.
 
-    A node queries the running backward for the gradients that it needs.
+    A node queries the running backward pass for the gradients that it needs.
     """
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)

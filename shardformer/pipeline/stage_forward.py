@@ -75,7 +75,7 @@ class ParameterPlaceholders:
 
     @contextmanager
     def included_in_parameters(self) -> Iterator[None]:
-        """Context in which ``module.parameters()`` includes the placeholders."""
+        """Context manager within which ``module.parameters()`` includes the placeholders."""
         before, self.is_visible = self.is_visible, True
         try:
             yield
@@ -177,14 +177,14 @@ def _make_placeholder(param: Tensor) -> Tensor:
 
 
 def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear, without computing it."""
+    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear layer."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
         width: Any = module.embedding_dim
         return make_nan_tensor(*x.shape, width, like=weight).contiguous()
     out = make_nan_tensor(*x.shape[:-1], module.out_features, like=weight).contiguous()
-    kind = x.device.type  # autocast applies to linears, not to embeddings
+    kind = x.device.type  # autocast applies to linear layers, not to embeddings
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
@@ -213,7 +213,7 @@ class StagePass:
     Args:
         span: the layers of the stage.
         received: states from the previous stage.
-        seed: random seed of the micro-batch; None if the model draws no random numbers.
+        seed: random seed of the micro-batch, or None if the model draws no random numbers.
         at_end: called after the last layer of the model, before the head.
     """
 
@@ -280,7 +280,7 @@ class StageForward:
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """Context that overrides the `forward` methods of the model's layers, and restores them on exit."""
+        """Context manager that overrides the `forward` methods of the model's layers, and restores them on exit."""
         self._install(model)
         try:
             yield
@@ -490,7 +490,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Override an embedding or linear outside the layers, to skip it on stages that do not need it."""
+        """Override an embedding or linear layer outside the layers, to skip it on stages that do not need it."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:

@@ -270,7 +270,7 @@ class Stages:
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the layers' ``forward`` is overridden. With several stages, it is always overridden."""
+        """Context manager that overrides the layers' ``forward``. With several stages, it is always overridden."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 

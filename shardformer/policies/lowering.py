@@ -41,12 +41,12 @@ LayerReplacement = SubModuleReplacementDescription
 ALIGNED = 8
 """Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
-"""Path of a linear -> arguments of its parallel replacement."""
+"""Path of a linear layer -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Converts the roles of one layer (attentions, MLPs, experts) to module descriptions.
+    """Converts the roles of one layer (attention modules, MLPs, experts) to module descriptions.
 
     Args:
         layer: the layer.
@@ -63,7 +63,7 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Whether the layer has the module that a role describes.
+        """Return whether the layer has the module that a role describes.
 
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
         least one layer has the exit. Raises PolicyError if a required module is missing.
@@ -152,7 +152,7 @@ class LayerLowering:
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Describe a tensor-parallel block and the replacement of its linears.
+        """Describe a tensor-parallel block and the replacement of its linear layers.
 
         Returns (module description, block).
         """

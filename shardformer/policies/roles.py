@@ -1,4 +1,4 @@
-"""Roles, which describe the attentions, MLPs and experts of a layer, and the stack of layers."""
+"""Roles, which describe the attention modules, MLPs and experts of a layer, and the stack of layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections:
-    """Paths of the linears of an attention, which may be fused: q, k and v, or qkv, or q and kv.
+    """Paths of the linear layers of an attention, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
@@ -97,7 +97,7 @@ class Attention:
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
-        projections: its linears.
+        projections: its linear layers.
         local_attrs: name -> what it counts on this rank: "heads", "kv_heads", "groups" (query heads per KV head) or
             "width" (heads times head dim). The name is that of
 
@@ -143,13 +143,14 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP:
-    """Role of an MLP in a layer: the linears that read its input, and the linear at its exit.
+    """Role of an MLP in a layer: the linear layers that read its input, and the linear layer at its exit.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
-        up: linears that read the input (gate and up). Those that end in ``?`` are optional.
-        down: the linear at the exit.
-        fused: number of blocks fused in each linear of ``up`` (2 for a fused gate and up). None derives it from sizes.
+        up: linear layers that read the input (gate and up). Those that end in ``?`` are optional.
+        down: the linear layer at the exit.
+        fused: number of blocks fused in each linear layer of ``up`` (2 for a fused gate and up). None derives it from
+            sizes.
         norm: a norm over all features between entry and exit.
         shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
             outputs directly. Both then use one collective.
@@ -205,7 +206,7 @@ Role = Attention | MLP | Experts
 
 
 def get_exit_path(role: Role) -> str | None:
-    """Return the path of the linear at the exit of a role, relative to the layer; None if there is no single linear."""
+    """Return the path of a role's last linear layer, relative to its layer, or None if there are several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -218,11 +219,11 @@ class LayerStack:
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
-        blocks: the attentions, MLPs and experts of one layer.
+        blocks: the attention modules, MLPs and experts of one layer.
         final_norm: the norm after the last layer.
-        cross_states: (path of a module, name of its argument) of the states that attentions with ``cross_attention``
-            read. They enter the tensor-parallel region once for all layers. A pipeline passes the states of the stack
-            before there.
+        cross_states: (path of a module, name of its argument) of the states that attention modules with
+            ``cross_attention`` read. They enter the tensor-parallel region once for all layers. A pipeline passes the
+            states of the stack before there.
         no_sequence_parallel: why sequence parallelism does not support this stack, if it supports other stacks.
         optional: whether some models do not have it.
         stages: hints for pipelines.
@@ -253,5 +254,5 @@ class LayerStack:
                     f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
                     f"stack {self.layers!r} and through the arguments {list(arguments)}",
                     rule="Their gradients would be summed over the ranks twice",
-                    remedy="Remove `arguments` from attentions with cross_attention=True",
+                    remedy="Remove `arguments` from attention modules with cross_attention=True",
                 )

@@ -94,7 +94,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Whether a module outside blocks needs a rule: it has direct parameters, or is a norm without parameters."""
+    """Return whether a module outside blocks needs a rule: it has direct parameters, or is a norm without any."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -144,7 +144,7 @@ def _add_outer_module(
         )
 
 
-# --- batch dimensions of the arguments of attentions
+# --- batch dimensions of the arguments of attention modules
 
 
 def find_full_input_modules(policy: Any) -> list[str]:

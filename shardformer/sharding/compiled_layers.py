@@ -55,7 +55,7 @@ class StackCompiler:
         path: path of the stack's layers.
         options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
         layers: paths of the layers on this rank.
-        random_device: device of the random state that the graphs contain; None if they use the generators.
+        random_device: device of the random state that the graphs contain, or None if they use the generators.
 
     Attributes:
         graphs: for each compiled graph, the path of the first layer that uses it.
@@ -72,7 +72,7 @@ class StackCompiler:
 
     def __post_init__(self) -> None:
         mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
-        self.running = ""  # path of the layer whose forward runs
+        self.running = ""  # path of the layer whose forward pass runs
         self._compile = torch_compat.backend_compiler(self.backend, mode, options, dynamic)
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
@@ -114,7 +114,7 @@ def _call_layer(
 
 
 class CompiledLayer:
-    """Forward of a layer as one compiled graph. The hooks of the layer itself stay eager.
+    """Compiled ``forward`` of a layer as one graph. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
     evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
@@ -138,7 +138,7 @@ class CompiledLayer:
         install_sites(layer)
 
     def remove(self) -> None:
-        """Restore the forward pass of the layer."""
+        """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -282,7 +282,7 @@ def compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **opti
     check_names(options, OPTIONS, "model.compile has no argument", "It takes the arguments of torch.compile")
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            "model.compile was called on a pipeline stage, whose forward of each layer is already replaced",
+            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method",
             remedy="Set compile=True in ParallelConfig",
         )
     compile_stacks(self, state, backend, options)

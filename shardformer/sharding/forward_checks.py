@@ -45,7 +45,7 @@ class CacheHeadSelector:
     """Selects this rank's heads in KV caches that are passed to a sharded model.
 
     Args:
-        model: a model whose attentions have a ``layer_idx``, as in transformers.
+        model: a model whose attention modules have a ``layer_idx``, as in transformers.
         axis: the mesh axis that shards the heads.
     """
 
@@ -58,7 +58,7 @@ class CacheHeadSelector:
             arguments = block.arguments
             number = None if arguments is None else getattr(model.get_submodule(arguments.at), "layer_idx", None)
             if arguments is not None and type(number) is int and arguments.kv_heads[0]:
-                # unknown: two attentions with one index, or shards of a grid
+                # unknown: two attention modules with one index, or shards of a grid
                 is_unknown = number in self._layers or grid is not None
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
@@ -215,7 +215,7 @@ class ModuleFingerprint:
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is only this rank's shard, and which hooks therefore must not read.
+    """A module whose input or output is only this rank's shard, which the user's hooks must not read.
 
     Args:
         why: what is local, as a clause for errors.
@@ -421,7 +421,7 @@ class ForwardChecks:
         return resolve_deferred(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether ranks that receive the same batch synchronize their random state before this forward pass.
+        """Return whether ranks that receive the same batch synchronize their random state before this forward pass.
 
         Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward pass's
         state. In generation, later tokens skip the check because the first tokens were compared.

@@ -302,8 +302,8 @@ def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
 def _check_tied_weights(plan: ShardingPlan) -> None:
     """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
 
-    A linear or embedding reads its own parameters; any other module reads those that its forward pass names. BERT's
-    head owns the bias of its decoder but does not read it.
+    A linear layer or embedding reads its own parameters; any other module reads those that its forward pass names.
+    BERT's head owns the bias of its decoder but does not read it.
     """
     sharded = plan.sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
@@ -326,7 +326,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
 
 
 def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
-    """Whether ``forward`` of a module class, or a method that it calls, reads the attribute ``name``."""
+    """Return whether ``forward`` of a module class, or a method that it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()

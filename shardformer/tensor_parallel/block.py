@@ -3,12 +3,12 @@
     x --> entry --> q, k, v (column-parallel) --> attention of the local heads --> o (row-parallel) --> exit
 
 A ``TensorParallelBlock`` communicates at the entry and the exit. At the entry, one tensor becomes the input of all
-column-parallel linears of the block. Its gradient is first summed over these linears, then over the ranks, in one
-collective. At the exit, the row-parallel linear sums the outputs of the ranks.
+column-parallel linear layers of the block. Its gradient is first summed over these linear layers, then over the ranks,
+in one collective. At the exit, the row-parallel linear layer sums the outputs of the ranks.
 
-The original forward calls its linears one by one, with the tensor that entered or with the input of the block. The
-first such call computes the outputs of all column-parallel linears, and the other calls return them. A linear that is
-called with any other tensor computes only its own output.
+The original forward pass calls its linear layers one by one, with the tensor that entered or with the input of the
+block. The first such call computes the outputs of all column-parallel linear layers, and the other calls return them. A
+linear layer that is called with any other tensor computes only its own output.
 
 Some forward passes read the width of the heads from the shape of the input:
 
@@ -18,8 +18,8 @@ Some forward passes read the width of the heads from the shape of the input:
     return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 Here C must be the width of the local heads. ``LocalWidthTensor`` reports this width as its last dim, and computes a
-product with the weight of a column-parallel linear through the block. A transposed ``LocalWidthTensor`` with the same
-last dim is one too, for forward passes that work on (N, B, C). All other functions see the plain tensor.
+product with the weight of a column-parallel linear layer through the block. A transposed ``LocalWidthTensor`` with the
+same last dim is one too, for forward passes that work on (N, B, C). All other functions see the plain tensor.
 """
 
 from __future__ import annotations
@@ -119,12 +119,13 @@ def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | No
     return y if bias is None else y + bias
 
 
-# B batch, S sequence, H hidden, F features of one linear; lower case: local shard (s = S / tensor, f = F / tensor)
+# B batch, S sequence, H hidden, F features of one linear layer; lower case: local shard (s = S / tensor, f = F /
+# tensor)
 
 
 @dataclass(eq=False)
 class TensorParallelBlock:
-    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linears."""
+    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linear layers."""
 
     stream: StackActivations
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
@@ -148,7 +149,7 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the running forward is between the entry and the exit of this block."""
+        """Whether the running forward pass is between the entry and the exit of this block."""
         return self._source is not None
 
     @property
@@ -181,9 +182,10 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
-        """Return the block's input as a full tensor, from which each linear of a compiled block computes its output.
+        """Return the full input of a compiled block, from which each linear layer of the block computes its output.
 
-        The compiler sums the gradients of the linears before the collective of the backward pass, as ``project`` does.
+        The compiler sums the gradients of the linear layers before the collective of the backward pass, as ``project``
+        does.
         """
         self._region = region = self.stream.select_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
@@ -211,7 +213,7 @@ class TensorParallelBlock:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
-        """Return the output (B, S, f) of a column-parallel linear of this block for its input x.
+        """Return the output (B, S, f) of a column-parallel linear layer of this block for its input x.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
@@ -225,7 +227,7 @@ class TensorParallelBlock:
             return column.multiply(self.join_inputs(x))
         if id(column) not in self._outputs:
             if x is self._entered and all(c is not column for c in self.columns):
-                return column.multiply(x)  # a linear that also reads other states, which enter separately
+                return column.multiply(x)  # a linear layer that also reads other states, which enter separately
             pending = self._pending
             gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
             full_x, outputs = self._project_all_columns(gathered_x)
@@ -255,14 +257,14 @@ class TensorParallelBlock:
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
             raise PolicyError(
-                f"A column-parallel linear was called without {self._entry}, the entry of its block, because the model "
+                f"A column-parallel layer was called without {self._entry}, the entry of its block, because the model "
                 "replaced that module after sharding",
                 remedy="Replace the module before you shard the model. If the model replaces it (BigBird does for a "
                 "batch shorter than its attention blocks), select it in the config or pass longer sequences",
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel linear that has this weight, or None if no linear has it."""
+        """Return the output of the column-parallel linear layer that has this weight, or None if there is none."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
@@ -294,7 +296,7 @@ class TensorParallelBlock:
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block",
-                    rule="All paths through a block end in its row-parallel linear, so the residual must be "
+                    rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
                     "added outside the block",
                     remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...)",
                 )
@@ -310,7 +312,7 @@ class TensorParallelBlock:
         self._random.is_in_graph = self._random.is_enabled
 
     def close(self, training: bool) -> None:
-        """Clear the activations of the block after its row-parallel linear, or after a forward pass that raised."""
+        """Clear the activations of the block after its row-parallel layer, or after an error in the forward pass."""
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:

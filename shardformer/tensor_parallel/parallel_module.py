@@ -39,7 +39,7 @@ def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def is_wider(x: Any, weight: Tensor) -> bool:
-    """Whether ``x`` is a floating-point tensor wider than the 16-bit ``weight``, outside autocast."""
+    """Return whether ``x`` is a floating-point tensor wider than the 16-bit ``weight``, outside autocast."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     floats = x.is_floating_point() and weight.is_floating_point()
@@ -194,7 +194,7 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @without_fake_tensors()
 def _computes_plain_product(module: nn.Module) -> bool:
-    """Whether a custom `forward` equals that of the plain class on test values (FalconLinear, Conv1D).
+    """Return whether a custom `forward` equals that of the plain class on test values (FalconLinear, Conv1D).
 
     The weights may be on the meta device, so the forward pass runs on a copy with different values of the same shapes.
     """

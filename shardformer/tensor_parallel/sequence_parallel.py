@@ -73,7 +73,7 @@ class StackActivations:
 
     @property
     def sample_sharing_axis(self) -> Axis | None:
-        """Axis of the ranks that store different positions of the same samples; None without sharding."""
+        """Axis of the ranks that store different positions of the same samples, or None without sharding."""
         return self.axis if self._dim is not None else None
 
     def select_region(self, x: Tensor) -> TpRegion:

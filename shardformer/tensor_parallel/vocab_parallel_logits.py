@@ -303,7 +303,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook that sees, and may replace, the gradient of the logits."""
+    """Register a hook that receives, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
     local = local_shard(x)
     # the hook must not refer to the logits: they own the graph, which would then never be freed

@@ -131,7 +131,7 @@ class _CrossEntropy(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
-    """Return the maximum, the sum of exponentials and the label logit of the local columns, as (K, T).
+    """Return the maximum, the sum of exponentials and the label logit of the local columns in a (K, T) tensor.
 
     The label logit is 0 on other ranks. With label smoothing, also returns the sum of the logits. Both sums are
     relative to the maximum.

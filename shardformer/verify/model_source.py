@@ -165,7 +165,7 @@ class ExampleBatches:
 
 
 def is_multimodal(head: str) -> bool:
-    """Whether the forward pass of a transformers class takes images or sounds."""
+    """Return whether the forward pass of a transformers class takes images or sounds."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
@@ -235,7 +235,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
+    """Return whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

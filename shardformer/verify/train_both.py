@@ -208,7 +208,7 @@ def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[s
 
 
 class PrecomputedForward(nn.Module):
-    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward returns the precomputed output."""
+    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward pass returns the precomputed output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()

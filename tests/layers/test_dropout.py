@@ -120,7 +120,7 @@ def test_recomputation_draws_the_same_mask(pool2: WorkerPool, use_reentrant: boo
 
 
 class Mlp(nn.Module):
-    """Dropout before the row-parallel linear, as a module and as a function, and after it."""
+    """Dropout before the row-parallel linear layer, as a module and as a function, and after it."""
 
     def __init__(self) -> None:
         super().__init__()

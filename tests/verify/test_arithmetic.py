@@ -103,7 +103,7 @@ def plain_of(job: VerifyJob) -> TrainingTrace | None:
 
 
 class Casts(torch.autograd.Function):
-    """Function whose backward casts its input, and waits for an event."""
+    """Function whose backward pass casts its input, and waits for an event."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[torch.dtype], wait: Callable[[], Any]) -> Tensor:

@@ -108,7 +108,7 @@ def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, in
 
 
 def with_bias(times: Callable[[Axis], int]) -> Any:
-    """Add the bias of a row-parallel linear ``times`` times. Adding it before the all-reduce adds it once per rank."""
+    """Add the bias of a row-parallel layer ``times`` times. Adding it before the all-reduce adds it once per rank."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Linear1D_Row, x: Tensor) -> Tensor:

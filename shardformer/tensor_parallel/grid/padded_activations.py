@@ -126,7 +126,7 @@ class GridStackActivations(StackActivations):
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local: int) -> int | None:
-        """Return the batch size of the current or recomputed forward that has ``num_local`` local samples."""
+        """Return the batch size of the current or recomputed forward pass that has ``num_local`` local samples."""
         if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
         return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)

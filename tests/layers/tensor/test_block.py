@@ -35,7 +35,7 @@ Forward = Callable[["Gate", Tensor], Tensor]
 
 
 class Gate(nn.Module):
-    """Two column-parallel linears and a row-parallel one, which a forward pass that is passed combines."""
+    """Two column-parallel linear layers and a row-parallel one, which a forward pass that is passed combines."""
 
     def __init__(self, body: Forward) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def one_called_twice(m: Gate, x: Tensor) -> Tensor:
 
 
 def of_something_else(m: Gate, x: Tensor) -> Tensor:
-    """Call the column-parallel linears with a function of the block input."""
+    """Call the column-parallel linear layers with a function of the block input."""
     out: Tensor = m.down(torch.tanh(m.gate(2 * x)) * m.up(x.sin()))
     return out
 
@@ -83,7 +83,7 @@ def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
 
 
 def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
-    """Use the block input also outside the linears."""
+    """Use the block input also outside the linear layers."""
     out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
     return out
 
@@ -343,7 +343,7 @@ def test_inputs_without_gradient_cost_no_backward_communication(pool2: WorkerPoo
 
 
 def test_a_function_of_the_block_input_costs_one_more_collective(pool2: WorkerPool) -> None:
-    """A linear with another input computes its own product, and the gradient of the entry is one more collective."""
+    """A linear layer with another input computes its own product, and the entry's gradient is one more collective."""
     for _, backward in pool2.run(sent, "plain", one_of_something_else):
         assert backward == [("all_reduce", WHOLE)] * 2
 

@@ -42,7 +42,7 @@ class Fed(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A model without linears that feed each other."""
+    """A model without linear layers that feed each other."""
 
     def __init__(self) -> None:
         super().__init__()
