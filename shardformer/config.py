@@ -147,7 +147,7 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """Return how the activations between transformer blocks are sharded."""
+        """Return the layout of the activations between transformer blocks."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:

@@ -72,7 +72,7 @@ class CollectiveRecorder:
         return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Summarize the collectives: (kind, axis, purpose) -> (number of calls, wire bytes)."""
+        """Return a dict from (kind, axis, purpose) to (number of calls, wire bytes) of the recorded collectives."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:

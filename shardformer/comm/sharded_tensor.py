@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build the rule of a torch function that acts along one dimension, which must not be the sharded dimension."""
+    """Build the rule for a torch function along one dimension, which must not be the sharded dimension."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)

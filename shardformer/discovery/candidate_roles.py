@@ -532,7 +532,7 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 
 
 def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Return the tensor parallel plans of all configs in a model as path with ``*`` -> style."""
+    """Return a dict from paths with ``*`` to styles, from the tensor parallel plans of all configs in a model."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)

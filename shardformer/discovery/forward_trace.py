@@ -325,7 +325,7 @@ class StackCallRecord:
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Map name in the layer -> full path for the module ``path`` and the modules around it, outermost first."""
+        """Map names within the layer to full paths, for the module ``path`` and its parents, outermost first."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]

@@ -204,7 +204,7 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
 
 
 def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
-    """Return (module path, argument) that receives the output of ``previous_layers`` in ``layers``, or None."""
+    """Return the (module path, argument) in ``layers`` that receives the output of ``previous_layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model

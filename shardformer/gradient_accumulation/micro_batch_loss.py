@@ -280,7 +280,7 @@ class LossWeights:
             watch.__exit__(None, None, None)
 
     def scale_loss(self, index: int, loss: Tensor) -> Tensor:
-        """Scale the loss of a micro-batch to the term that it adds to the loss of the full batch.
+        """Scale the loss of a micro-batch to its contribution to the loss of the full batch.
 
         Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """

@@ -215,7 +215,7 @@ class ShardingMetadata:
         self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """Return parameter id -> entry of the parameter."""
+        """Return a dict from parameter ids to entries."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -271,7 +271,7 @@ _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Group parameters by sharded model: metadata of the model -> entries of these parameters.
+    """Group parameters by sharded model, as a dict from the metadata of a model to its entries.
 
     The order is that of creation, identical on all ranks. Other models are not read, because ranks may be threads that
     change their gradients concurrently.

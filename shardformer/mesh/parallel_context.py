@@ -353,7 +353,7 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis with this ``key``, which identifies it in graphs of torch.compile."""
+        """Return the axis with this ``key``, which identifies the axis in graphs of torch.compile."""
         return _AXES[key]
 
     @property

@@ -99,7 +99,7 @@ class LegacyPolicy:
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return the parameters to tie: path of a parameter -> path of the parameter that is tied to it."""
+        """Return the parameters to tie, as a dict from the path of one parameter to the path of the other."""
         return None
 
     @staticmethod

@@ -209,7 +209,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
+    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     Several choices fit if the number of features equals the hidden size.
@@ -356,7 +356,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return how the ranks split a parameter or buffer that ``local_attrs`` names: dim -> split."""
+        """Return a dict from dims to splits, for a parameter or buffer that ``local_attrs`` names."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}

@@ -191,7 +191,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _find_unsupported_inputs(self) -> dict[str, str]:
-        """Return the names of forward arguments that the sharded model does not support -> the reason."""
+        """Return a dict from the names of unsupported arguments of ``forward`` to the reasons."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,

@@ -233,7 +233,7 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
 
 
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Return path -> layer of a stack, without the layers of other pipeline stages."""
+    """Return a dict from paths to layers of a stack, without the layers of other pipeline stages."""
     layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 

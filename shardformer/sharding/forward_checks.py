@@ -282,7 +282,7 @@ def _check_shard_shapes(model: nn.Module) -> None:
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return name -> id of each parameter, without placeholders for parameters of other pipeline stages."""
+    """Return a dict from parameter names to ids, without placeholders for parameters of other pipeline stages."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 

@@ -62,7 +62,7 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return id -> name of every parameter that will be sharded."""
+        """Return a dict from id to name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}

@@ -203,7 +203,7 @@ class TensorParallelBlock:
         return self._entered if x is self._source and self._entered is not None else x
 
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
-        """Make ``module`` the entry of the block: its first tensor argument becomes the block's input."""
+        """Register ``module`` as the entry of the block, whose first tensor argument is the block's input."""
         self._entry = type(module).__name__
         self._is_watched = holds_exit
         after = self.check_no_residual if holds_exit else None

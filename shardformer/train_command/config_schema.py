@@ -337,7 +337,7 @@ class TrainConfig(ConfigTable):
 
 
 def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return for each key that some runs do not use whether this run uses it, and what it requires."""
+    """Return which of the optional keys this run uses, and what each of these keys requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1

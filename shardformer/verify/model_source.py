@@ -62,7 +62,7 @@ MULTIMODAL_TASKS = (
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return the main model class of each transformers model type: model type -> class name for one of ``tasks``."""
+    """Return a dict from the model types of transformers to their main class names for one of ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -74,7 +74,7 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def all_classes() -> Mapping[str, str]:
-    """Return model type -> main class name for all model types of transformers."""
+    """Return a dict from all model types of transformers to their main class names."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))

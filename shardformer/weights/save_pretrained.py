@@ -170,7 +170,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _distribute_tensors(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Distribute the tensors of a model over weights files of limited size. Returns file name -> its tensors."""
+    """Distribute the tensors of a model over weights files of limited size, as a dict from file names to tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = max_file_bytes
     for full, entry in sorted(index.tensors.items()):
