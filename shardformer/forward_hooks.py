@@ -52,7 +52,7 @@ class HookOrder(IntEnum):
     LOCAL_POSITIONS = auto()
     """A layer outside the stacks receives the local positions of a sharded sequence."""
     LOCAL_SAMPLES = auto()
-    """A grid selects local samples of an attention's arguments, with the number of samples before they are gathered."""
+    """Selects the local samples of an attention module's arguments, given the number of samples before the gather."""
     FULL_LENGTH = auto()
     """Sequence parallelism gathers what the tensor ranks have, which is the shard of this sequence rank."""
     FULL_SEQUENCE = auto()

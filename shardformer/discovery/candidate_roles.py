@@ -27,7 +27,7 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Query and KV head counts of an attention, and the ``Attention`` fields that specify unusual counts."""
+    """Query and KV head counts of an attention module, and the ``Attention`` fields that specify unusual counts."""
 
     heads: int
     kv_heads: int
@@ -158,7 +158,7 @@ def _fits_shapes(
 
 
 def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
-    """Return which integer attributes of an attention count heads, KV heads, head groups or features of all heads."""
+    """Return which integer attributes of an attention module count heads, KV heads, groups or features of all heads."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
     for name, value in attributes.items():
@@ -179,7 +179,7 @@ def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: 
 
 
 UNKNOWN = "no role fits it"
-LOW_RANK = "its output is only read by a projection of an attention"
+LOW_RANK = "its output is only read by a projection of an attention module"
 LEAVES_LAYER = "its output leaves the layer"
 PARTITIONS = 4
 """Partitions of a fused projection; its heads are ordered for the cores of the first training run (CodeGen)."""
@@ -383,7 +383,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention reads, except those that equal the head count by chance."""
+    """Return the integer attributes that an attention module reads, except accidental matches of the head count."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -448,7 +448,7 @@ def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> l
 
 
 def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
-    """Return the arguments of an attention, except the first, that have a dim for heads or samples times heads."""
+    """Return the later arguments of an attention module that have a dim for heads, or for samples times heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
@@ -457,7 +457,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
 
 
 def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return the arguments after the first one that an attention's projections read, such as encoder states."""
+    """Return the arguments after the first one that an attention module's projections read, such as encoder states."""
     names: dict[str, bool] = {}
     for like in _find_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())

@@ -606,7 +606,7 @@ def _make_nothing_sharded_error(
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return DerivationError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
-        rule="Tensor parallelism shards an attention by heads, and an MLP by the features between its linear layers. "
+        rule="Tensor parallelism shards attention by heads, and an MLP by the features between its linear layers. "
         "A scan or convolution between them needs all features",
         remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "

@@ -312,7 +312,7 @@ def _find_hint_candidates(tokens: StackCallRecord, blocks: Sequence[BlockDescrip
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
-        elif all(block.arguments is None for block in inside):  # an attention gathers its own inputs
+        elif all(block.arguments is None for block in inside):  # an attention module gathers its own inputs
             containers.append(name)
     for block in blocks:
         above = tokens.find_enclosing_modules(block.entry)

@@ -76,7 +76,7 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
 
 
 def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List attributes that an attention reads and ``local_attrs`` omits, if they equal its head count."""
+    """List attributes that an attention module reads and ``local_attrs`` omits, if they equal its head count."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)

@@ -121,7 +121,7 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """Return the classes that compute attention, with their source code.
 
     These are the classes on transformers' interface, and those with "attention" in their name that compute a softmax or
-    call torch's attention. Modules that only contain an attention are not included.
+    call torch's attention. Modules that only contain an attention module are not included.
     """
     classes = {type(m) for m in model.modules()}
     sources = {cls: read_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -147,7 +147,7 @@ def _check_interface(model: nn.Module) -> None:
     if unknown:
         reason = f"computes attention in {', '.join(unknown)}"
     elif not classes:
-        reason = "has no attention on transformers' AttentionInterface"
+        reason = "has no attention module on transformers' AttentionInterface"
     elif without:
         reason = f"declares that {', '.join(without)} differs from torch's attention (_supports_sdpa=False)"
     else:
@@ -161,7 +161,7 @@ def _check_interface(model: nn.Module) -> None:
 
 
 def _check_no_dropout(model: nn.Module) -> None:
-    """Raise ConfigError if an attention has dropout, which torch's flash kernel for the CPU does not support."""
+    """Raise ConfigError if an attention module has dropout, which torch's flash kernel for the CPU does not support."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):

@@ -104,7 +104,7 @@ class LegacyPolicy:
 
     @staticmethod
     def attn_in() -> list[Layer]:
-        """Return the linear layers that compute q, k and v in each attention."""
+        """Return the linear layers that compute q, k and v in each attention module."""
         return []
 
     @staticmethod

@@ -39,7 +39,7 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Arguments of an attention's forward whose values differ between tensor parallel ranks.
+    """Arguments of an attention module's forward whose values differ between tensor parallel ranks.
 
     Args:
         at: path of the module.
@@ -60,7 +60,7 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Description of a tensor-parallel block, such as an attention or MLP: its linear layers, entry and exit.
+    """Description of a tensor-parallel block, such as an attention module or MLP: its linear layers, entry and exit.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.

@@ -26,7 +26,7 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections:
-    """Paths of the linear layers of an attention, which may be fused: q, k and v, or qkv, or q and kv.
+    """Paths of the linear layers of an attention module, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
@@ -65,11 +65,11 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of an attention, if they are not only the first tensor argument of its module.
+    """Inputs of an attention module, if they are not only the first tensor argument of its module.
 
     Args:
-        entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
-            the first of the projections.
+        entry: the module whose first tensor argument is the input. For an attention module that adds its residual
+            itself, the first of the projections.
         arguments: further arguments of `forward` that projections read. Each enters the tensor-parallel region.
         cross_attention: whether k and v read the states of another stack.
         inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
@@ -93,7 +93,7 @@ class AttentionInputs:
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention:
-    """Role of an attention in a layer: its projections, inputs and head counts.
+    """Role of an attention module in a layer: its projections, inputs and head counts.
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
@@ -239,7 +239,7 @@ class LayerStack:
     stages: PipelineHints = field(default_factory=PipelineHints)
     sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
     reads_context: bool = field(init=False, repr=False, compare=False)
-    """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
+    """Whether an attention module in the stack reads the states of another stack (``cross_states``)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads_context", False)

@@ -85,7 +85,7 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
-    return None if classes else "has no attention that uses the AttentionInterface"
+    return None if classes else "has no attention module that uses the AttentionInterface"
 
 
 def is_explicit_method(context: ParallelContext, method: str) -> bool:

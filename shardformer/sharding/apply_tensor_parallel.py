@@ -157,7 +157,7 @@ def _install_block(
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Install one tensor-parallel block on the linear layers of an attention or MLP.
+    """Install one tensor-parallel block on the linear layers of an attention module or MLP.
 
     Returns None if the block needs no hooks, or if two layers share it and it is already installed.
 

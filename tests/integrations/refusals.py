@@ -50,7 +50,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
         ),
         Refusal(
-            "`modules_to_save` with a linear layer inside an attention or MLP, under tensor parallelism",
+            "`modules_to_save` with a linear layer inside an attention module or MLP, under tensor parallelism",
             "Use an adapter for it",
             {"saved in a block": ("inside a block",)},
         ),

@@ -1,4 +1,4 @@
-"""An attention and an MLP whose outputs the layer adds share one collective."""
+"""An attention module and an MLP whose outputs the layer adds share one collective."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ MUTANTS = [
         "shardformer/sharding/apply_tensor_parallel.py",
         "multiplicity = 1 if self.block.is_open else self.block.axis.size",
         "multiplicity = 1",
-        "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
+        "Attention that applies its norm after its output projection trains it with a multiple of its gradient.",
         first=(
             "tests/policies/test_forms.py::test_norm_after_the_exit_of_a_block_trains_correctly",
             "tests/sharding/test_shared.py::test_norms_in_a_layer_that_is_an_attention_train_correctly",

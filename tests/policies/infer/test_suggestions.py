@@ -56,7 +56,7 @@ class Convolved(nn.Module):
 
 
 class Attending(nn.Module):
-    """A layer that is an attention with its residual, optionally followed by an MLP.
+    """A layer that is an attention module with its residual, optionally followed by an MLP.
 
     Args:
         heads: shape of the heads for unflatten.
