@@ -331,6 +331,7 @@ class ShardedTrainer:
 
     def _predict(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
+        mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
         real = self._real_samples(inputs)
         if real is None:
             with mean.of_samples(None):
@@ -386,6 +387,7 @@ class ShardedTrainer:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if not self.has_stages:
+            self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
             with self._loss_mean.of_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:

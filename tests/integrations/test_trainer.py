@@ -202,3 +202,17 @@ def test_losses_that_count_targets_equal_one_process(
 def test_batch_norm_warns_of_data_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
     for found in integrations(2).run(uses.warnings_of_batch_norm, str(tmp_path)):
         assert len(found) == 1 and "over 2 data ranks" in found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("may start the workers")
+def test_in_batch_negatives_warn_unless_gathered(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    alone = integrations(1).run(uses.contrastive, str(tmp_path / "one"), {})[0]
+    assert alone["Negatives"][1] == []
+    for found in integrations(2).run(uses.contrastive, str(tmp_path), {"data": 2}):
+        losses, messages = found["Negatives"]
+        assert losses != pytest.approx(alone["Negatives"][0], rel=1e-3)
+        assert len(messages) == 1 and "compares the 4 samples of each data-parallel rank" in messages[0]
+        losses, messages = found["Gathered"]
+        assert losses == pytest.approx(alone["Gathered"][0], rel=1e-5) and messages == []

@@ -346,3 +346,37 @@ def warnings_of_batch_norm(folder: str) -> list[str]:
         warnings.simplefilter("always")
         Trainer(Normalized(), args, train_dataset=class_rows(), parallel={"data": 2})
     return [str(each.message) for each in caught if "BatchNorm" in str(each.message)]
+
+
+def contrastive(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses of in-batch negatives and the warnings about them, with and without gathered embeddings."""
+    from shardformer.integrations.transformers import Trainer
+
+    class Negatives(Trainer):
+        gathers = False
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            first, second = (model(inputs[name]).last_hidden_state[:, 0] for name in ("input_ids", "others"))
+            if self.gathers:
+                first, second = (shardformer.pipeline.gather_over_data(x, self.context) for x in (first, second))
+            return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+    class Gathered(Negatives):
+        gathers = bool(layout)
+
+    ids = torch.randint(3, 127, (32, 2, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [{"input_ids": first, "others": second} for first, second in ids]
+    options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=2, log_level="error")
+    options |= {"per_device_train_batch_size": 8 // layout.get("data", 1), "disable_tqdm": True}
+    found: dict[str, Any] = {}
+    for kind in (Negatives, Gathered):
+        reset_accelerate()
+        args = transformers.TrainingArguments(folder, remove_unused_columns=False, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = kind(bert().bert, args, train_dataset=rows, parallel=layout)
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        messages = [str(each.message) for each in caught if "compares the" in str(each.message)]
+        found[kind.__name__] = losses, messages
+    return found
