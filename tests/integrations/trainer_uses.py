@@ -243,11 +243,11 @@ class OwnSubclass(transformers.BertPreTrainedModel):  # type: ignore[misc]
 
     def __init__(self, config: Any) -> None:
         super().__init__(config)
-        self.bert, self.score = transformers.BertModel(config), nn.Linear(32, 3)
+        self.encoder, self.score = transformers.BertModel(config), nn.Linear(32, 3)
         self.post_init()
 
     def forward(self, input_ids: Any = None, weight: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
-        logits = self.score(self.bert(input_ids).pooler_output) * weight[:, None]
+        logits = self.score(self.encoder(input_ids).pooler_output) * weight[:, None]
         return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
 
 
@@ -272,14 +272,15 @@ def own_models(folder: str) -> dict[str, list[float]]:
     from shardformer.integrations.transformers import Trainer
 
     layout = {"tensor": 2} if int(os.environ["WORLD_SIZE"]) > 1 else {}
-    rows = [{**row, "task": n // 8 % 2, "weight": 1.0 + n % 3} for n, row in enumerate(class_rows())]
+    weighted = [{**row, "weight": 1.0 + n % 3} for n, row in enumerate(class_rows())]
+    with_tasks = [{**row, "task": n // 8 % 2, "unused": n} for n, row in enumerate(class_rows())]
     options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
     options |= {"per_device_train_batch_size": 8, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
 
     def by_trainer(model: Any) -> list[float]:
         reset_accelerate()
         args = transformers.TrainingArguments(folder, remove_unused_columns=False, **options)
-        trainer = Trainer(model, args, train_dataset=rows, parallel=layout)
+        trainer = Trainer(model, args, train_dataset=weighted, parallel=layout)
         trainer.remove_callback(transformers.PrinterCallback)
         trainer.train()
         return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -289,10 +290,10 @@ def own_models(folder: str) -> dict[str, list[float]]:
         split = DataLoaderConfiguration(split_batches=True)
         accelerator, losses = Accelerator(cpu=True, dataloader_config=split, parallel=layout), []
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-        loader = DataLoader(rows, 8, collate_fn=transformers.default_data_collator)  # type: ignore[arg-type]
+        loader = DataLoader(with_tasks, 8, collate_fn=transformers.default_data_collator)  # type: ignore[arg-type]
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         for batch in loader:
-            del batch["weight"]  # the forward does not take it
+            del batch["unused"]
             loss = model(**batch)["loss"]
             accelerator.backward(loss)
             optimizer.step()
