@@ -475,6 +475,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     return found
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("chunk_bytes", [20, move.TRANSFER_BYTES])
 def test_processes_and_threads_transfer_the_same(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)

@@ -149,6 +149,7 @@ def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
     optimizer.step()
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.filterwarnings("ignore:The model computes statistics over the batch")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:

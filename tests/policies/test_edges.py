@@ -469,6 +469,7 @@ def test_rule_that_splits_heads_is_refused() -> None:
     refused(ConfigError, ToyLM, "does not divide num_heads=5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     ("family", "heads"),
     [
