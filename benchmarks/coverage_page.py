@@ -165,8 +165,8 @@ def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> l
         "## Sequence parallelism and grids",
         "",
         "`python benchmarks/coverage_layouts.py --out layouts.jsonl` compares the reduced model of each type that "
-        "tensor parallelism shards with the plain model, in each layout on two or four processes, over three steps. Each cell "
-        "contains the number of equal types, of types that raise an error, and of other types.",
+        "tensor parallelism shards with the plain model, in each layout on two or four processes, over three steps. "
+        "Each cell contains the number of equal types, of types that raise an error, and of other types.",
         "",
         f"| layout | {' | '.join(KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",
