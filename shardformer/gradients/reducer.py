@@ -50,7 +50,7 @@ class PausableReducer:
         return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        """Handle a new gradient before autograd accumulates it. Return a tensor that replaces it, or None."""
+        """Called with a new gradient before autograd accumulates it. Return a replacement tensor, or None."""
         return None
 
     def _on_accumulated(self, gradient: GradientSlot) -> None:

@@ -343,7 +343,7 @@ class ActivationStore:
         return stored.gathered
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
-        """Drop the references to fetched memory, which the backward pass then owns and frees."""
+        """Drop the references to fetched memory, so that the backward pass owns and frees it."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:
