@@ -141,8 +141,7 @@ class GradientReducer(PausableReducer):
 
         Args:
             size: Size of a bucket in bytes.
-            overlaps: Whether to reduce a bucket as soon as it is full. Otherwise all follow at the end of the backward
-                pass.
+            overlaps: Whether to reduce a bucket as soon as it is full, or else at the end of the backward pass.
 
         Returns:
             The buckets, which no longer change: unfreezing a parameter raises ConfigError.
