@@ -2,7 +2,7 @@
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
 attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
-a projection relative to the layer (BERT's output projection is outside the attention module). ``?`` marks optional ones.
+a projection relative to the layer (BERT's output projection is outside the module). ``?`` marks optional paths.
 """
 
 from __future__ import annotations
