@@ -232,7 +232,7 @@ def test_coverage_compares_an_architecture_over_other_layouts(
 
 
 def is_ever_below(bound: float, measure: Callable[[], float]) -> bool:
-    """Whether one of five measurements is below a limit. The loopback device also counts other programs' traffic."""
+    """Return whether one of five measurements is below a limit. The loopback device counts other traffic, too."""
     return any(measure() < bound for _ in range(5))
 
 

@@ -227,7 +227,7 @@ class ContextParallelState:
         return self._record_dim(path, x, [d for d in dims if d > 0 or x.shape[0] != samples])
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record the sequence dim of each sharded argument, which is the dim that has the local length on every rank.
+        """Record the sequence dim of each sharded argument: the dim whose size is the local length on every rank.
 
         Communicates one number for each new argument.
         """

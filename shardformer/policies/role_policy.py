@@ -1,9 +1,8 @@
 """``RolePolicy``, a policy in the form of a table of the model's roles (attention modules, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
-attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes a
-projection's path relative to the layer (BERT's output projection is outside the attention module). A trailing ``?``
-marks optional paths.
+attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
+a projection relative to the layer (BERT's output projection is outside the module). ``?`` marks optional paths.
 """
 
 from __future__ import annotations

@@ -149,8 +149,7 @@ class MLP:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
         up: linear layers that read the input (gate and up). Those that end in ``?`` are optional.
         down: the linear layer at the exit.
-        fused: number of blocks fused in each linear layer of ``up`` (2 for a fused gate and up). None derives it from
-            sizes.
+        fused: number of blocks fused in each layer of ``up`` (2 for a fused gate and up). None derives it from sizes.
         norm: a norm over all features between entry and exit.
         shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
             outputs directly. Both then use one collective.

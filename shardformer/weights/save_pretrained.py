@@ -67,10 +67,9 @@ def export_pretrained(
 ) -> Path:
     """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
 
-    All ranks must call it. It writes full weights as safetensors files with an index, the config and the generation
-    config. No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary
-    file, as for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no
-    weights.
+    All ranks must call it. Writes full weights as safetensors files with an index, the config and generation config.
+    No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
+    for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no weights.
 
     Args:
         directory: a new directory, or one that an export wrote, which is replaced when the export is complete. Other

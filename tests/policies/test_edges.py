@@ -170,7 +170,7 @@ class ResidualInside(SelfAttention):
         return x + super().forward(x)
 
 
-def test_residual_around_the_exit_is_refused_in_the_first_forward() -> None:
+def test_residual_around_the_exit_is_refused_in_the_first_forward_pass() -> None:
     def train(context: ParallelContext) -> None:
         model = ToyLM()
         model.layers[0].attn.__class__ = ResidualInside

@@ -104,7 +104,7 @@ class FlatPolicy(ToyPolicy):
 
 @pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("config", [{}, OVERLAP])
-def test_linears_directly_in_the_layer_are_sharded(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+def test_linear_layers_directly_in_the_layer_are_sharded(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(FlatPolicy, pool2, FlatLM, config)
 
 

@@ -65,7 +65,7 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
 
 
 def _runs(sample: SmallModel, mode: str) -> bool:
-    """Whether the model supports sequence parallelism. If not, sharding must raise."""
+    """Return whether the model supports sequence parallelism. If not, sharding must raise."""
     head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
     return mode == "plain" or not (sample.family in WITHOUT_SEQUENCE or head in OF_QFORMER_ALONE or between)

@@ -329,7 +329,7 @@ OTHER_STATES = {
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_STATES)
-def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
+def test_attention_modules_with_several_input_arguments_are_sharded(name: str) -> None:
     native: Any = getattr(transformers, name)
     policy: Any = derive_policy(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack
