@@ -19,7 +19,7 @@ from torch import nn
 from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
-from shardformer.policies.lowering import find_expert_dims
+from shardformer.policies.experts import find_expert_dims
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
 
 HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
