@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.errors import check_int
+from shardformer.errors import check_int, format_bytes
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
@@ -154,13 +154,6 @@ def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
         * max(len(e.reduction.stages), 1)
         for e in state.entries
     }
-
-
-def format_bytes(value: float) -> str:
-    for unit, scale in (("GB", GB), ("MB", 1e6), ("KB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def measure_memory(
