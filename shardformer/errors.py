@@ -194,11 +194,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
-    close = same or get_close_matches(text, names, n=count, cutoff=0.7 if len(text) <= 4 else 0.4)
+    close = same or get_close_matches(text, names, n=3, cutoff=0.7 if len(text) <= 4 else 0.4)
     similarity = [SequenceMatcher(None, n, text).ratio() for n in close]  # in descending order
     close = [n for n, ratio in zip(close, similarity) if ratio > similarity[0] - 0.2]
     if close:
