@@ -26,7 +26,6 @@ from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.stage3_parameters import ParamGroup, group_params
 
-GB = 1e9
 
 
 @dataclass(frozen=True)
