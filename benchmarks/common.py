@@ -186,8 +186,8 @@ def two_processes(threads: int = 1) -> WorkerPool:
     return processes(2, threads)
 
 
-def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks."""
+def arguments(description: str | None, seconds: float, **sizes: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks, and with those in ``sizes``: name -> default."""
     parser = argparse.ArgumentParser(
         description=(description or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -197,6 +197,8 @@ def arguments(description: str | None, seconds: float) -> argparse.ArgumentParse
     parser.add_argument("--seconds", type=float, default=seconds, help="time per setting, for at least a few steps")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON instead of tables")
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     return parser
 
 

@@ -124,13 +124,9 @@ def draw(results: Mapping[int, Mapping[str, Timing]], path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=40.0)
+    parser = common.arguments(__doc__, seconds=40.0, batch=4, layers=4, intermediate=1376, vocabulary=1000)
     parser.add_argument("--n-ctx", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="sequence lengths")
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8, help="number of heads of size 64")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=1376)
-    parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--head", default="LlamaForSequenceClassification", help="class of transformers")
     parser.add_argument("--options", nargs="*", default=[], help="options of ShardConfig, such as sequence-parallelism")
     parser.add_argument("--png", type=Path, help="plot the times into this file (needs matplotlib)")

@@ -200,16 +200,13 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(__doc__, seconds=60.0, batch=8, layers=8, vocabulary=8000)
     for part in PARTS:
         parser.add_argument(
             f"--{part.replace('_', '-')}", action="store_true", help="run this part, and other specified parts"
         )
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="numbers of stages in --memory")

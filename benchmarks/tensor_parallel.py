@@ -240,15 +240,12 @@ def heads(hidden: int) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(__doc__, seconds=60.0, batch=2, layers=4, vocabulary=8000)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
         "--heads", type=int, default=0, help="number of heads (0: 8, or from hidden 512 on heads of size 64)"
     )
-    parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     return parser.parse_args(argv)
 

@@ -27,7 +27,6 @@ from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.stage3_parameters import ParamGroup, group_params
 
 
-
 @dataclass(frozen=True)
 class MemoryEstimate:
     """Training memory of one rank in bytes, by kind of tensor. ``print`` shows a table.
