@@ -74,6 +74,16 @@ class Llama:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A model and its batch, and how often or for how many seconds a step is measured."""
+
+    model: Llama
+    batch: int
+    repetitions: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Timing:
     """The times of one variant's steps, each on the slowest rank, and its losses."""
 

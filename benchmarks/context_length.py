@@ -28,13 +28,9 @@ WORST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
+class Setting(common.Setting):
     head: str
-    batch: int
     options: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
 
 def measure(setting: Setting) -> dict[str, Timing]:
@@ -57,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             common.progress(f"measuring N_CTX {sequence}")
             size = Llama(64 * args.heads, args.intermediate, args.heads, sequence, args.layers, args.vocabulary)
             options = tuple(name.replace("-", "_") for name in args.options)
-            setting = Setting(size, args.head, args.batch, options, args.repetitions, args.seconds)
+            setting = Setting(size, args.batch, args.repetitions, args.seconds, args.head, options)
             results[sequence] = pool.run(measure, setting)[0]
     differences = [common.largest_difference(timings, SINGLE)[1] for timings in results.values()]
     if args.json:

@@ -26,7 +26,7 @@ from typing import Any
 import common
 import pipeline_cost
 import pipeline_timeline
-from common import Llama, Timing
+from common import Timing
 from hand_cut import HandCut
 
 import shardformer
@@ -43,13 +43,9 @@ PARTS = ("against_torch", "bubble", "memory", "bytes")
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
-    batch: int
+class Setting(common.Setting):
     micro_batches: int
     schedules: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
     def __str__(self) -> str:
         m = self.model
@@ -196,7 +192,7 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
             for micro_batches in args.micro_batches:
                 size = common.llama(hidden, sequence, args.layers, args.vocabulary)
                 names = tuple(args.schedules)
-                yield Setting(size, args.batch, micro_batches, names, args.repetitions, args.seconds)
+                yield Setting(size, args.batch, args.repetitions, args.seconds, micro_batches, names)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -41,12 +41,8 @@ WORST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
-    batch: int
+class Setting(common.Setting):
     variants: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
     def __str__(self) -> str:
         m = self.model
@@ -226,7 +222,7 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
         for sequence in args.sequence:
             num_heads = args.heads or heads(hidden)
             size = Llama(hidden, intermediate(hidden), num_heads, sequence, args.layers, args.vocabulary)
-            yield Setting(size, args.batch, tuple(args.variants), args.repetitions, args.seconds)
+            yield Setting(size, args.batch, args.repetitions, args.seconds, tuple(args.variants))
 
 
 def intermediate(hidden: int) -> int:

@@ -58,21 +58,9 @@ def shard_in_place(
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
-    if "peft" in sys.modules and has_adapters(model):
-        shard = partial(_shard_plain_model, config=config, policy=policy, example=example)
-        return shard_with_adapters(model, shard, finish)
-    return _shard_plain_model(model, config, policy, finish, example)
+    """Shard a model in place: find and validate its policy, apply the policy, and replace methods of the model.
 
-
-def _shard_plain_model(
-    model: nn.Module,
-    config: ShardConfig,
-    policy: Policy | type[Policy] | None = None,
-    finish: Callable[[nn.Module], object] = lambda _: None,
-    example: Example = lambda: None,
-) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
+    Adapters that PEFT added to the model are sharded too.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -86,6 +74,20 @@ def _shard_plain_model(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
+    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example)
+    if "peft" in sys.modules and has_adapters(model):
+        return shard_with_adapters(model, shard, finish)
+    return shard(model, finish=finish)
+
+
+def _shard_without_adapters(
+    model: nn.Module,
+    *,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None,
+    example: Example,
+    finish: Callable[[nn.Module], object],
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     sharder = Sharder(model, config)
 
     def plan() -> ShardingPlan:
