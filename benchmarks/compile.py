@@ -4,9 +4,9 @@
     python benchmarks/compile.py --layouts tensor data --hidden 256
     python benchmarks/compile.py --layouts tensor --whole
 
-A step is a forward, a backward and torch's fused AdamW on two processes. For each layout the compiled and the eager
-model take turns. "first s" is the time of the first step, in which torch.compile builds the graphs. The losses must
-agree. ``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
+A step is a forward pass, a backward pass and torch's fused AdamW on two processes. For each layout the compiled and the
+eager model take turns. "first s" is the time of the first step, in which torch.compile builds the graphs. The losses
+must agree. ``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
 """
 
 from __future__ import annotations

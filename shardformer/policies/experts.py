@@ -79,7 +79,7 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
             f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match",
             rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
             "elements per expert",
-            remedy=f"Pass dims={ways[0]} if the forward uses these dims"
+            remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
             if ways
             else "Correct the names, `fused` or `dims`",
         )
@@ -87,7 +87,7 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
+    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     Several choices fit if the number of features equals the hidden size.
