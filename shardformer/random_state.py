@@ -269,8 +269,8 @@ class SharedEpochRandomness:
 def uses_dropout(model: nn.Module) -> bool:
     """Return whether the forward pass of a model may draw random numbers in training, for example for dropout.
 
-    For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class may call a
-    dropout function.
+    For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class
+    may call a dropout function.
     """
     for module in model.modules():
         if type(module).__module__.partition(".")[0] not in LIBRARIES or getattr(module, "drop_prob", None):
