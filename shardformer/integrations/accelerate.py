@@ -490,7 +490,7 @@ def _replace_reduce() -> None:
             install(patch, partial(replace_attribute, module, "reduce", _reduce_targets))
 
 
-def _reduce_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Tensor:
+def _reduce_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
     context: ParallelContext | None = getattr(_CURRENT, "context", None)
     if context is None or reduction != "mean":
         return _REDUCE(tensor, reduction, scale)
