@@ -467,7 +467,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
 
 
 def repeats_samples(loader: Any) -> bool:
-    """Whether a data loader yields the same samples on every rank, because accelerate has not prepared it."""
+    """Return whether a data loader yields the same samples on every rank, because accelerate has not prepared it."""
     is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
     is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
     return is_plain and is_torch and not isinstance(loader.dataset, IterableDataset)
@@ -516,7 +516,7 @@ def _load_plain_file(folder: Path, *names: str) -> Any:
 
 
 def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
-    """Return arguments of a forward from the first data loader that has them, or None."""
+    """Return arguments of ``forward`` from the first data loader that has them, or None."""
     return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
 
 

@@ -137,7 +137,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                     module.distributed_available_fn = _is_never_distributed
 
     def _example(self, trainer: Any) -> Any:
-        """Return arguments of a forward from the training data, from which a policy may be derived, or None."""
+        """Return arguments of ``forward`` from the training data, from which a policy may be derived, or None."""
         source = trainer.fit_loop._data_source
         with restore_cpu_generators():
             return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None

@@ -155,7 +155,7 @@ class ShardedTrainer:
             self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
 
     def _example(self) -> Any:
-        """Return arguments of a forward, from which the policy of an unknown model is derived, or None."""
+        """Return arguments of ``forward``, from which the policy of an unknown model is derived, or None."""
         data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
         collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
         return example_of_data(data, self.model, collate)

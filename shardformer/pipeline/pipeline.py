@@ -602,7 +602,7 @@ def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputErr
 
 
 def is_batch_norm(module: nn.Module) -> bool:
-    """Whether a module normalizes with statistics of the batch, if it is in training mode."""
+    """Return whether a module normalizes with statistics of the batch, if it is in training mode."""
     return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 

@@ -255,7 +255,7 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
 
 
 def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
-    """Return the arguments of a forward for the first two samples of a data set or DataLoader.
+    """Return the arguments of ``forward`` for the first two samples of a data set or DataLoader.
 
     Leaves out what the forward does not take. None if the samples cannot be read by their index.
     """

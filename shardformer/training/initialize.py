@@ -363,7 +363,7 @@ def shard_with_data(
     """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
 
     Args:
-        example: Function that returns arguments of a forward, from which a policy may be derived, or None.
+        example: Function that returns arguments of ``forward``, from which a policy may be derived, or None.
     """
     _check_argument_types(model, None, None, "step", context, None)
     if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
