@@ -33,6 +33,7 @@ from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
+from shardformer.tensor_parallel.quantized_linear import as_plain_linears
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
 
@@ -81,9 +82,10 @@ def _shard_plain_model(
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
-        resolved = _find_and_bind_policy(sharder, policy, example)
-        if resolved.source != NO_POLICY:
-            _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
+        with as_plain_linears(model):
+            resolved = _find_and_bind_policy(sharder, policy, example)
+            if resolved.source != NO_POLICY:
+                _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
         return sharder.plan(resolved)
 
     with sharder.restoring_on_error():

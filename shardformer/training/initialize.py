@@ -23,6 +23,7 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
+from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
@@ -234,8 +235,9 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     config = ParallelConfig.of(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
-            "The engine cannot be resharded, because initialize received a model that was already sharded",
-            remedy="Pass the unsharded model to initialize",
+            "The engine cannot be resharded, because initialize received a model that was already sharded or quantized",
+            remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint, load the "
+            "model again, and load the checkpoint under the new layout",
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:
@@ -342,7 +344,8 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
+    is_rebuildable = METADATA_ATTRIBUTE not in model.__dict__ and not find_packed_weights(model)
+    meta_model = start_training(copy_to_meta(model)) if is_rebuildable else None
     arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
     arguments.example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)

@@ -18,6 +18,7 @@ from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
+from shardformer.layout.packed_weights import hide_packed_weights
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -166,6 +167,7 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
     install_all(TRAINING_PATCHES)
+    hide_packed_weights(model)
     table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)
