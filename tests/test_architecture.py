@@ -77,6 +77,7 @@ LATE_ONLY = {
     "pytorch_lightning",
     "peft",
     "accelerate",
+    "bitsandbytes",
 }
 
 

@@ -137,13 +137,19 @@ def modules_with_packed_weights(model: nn.Module) -> Iterator[Any]:
     return (module for module in model.modules() if isinstance(module, KeepsPackedWeights))
 
 
+def check_trains_adapters(model: nn.Module, adapters: object) -> None:
+    """Raise ConfigError for a quantized model of transformers without adapters, as its Trainer does."""
+    if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
+        check_no_packed_weights(model, "Training")
+
+
 def check_no_packed_weights(model: nn.Module, what: str) -> None:
     """Raise ConfigError if the weights of a sharded model are quantized, and ``what`` would need their values."""
     if (module := next(modules_with_packed_weights(model), None)) is not None:
         raise ConfigError(
             f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "
             f"{type(module).__name__} layers",
-            rule="A sharded model does not store frozen quantized weights in state dicts",
-            remedy="Save the adapters with save_pretrained of the PEFT model, and load them with the model that you "
-            "started from",
+            rule="Quantized weights are frozen, and a sharded model does not store them in state dicts",
+            remedy="Call peft.get_peft_model before shard_model, train adapters, and save them with save_pretrained of "
+            "the PEFT model",
         )

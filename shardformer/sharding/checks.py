@@ -243,24 +243,25 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
                 remedy="Load the model again, and shard it before you evaluate it",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
-            raise _make_quantized_error(model, path, f"sequence={context.sequence.size}", "scales its input")
+            raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
     for path, replacement in plan.replacements.items():
         module, target = model.get_submodule(path), replacement.target_module
         is_supported = is_4bit_linear(module) and issubclass(target, (Linear1D_Col, Linear1D_Row))
         integers = [x for x in module.buffers() if not (x.is_floating_point() or x.dtype == torch.bool)]
         if (path in owners and not is_supported) or (has_quantizer and integers and not is_linear(module)):
-            raise _make_quantized_error(model, path, f"tensor={context.tensor.size}", "stores its weight")
+            raise _make_quantized_error(model, path, f"tensor={context.tensor.size}")
     if found := next((path for path in plan.parameters if path in packed), None):
         raise _make_quantized_error(
             model, found.rpartition(".")[0], f"tensor={context.tensor.size}", "stores its weight"
         )
 
 
-def _make_quantized_error(model: nn.Module, path: str, layout: str, does: str) -> ConfigError:
+def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
     kind = type(model.get_submodule(path)).__name__
     return ConfigError(
         f"{path} is a quantized {kind}, which does not support {layout}",
-        rule=f"Only {kind} itself knows how it {does}, so the result could differ from that of one process",
+        rule="It may scale its input by the largest value of all features and tokens, so a rank with a slice of them "
+        "could compute something else than one process",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
         "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts",
     )

@@ -23,8 +23,8 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.packed_weights import find_packed_weights
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
+from shardformer.layout.packed_weights import check_trains_adapters, find_packed_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, metadata_of
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
@@ -391,6 +391,8 @@ def _shard_engine(
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
+        check_trains_adapters(model, metadata_of(model).adapters)
+
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
             optimizers = (
