@@ -29,7 +29,7 @@ from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
-from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
+from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
@@ -82,6 +82,7 @@ def _shard_plain_model(
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
+        check_no_integer_weights(model, sharder.context.sizes)
         with as_plain_linears(model):
             resolved = _find_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:

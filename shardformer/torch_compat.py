@@ -208,6 +208,11 @@ def has_data(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+def is_wrapper_tensor(x: Tensor) -> bool:
+    """Whether a tensor has no memory of its own, because it is of a class that wraps other tensors."""
+    return hasattr(type(x), "__tensor_flatten__")
+
+
 def has_meta_tensors(model: nn.Module) -> bool:
     """Whether a parameter or buffer of a model is on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import DisableTorchFunctionSubclass, is_dtensor
+from shardformer.torch_compat import DisableTorchFunctionSubclass, is_dtensor, is_wrapper_tensor
 
 PLAIN_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -29,18 +29,21 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
-    has_quantizer = any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
-    named = model.named_parameters(remove_duplicate=False)
-    return {name: param for name, param in named if _is_packed(param, has_quantizer)}
+    named, is_quantized = model.named_parameters(remove_duplicate=False), has_quantizer(model)
+    return {name: param for name, param in named if _is_packed(param, is_quantized)}
 
 
-def _is_packed(param: nn.Parameter, has_quantizer: bool) -> bool:
+def has_quantizer(model: nn.Module) -> bool:
+    """Whether a model of transformers was loaded with a quantization config."""
+    return any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
+
+
+def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
     if param.requires_grad:
         return False
     if is_from_bitsandbytes(param):
         return not param.dtype.is_floating_point or bool(getattr(param, "bnb_quantized", False))
-    is_wrapper = hasattr(type(param), "__tensor_flatten__") and not is_dtensor(param)
-    return is_wrapper or (has_quantizer and param.dtype not in PLAIN_DTYPES)
+    return (is_wrapper_tensor(param) and not is_dtensor(param)) or (is_quantized and param.dtype not in PLAIN_DTYPES)
 
 
 def is_from_bitsandbytes(value: object) -> bool:
@@ -50,8 +53,9 @@ def is_from_bitsandbytes(value: object) -> bool:
 
 def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
     """Return the plain tensors that a packed weight consists of: its bytes, and its scales."""
-    if hasattr(weight, "__tensor_flatten__"):
-        names, _ = weight.__tensor_flatten__()
+    if is_wrapper_tensor(weight):
+        wrapper: Any = weight
+        names, _ = wrapper.__tensor_flatten__()
         return [getattr(weight, name) for name in names]
     state = getattr(weight, "quant_state", None)
     owners = [weight, *(owner for owner in (state, getattr(state, "state2", None)) if owner is not None)]

@@ -23,7 +23,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.kernels.fused_ops import fused_norm, is_elementwise
-from shardformer.layout.packed_weights import find_packed_weights
+from shardformer.layout.packed_weights import find_packed_weights, has_quantizer
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -35,7 +35,7 @@ from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.meta_init.materialization import check_recipes, record_changes
-from shardformer.module_paths import find_configs, is_linear
+from shardformer.module_paths import find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
@@ -234,7 +234,6 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
     """Raise ConfigError if the layout needs a slice or the formula of quantized weights that only a quantizer knows."""
     packed = find_packed_weights(model)
     owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
-    has_quantizer = any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise ConfigError(
@@ -246,14 +245,24 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
             raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
     for path, replacement in plan.replacements.items():
         module, target = model.get_submodule(path), replacement.target_module
-        is_supported = is_4bit_linear(module) and issubclass(target, (Linear1D_Col, Linear1D_Row))
-        integers = [x for x in module.buffers() if not (x.is_floating_point() or x.dtype == torch.bool)]
-        if (path in owners and not is_supported) or (has_quantizer and integers and not is_linear(module)):
+        is_parallel = isinstance(target, type) and issubclass(target, (Linear1D_Col, Linear1D_Row))
+        if path in owners and not (is_parallel and is_4bit_linear(module)):
             raise _make_quantized_error(model, path, f"tensor={context.tensor.size}")
     if found := next((path for path in plan.parameters if path in packed), None):
-        raise _make_quantized_error(
-            model, found.rpartition(".")[0], f"tensor={context.tensor.size}", "stores its weight"
-        )
+        raise _make_quantized_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
+
+
+def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for a quantizer with integer weights in buffers (GPTQ, AWQ), if an axis shards the layers."""
+    axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
+    if axis is None or not has_quantizer(model):
+        return
+    for path, module in model.named_modules():
+        is_own = not runs_library_code(module) or type(module).__module__.startswith("transformers.integrations.")
+        if is_own and any(
+            not (x.is_floating_point() or x.dtype == torch.bool) for x in module._buffers.values() if x is not None
+        ):
+            raise _make_quantized_error(model, path, f"{axis}={sizes[axis]}")
 
 
 def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:

@@ -5,7 +5,7 @@ values. A shard of it takes its bytes and the scales of its blocks, so that its 
 weight:
 
     columns    the rows of this rank are adjacent in the sequence
-    rows       the columns of this rank are adjacent in each row, if a row has a whole number of blocks
+    rows       the columns of this rank are adjacent in each row
 
 A slice that divides a block repeats its scale for smaller blocks, down to 32 values. Scales that are quantized
 themselves (double quantization) are stored in fp32, because their own blocks do not follow the rows.
@@ -138,7 +138,7 @@ def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> An
     new = copy.copy(linear)
     vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
     vars(new).update(_parameters={"bias": None}, in_features=in_features, out_features=out_features)
-    vars(new)[FAST_CPU_KERNEL] = False
+    vars(new).update({FAST_CPU_KERNEL: False, "quant_state": None})  # which the weight has, too
     return new
 
 
@@ -161,14 +161,11 @@ def make_4bit_placeholder(layer: Any) -> nn.Module:
 
 
 def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
-    """Return the largest block of values that the slices of a 4-bit weight do not divide, or None."""
-    rows, width = state.shape
-    if dim == 0:  # the last block of the full weight may be incomplete
-        cuts = [edge * width for a, b in slices for edge in (a, b) if edge != rows or (a, b) != slices[-1]]
-    else:
-        cuts = [width, *(edge for pair in slices for edge in pair)]
+    """Return the largest number of values per scale that fits the slices of a 4-bit weight, or None."""
     block = int(state.blocksize)
-    while block >= MIN_BLOCK and any(cut % block for cut in cuts):
+    if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
+        return None
+    while dim == 1 and block >= MIN_BLOCK and any(edge % block for pair in slices for edge in pair):
         block //= 2
     return block if block >= MIN_BLOCK else None
 
@@ -186,26 +183,25 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     block = choose_block(state, dim, slices)
     rows, width = state.shape
     if block is None:
-        what = "rows" if dim == 0 else "columns"
+        columns = ", ".join(f"{a}-{b}" for a, b in slices)
         raise UnalignedSliceError(
-            f"the {what} {', '.join(f'{a}-{b}' for a, b in slices)} of its 4-bit weight of shape {tuple(state.shape)} "
-            f"divide a block of {MIN_BLOCK} values",
-            rule=f"A shard of a 4-bit weight has whole blocks of at least {MIN_BLOCK} values, so that it stays exact",
+            f"a row of its 4-bit weight of shape {tuple(state.shape)} is not a whole number of blocks"
+            if width % state.blocksize
+            else f"the columns {columns} of its 4-bit weight of shape {tuple(state.shape)} divide a block",
+            rule=f"The values of a block have one scale. Blocks have {state.blocksize} values, and can be divided into "
+            f"blocks of {MIN_BLOCK}",
             remedy="Use a smaller tensor size, use data parallelism or ZeRO instead of the tensor axis, or list the "
             "layer in llm_int8_skip_modules of the BitsAndBytesConfig",
         )
-    scales = full_scales(state).repeat_interleave(state.blocksize // block)
-    packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8)
-    if dim == 0:
-        packed = torch.cat([packed[a * width // 2 : -(-b * width // 2)] for a, b in slices])
-        scales = torch.cat([scales[a * width // block : -(-b * width // block)] for a, b in slices])
-        shape = (sum(b - a for a, b in slices), width)
-    else:
-        packed = torch.cat([packed.view(rows, -1)[:, a // 2 : b // 2] for a, b in slices], 1)
-        scales = torch.cat(
-            [scales[: rows * width // block].view(rows, -1)[:, a // block : b // block] for a, b in slices], 1
-        )
-        shape = (rows, sum(b - a for a, b in slices))
+    packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
+    scales = full_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
+    units = (1, 1) if dim == 0 else (2, block)
+    packed, scales = (
+        torch.cat([x.narrow(dim, a // unit, (b - a) // unit) for a, b in slices], dim)
+        for x, unit in zip((packed, scales), units, strict=True)
+    )
+    length = sum(b - a for a, b in slices)
+    shape = (length, width) if dim == 0 else (rows, length)
     local = Params4bit(
         packed.contiguous().view(weight.dtype).reshape(-1, 1),
         requires_grad=False,

@@ -144,8 +144,7 @@ def slices_of_a_weight() -> dict[str, bool]:
     slices: dict[str, tuple[tuple[int, int], int, list[tuple[int, int]]]] = {
         "rows": ((96, 128), 0, [(32, 64)]),
         "rows of q, k and v": ((96, 128), 0, [(0, 16), (32, 48), (64, 80)]),
-        "last rows with an incomplete block": ((33, 96), 0, [(22, 33)]),
-        "rows that divide blocks of 64": ((9, 32), 0, [(3, 9)]),
+        "an odd number of rows": ((33, 64), 0, [(22, 33)]),
         "columns": ((40, 256), 1, [(128, 256)]),
         "columns that divide blocks of 64": ((40, 192), 1, [(96, 192)]),
         "columns of two ranges": ((5, 256), 1, [(0, 64), (192, 256)]),
@@ -364,9 +363,9 @@ def shard_packed(context: ParallelContext, kind: str) -> None:
 
 def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
-    narrow = {"hidden_size": 48, "intermediate_size": 64}
     return {
-        "unaligned": error_of(lambda context: shard(context, **narrow), tensor=2),
+        "rows": error_of(lambda context: shard(context, hidden_size=48, intermediate_size=64), tensor=2),
+        "columns": error_of(shard, tensor=4),
         "int8 and tensor": error_of(shard, "int8", tensor=2),
         "int8 and sequence": error_of(shard, "int8", sequence=2),
         "subclass": error_of(shard_packed, "subclass", tensor=2),

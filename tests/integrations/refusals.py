@@ -103,9 +103,13 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     ),
     "bitsandbytes": (
         Refusal(
-            "a `tensor` axis whose slices divide a block of 32 values of a 4-bit weight",
-            "A block has one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
-            {"unaligned": ("self_attn.o_proj: the columns 0-24", "(48, 48)", "32 values", "llm_int8_skip_modules")},
+            "4-bit weights with a `tensor` axis, if a row is not a whole number of blocks (64 values), or the columns of "
+            "a rank are not a multiple of 32",
+            "The values of a block have one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
+            {
+                "rows": ("self_attn.q_proj: a row", "(48, 48)", "llm_int8_skip_modules"),
+                "columns": ("self_attn.o_proj: the columns 0-16", "(64, 64)", "32"),
+            },
         ),
         Refusal(
             "`load_in_8bit=True` with a `tensor` or `sequence` axis",
