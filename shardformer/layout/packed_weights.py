@@ -129,7 +129,8 @@ def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: i
 def add_mixins(module: nn.Module, *mixins: type) -> None:
     """Put classes in front of the class of a module, if they are not among its classes yet."""
     if new := tuple(mixin for mixin in mixins if not isinstance(module, mixin)):
-        module.__class__ = _mixed(new, type(module))
+        kind: Any = type(module)
+        module.__class__ = _mixed(new, kind)
 
 
 @cache

@@ -227,10 +227,9 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
 
 def full_scales(state: Any) -> Tensor:
     """Return the fp32 scale of each block of a 4-bit weight, as bitsandbytes computes it."""
-    if not state.nested:
-        found: Tensor = state.absmax.float()
-        return found
-    from bitsandbytes.functional import dequantize_blockwise
+    scales: Tensor = state.absmax
+    if state.nested:
+        from bitsandbytes.functional import dequantize_blockwise
 
-    scales: Tensor = dequantize_blockwise(state.absmax, state.state2)
-    return (scales + state.offset).float()
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return scales.float()

@@ -6,6 +6,7 @@ import json
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import cache, partial
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -220,11 +221,10 @@ def train_engine(first: dict[str, Any], second: dict[str, Any], folder: str) -> 
         optimizer.zero_grad()
         reference.append(float(loss.detach()))
 
-    def run(context: ParallelContext, fields: dict[str, Any], steps: range) -> Any:
+    def run(context: ParallelContext, fields: dict[str, Any], steps: range, models: list[Any]) -> Any:
         parallel = shardformer.ParallelConfig(max_grad_norm=1.0, micro_batches=2, **fields)
-        model = adapted("nf4, double quantization", "LoRA", layout)
         engine = shardformer.initialize(
-            model, lambda ps: torch.optim.AdamW(ps, lr=1e-2), parallel=parallel, context=context
+            models.pop(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), parallel=parallel, context=context
         )
         if steps.start:
             engine.load(folder)
@@ -240,7 +240,9 @@ def train_engine(first: dict[str, Any], second: dict[str, Any], folder: str) -> 
     losses: list[float] = []
     for fields, steps in ((first, range(2)), (second, range(2, 4))):
         sizes = {name: n for name, n in fields.items() if name in ("data", "tensor", "pipe", "sequence")}
-        part = run_as_threads(partial(run, fields=fields, steps=steps), **sizes, in_turn=True)[0]
+        # the ranks are threads, which share the random state
+        models = [adapted("nf4, double quantization", "LoRA", layout) for _ in range(prod(sizes.values()))]
+        part = run_as_threads(partial(run, fields=fields, steps=steps, models=models), **sizes)[0]
         losses += part[0]
     trained = {n: p.detach() for n, p in plain.named_parameters() if p.requires_grad}
     return {
