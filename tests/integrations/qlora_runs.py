@@ -22,7 +22,16 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.tensor_parallel.quantized_linear import MIN_BLOCK, slice_4bit
 from shardformer.weights.state_dict import full_state_dict
 from tests.integrations.peft_models import LAYOUTS, SMALL, VOCAB, Layout, batch_of
-from tests.integrations.peft_runs import Difference, Result, difference, error_of, fill, train_plain, train_sharded
+from tests.integrations.peft_runs import (
+    Difference,
+    Result,
+    difference,
+    error_of,
+    fill,
+    make_optimizer,
+    train_plain,
+    train_sharded,
+)
 
 STEPS = 3
 SIZES: dict[str, Any] = {
@@ -211,7 +220,7 @@ def train_engine(first: dict[str, Any], second: dict[str, Any], folder: str) -> 
     """Train with ``initialize``, resume the checkpoint under another layout, and compare with one process."""
     layout = Layout()
     plain = adapted("nf4, double quantization", "LoRA", layout).train()
-    optimizer = torch.optim.AdamW([p for p in plain.parameters() if p.requires_grad], lr=1e-2)
+    optimizer = make_optimizer(plain)
     reference = []
     for step in range(4):
         loss = plain(**batch_of("llama", step)).loss
@@ -224,7 +233,7 @@ def train_engine(first: dict[str, Any], second: dict[str, Any], folder: str) -> 
     def run(context: ParallelContext, fields: dict[str, Any], steps: range, models: list[Any]) -> Any:
         parallel = shardformer.ParallelConfig(max_grad_norm=1.0, micro_batches=2, **fields)
         engine = shardformer.initialize(
-            models.pop(), lambda ps: torch.optim.AdamW(ps, lr=1e-2), parallel=parallel, context=context
+            models.pop(), lambda ps: torch.optim.SGD(ps, lr=0.2, momentum=0.9), parallel=parallel, context=context
         )
         if steps.start:
             engine.load(folder)
