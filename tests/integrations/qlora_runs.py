@@ -56,17 +56,27 @@ ADAPTERS: dict[str, dict[str, Any]] = {
 
 
 @cache
-def folder_of(**sizes: Any) -> str:
-    """Save a small LLaMA, and return its folder."""
+def folder_of(model: str = "llama", **sizes: Any) -> str:
+    """Save a small LLaMA or GPT-2, which has biases and one linear for q, k and v, and return its folder."""
     torch.manual_seed(0)
     folder = tempfile.mkdtemp(prefix="qlora-")
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).save_pretrained(folder)
+    if model == "gpt2":
+        rates = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
+        config = transformers.GPT2Config(vocab_size=VOCAB, n_positions=32, n_embd=64, n_layer=2, n_head=4, **rates)
+        transformers.GPT2LMHeadModel(config).apply(fill_biases).save_pretrained(folder)
+    else:
+        transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, **sizes})).save_pretrained(folder)
     return folder
 
 
-def quantized(quantizer: str = "nf4", **sizes: Any) -> Any:
+def fill_biases(module: nn.Module) -> None:
+    if isinstance(bias := getattr(module, "bias", None), nn.Parameter):
+        nn.init.normal_(bias, std=0.1)
+
+
+def quantized(quantizer: str = "nf4", model: str = "llama", **sizes: Any) -> Any:
     config = transformers.BitsAndBytesConfig(**QUANTIZERS[quantizer])
-    return transformers.AutoModelForCausalLM.from_pretrained(folder_of(**sizes), quantization_config=config)
+    return transformers.AutoModelForCausalLM.from_pretrained(folder_of(model, **sizes), quantization_config=config)
 
 
 def lora(adapter: str) -> Any:
@@ -75,11 +85,12 @@ def lora(adapter: str) -> Any:
     return peft.LoraConfig(r=4, lora_alpha=8, task_type="CAUSAL_LM", **ADAPTERS[adapter])
 
 
-def adapted(quantizer: str, adapter: str, layout: Layout) -> Any:
+def adapted(quantizer: str, adapter: str, layout: Layout, model_name: str = "llama") -> Any:
     """Return a model with 4-bit weights and with adapters that have nonzero values."""
     import peft
 
-    model = peft.prepare_model_for_kbit_training(quantized(quantizer), use_gradient_checkpointing=layout.checkpointing)
+    model = quantized(quantizer, model_name)
+    model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=layout.checkpointing)
     torch.manual_seed(5)
     model = peft.get_peft_model(model, lora(adapter))
     fill(model)
@@ -99,14 +110,17 @@ def adapted_after(quantizer: str, adapter: str, layout: Layout, context: Paralle
     return model
 
 
-def compare(quantizer: str, adapter: str, name: str, order: str = "before") -> Difference:
+def compare(quantizer: str, adapter: str, name: str, order: str = "before", model_name: str = "llama") -> Difference:
     """Compare a layout with one process, over several steps."""
     layout = LAYOUTS[name]
 
     def after(context: ParallelContext) -> Any:
         return adapted_after(quantizer, adapter, layout, context)
 
-    return compare_models(lambda: adapted(quantizer, adapter, layout), layout, after if order == "after" else None)
+    def before() -> Any:
+        return adapted(quantizer, adapter, layout, model_name)
+
+    return compare_models(before, layout, after if order == "after" else None)
 
 
 def compare_models(
@@ -135,7 +149,7 @@ def compare_models(
     )
 
 
-def compare_all(cases: Sequence[tuple[str, str, str, str]]) -> list[Difference | str]:
+def compare_all(cases: Sequence[tuple[str, ...]]) -> list[Difference | str]:
     """Compare several cases; the result of a refused one is the text of its error."""
     results: list[Difference | str] = []
     for case in cases:

@@ -31,7 +31,7 @@ REFUSED = {
     for feature, layout in MATRIX
     if FEATURES[feature][0] == "int8" and {"tensor", "sequence"} & LAYOUTS[layout].sizes.keys()
 }
-SAMPLE = [
+SAMPLE: list[tuple[str, ...]] = [
     ("nf4, double quantization", "LoRA", "sequence parallel", "before"),
     ("nf4 in bf16", "LoRA on attention", "ZeRO 3", "before"),
 ]
@@ -39,7 +39,7 @@ AFTER = ["tensor", "sequence parallel", "ZeRO 3", "context"]
 """Layouts in which adapters are added to a sharded model."""
 
 
-def check(process: IntegrationProcess, cases: list[tuple[str, str, str, str]]) -> list[runs.Difference]:
+def check(process: IntegrationProcess, cases: list[tuple[str, ...]]) -> list[runs.Difference]:
     found = process(1).run(runs.compare_all, cases)[0]
     for case, result in zip(cases, found, strict=True):
         assert not isinstance(result, str), f"{case}: {result}"
@@ -75,6 +75,17 @@ def test_every_quantizer_trains_on_every_layout(integrations: IntegrationProcess
 @pytest.mark.parametrize("layout", AFTER)
 def test_adapters_can_be_added_after_sharding(integrations: IntegrationProcess, layout: str) -> None:
     check(integrations, [("nf4, double quantization", "LoRA", layout, "after")])
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tensor", "sequence parallel", "pipeline"])
+def test_linears_with_biases_and_fused_projections(integrations: IntegrationProcess, layout: str) -> None:
+    check(integrations, [("nf4, double quantization", "LoRA", layout, "before", "gpt2")])
+
+
+@pytest.mark.full
+def test_compiled_layers_multiply_quantized_weights(integrations: IntegrationProcess) -> None:
+    check(integrations, [("nf4", "LoRA", "compiled", "before")])
 
 
 @pytest.mark.full
