@@ -329,7 +329,7 @@ def other_quantizer(kind: str, name: str) -> Difference:
     import peft
 
     def build() -> Any:
-        model = pack(transformers.LlamaForCausalLM.from_pretrained(folder_of()), kind)
+        model = pack(transformers.LlamaForCausalLM.from_pretrained(folder_of("llama")), kind)
         torch.manual_seed(5)
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["o_proj", "down_proj"]))
         fill(model)
@@ -382,14 +382,14 @@ def add_dora(context: ParallelContext) -> None:
 
 
 def shard_packed(context: ParallelContext, kind: str) -> None:
-    model = pack(transformers.LlamaForCausalLM.from_pretrained(folder_of()), kind)
+    model = pack(transformers.LlamaForCausalLM.from_pretrained(folder_of("llama")), kind)
     shardformer.shard_model(model, context=context)
 
 
 def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     narrow = {"hidden_size": 48, "intermediate_size": 64}
-    folder_of(), folder_of(**narrow)  # the ranks are threads, which share the random state
+    folder_of("llama"), folder_of("llama", **narrow)  # the ranks are threads, which share the random state
     return {
         "rows": error_of(lambda context: shard(context, **narrow), tensor=2),
         "columns": error_of(shard, tensor=4),
