@@ -208,8 +208,14 @@ def has_data(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+save_own_tensors, load_own_tensors = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
+"""Methods of a module that save and load its own parameters and buffers, which layers of other libraries extend."""
+apply_to_tensors = nn.Module._apply
+"""Method of a module with which ``to`` converts its parameters and buffers."""
+
+
 def is_wrapper_tensor(x: Tensor) -> bool:
-    """Whether a tensor has no memory of its own, because it is of a class that wraps other tensors."""
+    """Return whether a tensor is of a class that wraps other tensors, and has no memory of its own."""
     return hasattr(type(x), "__tensor_flatten__")
 
 

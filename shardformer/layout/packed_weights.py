@@ -17,7 +17,14 @@ import torch
 from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
-from shardformer.torch_compat import DisableTorchFunctionSubclass, is_dtensor, is_wrapper_tensor
+from shardformer.torch_compat import (
+    DisableTorchFunctionSubclass,
+    apply_to_tensors,
+    is_dtensor,
+    is_wrapper_tensor,
+    load_own_tensors,
+    save_own_tensors,
+)
 
 PLAIN_DTYPES = frozenset(
     (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
@@ -34,7 +41,7 @@ def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def has_quantizer(model: nn.Module) -> bool:
-    """Whether a model of transformers was loaded with a quantization config."""
+    """Return whether a model of transformers was loaded with a quantization config."""
     return any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
 
 
@@ -47,7 +54,7 @@ def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
 
 
 def is_from_bitsandbytes(value: object) -> bool:
-    """Whether an object is of a class of bitsandbytes, which the process has then imported."""
+    """Return whether an object is of a class of bitsandbytes, which the process has then imported."""
     return type(value).__module__.partition(".")[0] == BITSANDBYTES
 
 
@@ -85,13 +92,13 @@ class KeepsPackedWeights:
             super().__setattr__(name, value)
 
     def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
-        nn.Module._save_to_state_dict(self, destination, prefix, keep_vars)
+        save_own_tensors(self, destination, prefix, keep_vars)
 
     def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
-        nn.Module._load_from_state_dict(self, *args, **kwargs)
+        load_own_tensors(self, *args, **kwargs)
 
     def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        nn.Module._apply(self, fn, recurse)
+        apply_to_tensors(self, fn, recurse)
         for name in self.packed_names:
             weight = self.__dict__[name]
             device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device

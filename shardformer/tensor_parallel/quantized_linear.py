@@ -1,4 +1,4 @@
-"""Tensor-parallel linears with the 4-bit weights of bitsandbytes (Dettmers et al. 2023, "QLoRA").
+"""Tensor-parallel linear layers with the 4-bit weights of bitsandbytes (Dettmers et al. 2023, "QLoRA").
 
 A 4-bit weight is one sequence of bytes with two values each, row after row, and one scale (``absmax``) per block of
 values. A shard of it takes its bytes and the scales of its blocks, so that its values are exactly those of the full
@@ -46,7 +46,7 @@ class UnalignedSliceError(ConfigError):
 
 
 def is_4bit_linear(module: nn.Module) -> bool:
-    """Whether a module is a linear of bitsandbytes whose weight is packed into 4 bits."""
+    """Return whether a module is a linear layer of bitsandbytes whose weight is packed into 4 bits."""
     state = getattr(getattr(module, "weight", None), "quant_state", None)
     return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 
@@ -86,9 +86,9 @@ def make_stand_in(native: Any) -> nn.Linear:
 
 @contextmanager
 def as_plain_linears(model: nn.Module) -> Iterator[None]:
-    """Show plain linears in place of quantized linears, so that a policy is found as for the unquantized model.
+    """Show plain linear layers in place of quantized ones, so that a policy is found as for the unquantized model.
 
-    The plain linears have one value in memory.
+    The plain layers have one value in memory.
     """
     owners = {name.rpartition(".")[0] for name in find_packed_weights(model)}
     shown: dict[int, nn.Module] = {}

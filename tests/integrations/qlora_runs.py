@@ -38,7 +38,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 192, "num_hidden_layers": 2,
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32, **SMALL,
 }  # fmt: skip
-"""The slices of o_proj (32) and down_proj (96) divide blocks of 64 values, those of the other linears do not."""
+"""The slices of o_proj (32) and down_proj (96) divide blocks of 64 values, those of the other layers do not."""
 NF4: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 QUANTIZERS: dict[str, dict[str, Any]] = {
     "nf4": NF4,

@@ -79,7 +79,7 @@ def test_adapters_can_be_added_after_sharding(integrations: IntegrationProcess, 
 
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tensor", "sequence parallel", "pipeline"])
-def test_linears_with_biases_and_fused_projections(integrations: IntegrationProcess, layout: str) -> None:
+def test_layers_with_biases_and_fused_projections(integrations: IntegrationProcess, layout: str) -> None:
     check(integrations, [("nf4, double quantization", "LoRA", layout, "before", "gpt2")])
 
 
