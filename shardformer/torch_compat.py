@@ -208,6 +208,17 @@ def has_data(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+save_own_tensors, load_own_tensors = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
+"""Methods of a module that save and load its own parameters and buffers, which layers of other libraries extend."""
+apply_to_tensors = nn.Module._apply
+"""Method of a module with which ``to`` converts its parameters and buffers."""
+
+
+def is_wrapper_tensor(x: Tensor) -> bool:
+    """Return whether a tensor is of a class that wraps other tensors, and has no memory of its own."""
+    return hasattr(type(x), "__tensor_flatten__")
+
+
 def has_meta_tensors(model: nn.Module) -> bool:
     """Return whether a parameter or buffer of a model is on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device
