@@ -23,7 +23,7 @@ from shardformer.layout.shard_export_guard import mark_slices
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
-from shardformer.torch_compat import without_fake_tensors
+from shardformer.torch_compat import FakeTensor, without_fake_tensors
 
 STATISTICS_BUFFER = "running_mean"
 """A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
@@ -230,6 +230,10 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
     if type(embedding).forward is nn.Embedding.forward and "forward" not in vars(embedding):
         return 1.0
     probe, weight = copy.copy(embedding), embedding.weight[:, :2]
+    probe._buffers = {  # a dry run has fake tensors, which know the value of a constant
+        name: getattr(buffer, "constant", None) if isinstance(buffer, FakeTensor) else buffer
+        for name, buffer in embedding._buffers.items()
+    }
     ids = torch.arange(len(weight))
 
     def output(table: Tensor, ids: Tensor) -> Tensor:
