@@ -255,7 +255,7 @@ class HeadLayout:
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
                 + self._in_partitions,
                 rule="A model type has default head counts, which apply if its config sets only one of them",
-                remedy=f"Set the number of key-value heads, such as num_key_value_heads, in the model's config to {fits}",
+                remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
             fits = ", ".join(str(n) for n in range(1, most + 1))

@@ -7,6 +7,7 @@ import csv
 import io
 import json
 import math
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -26,6 +27,8 @@ _CONVERT = (
     "force_ascii=False), or read_feather"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+CHECKED_BYTES = 2**20
+"""Number of bytes at the start and the end of a file that its checksum covers."""
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
@@ -33,6 +36,19 @@ def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
     """Return the files, folders or data set names that the configuration lists as training or validation data."""
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
+
+
+def file_checksums(data: DataTable) -> dict[str, int]:
+    """Return a checksum of the size, the start and the end of each file of the training and validation data."""
+    found = {}
+    for name in dict.fromkeys([*data_sources_of(data), *data_sources_of(data, validation=True)]):
+        with suppress(OSError), open(name, "rb") as file:  # other names are folders and data sets
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            start = file.read(CHECKED_BYTES)
+            file.seek(max(size - CHECKED_BYTES, 0))
+            found[name] = zlib.crc32(start + file.read() + str(size).encode())
+    return found
 
 
 def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:

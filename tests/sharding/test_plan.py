@@ -237,7 +237,7 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
         (
             {"num_kv_heads": 2},
-            ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "in the model's config to 1, 5"),
+            ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "num_key_value_heads, to 1, 5"),
         ),
         (
             {"stack": block(GOOD_ATTENTION)},
