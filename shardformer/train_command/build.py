@@ -529,7 +529,11 @@ def build_model(
     trust = config.model.trust_remote_code
     try:
         if lazy and not config.model.random:
-            model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
+            has_new_classes = getattr(saved, "num_labels", None) != getattr(complete, "num_labels", None)
+            model = from_pretrained(
+                kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust,
+                ignore_mismatched_sizes=has_new_classes,
+            )  # fmt: skip
         else:
             with LazyInit() if lazy else uninitialized_weights():
                 model = create_model(kind, complete, dtype, trust)
