@@ -17,6 +17,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.comm.autograd_collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.shard_export_guard import mark_slices
@@ -142,6 +143,8 @@ class ParallelModule(nn.Module, ABC):
             self.register_parameter(name, None)
             return
         shard = _get_or_create_shard(full, spec, self.coords, shared)
+        axes = tuple(axis for splits in spec.splits.values() for split in splits for axis in split.axes)
+        setattr(shard, SHARD_OF, (f"{type(self).__name__}.{name}", axes))
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
