@@ -73,7 +73,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}",
             rule="A policy is derived from one forward with tokens, images or audio",
-            remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), and on the "
+            remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), on the "
             "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md)",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")

@@ -40,9 +40,9 @@ from shardformer.policies.policy import Policy
 from shardformer.random_state import seed_random
 from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
-from shardformer.transformers_compat import forward_arguments
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
 from shardformer.training.data_loader import move_to_device
+from shardformer.transformers_compat import forward_arguments
 from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
