@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs: the backward of one is the forward of the other.
+"""Collectives with autograd support, in pairs: the backward pass of one is the forward pass of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -32,7 +32,7 @@ SHARD_OF = "_shardformer_shard_of"
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward to raise an error under create_graph=True, which collectives do not support."""
+    """Decorate a backward pass to raise an error under create_graph=True, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -138,7 +138,7 @@ def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) 
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x`` as input of a tensor parallel block, whose backward all-reduces the gradient of ``x``.
+    """Return ``x`` as input of a tensor-parallel block. The backward pass all-reduces the gradient of ``x``.
 
     Raises:
         ConfigError: ``x`` is a parameter that is sharded over ``axis``. The sum of the gradients of different shards
@@ -150,7 +150,7 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     if axis.name in axes:
         raise ConfigError(
             f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}",
-            rule="Its backward sums a gradient over the ranks, which is correct only if all ranks have the same tensor",
+            rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor",
             remedy="Use the parameter directly, because each rank's shard has its own gradient",
         )
     return CopyToTpRegion.apply(x, axis)
@@ -178,7 +178,7 @@ def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return this rank's slices of a replicated tensor, whose backward all-gathers the gradient."""
+    """Return this rank's slices of a replicated tensor. The backward pass all-gathers the gradient."""
     return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 

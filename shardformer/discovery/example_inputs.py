@@ -35,16 +35,16 @@ AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a f
 
 
 class UnknownInputsError(PolicyError):
-    """Raised if no example input can be generated for the forward of a model."""
+    """Raised if no example input can be generated for the forward pass of a model."""
 
 
 def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
-    """Return a batch as keyword arguments of a model's forward: a dict, or a tensor or tensors in their order.
+    """Return a batch as keyword arguments of a model's forward pass: a dict, or a tensor or tensors in their order.
 
-    Values of a dict that the forward does not accept, such as the target of a loss function, are left out.
+    Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
 
     Raises:
-        InputError: if it is none of these, or has more tensors than the forward has arguments.
+        InputError: if it is none of these, or has more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
         return forward_arguments(batch, model)
@@ -53,8 +53,8 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
         shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
         raise InputError(
-            f"batch is {shown}, which does not fit the forward of {type(model).__name__}",
-            rule=f"The forward takes {', '.join(names)}",
+            f"batch is {shown}, which does not fit the forward pass of {type(model).__name__}",
+            rule=f"The forward pass takes {', '.join(names)}",
             remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}',
         )
     return dict(zip(names, values, strict=False))
@@ -64,7 +64,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return example batches that a model may accept: with all known arguments, and with only text or media.
 
     Raises:
-        UnknownInputsError: if no argument of the forward is known.
+        UnknownInputsError: if no argument of `forward` is known.
     """
     names = inspect.signature(model.forward).parameters
     inputs = dict(generate_inputs(model))
@@ -72,7 +72,7 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
         example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}",
-            rule="A policy is derived from one forward with tokens, images or audio",
+            rule="A policy is derived from one forward pass with tokens, images or audio",
             remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), on the "
             "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md)",
         )
@@ -210,7 +210,7 @@ def _find_config_field(config: Any, name: str, *sub_configs: str) -> Any:
 
 
 def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
-    """Return a function that runs the forward of a model on a fixed batch, without a KV cache.
+    """Return a function that runs the forward pass of a model on a fixed batch, without a KV cache.
 
     Floating-point inputs are cast to the dtype of ``model``. Every call uses the same random seed.
     """
@@ -258,7 +258,7 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
 
 
 def find_media_inputs(model: nn.Module) -> list[str]:
-    """Return the names of the image and audio arguments that the forward of a model accepts."""
+    """Return the names of the image and audio arguments that the forward pass of a model accepts."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 

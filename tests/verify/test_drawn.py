@@ -48,6 +48,7 @@ def sounds(step: int) -> dict[str, Tensor]:
     return {"input_values": values, "labels": torch.randint(1, 32, (4, 5), generator=generator)}
 
 
+@pytest.mark.full
 @pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
 def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
