@@ -157,7 +157,7 @@ def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
 
 
 def forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
-    """Return the values of a batch that a model's forward pass accepts, without others such as the target of the loss."""
+    """Return the values of a batch that a model's forward pass accepts, without others such as the loss's target."""
     names = accepted_keywords(model)
     return {name: value for name, value in batch.items() if names is None or name in names}
 
