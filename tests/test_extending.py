@@ -88,7 +88,7 @@ def _pass_group() -> str:
 
 
 def test_a_shard_as_replicated_input_is_refused(folder: Path) -> None:
-    """Its gradients would be summed over different shards, and gloo aborts if their sizes differ."""
+    """The sum of the gradients of different shards is wrong, and gloo aborts if their sizes differ."""
     layer = importlib.import_module("parallel").ParallelSquaredReLU
 
     def copy_shard(context: ParallelContext) -> str:

@@ -44,7 +44,7 @@ def test_only_adagrad_has_state_before_its_first_step() -> None:
 
 
 def test_the_bytes_of_an_expanded_element_can_be_read() -> None:
-    """It is contiguous with stride 0, so that ``contiguous`` does not copy it."""
+    """Such a tensor is contiguous with stride 0, so that ``contiguous`` does not copy the element."""
     element = torch.tensor(2.0)
     assert view_as_bytes(element.expand(1)).numpy().tobytes() == element.numpy().tobytes()
     assert view_as_bytes(element.expand(3)).numpy().tobytes() == 3 * element.numpy().tobytes()
