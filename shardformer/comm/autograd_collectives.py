@@ -153,7 +153,8 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
             rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor",
             remedy="Use the parameter directly, because each rank's shard has its own gradient",
         )
-    return CopyToTpRegion.apply(x, axis)
+    copied: Tensor = CopyToTpRegion.apply(x, axis)
+    return copied
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:
