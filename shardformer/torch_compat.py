@@ -360,6 +360,16 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
     return reasons[0] if reasons else "unknown"
 
 
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a vector of bytes, which shares its memory if it is contiguous.
+
+    A tensor of one element is contiguous with any stride, such as 0 after ``expand``, but a view of another element
+    size requires stride 1.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
+
+
 def is_dtensor(value: object) -> bool:
     """Return whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)
