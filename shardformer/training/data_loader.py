@@ -243,7 +243,7 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
                 f"than the {num_ranks} data ranks",
-                remedy="Set drop_last=true, or change batch_size",
+                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
             )
 
 
