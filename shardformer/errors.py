@@ -238,6 +238,7 @@ def import_optional(module: str, what: str, extra: str, instead: str = "", libra
         library: name of the library, if it is not the first part of ``module``.
     """
     try:
+        import_module(module.partition(".")[0])
         return import_module(module)
     except ImportError as error:
         raise ConfigError(

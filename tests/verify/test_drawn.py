@@ -57,6 +57,7 @@ def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.full
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
 def test_each_data_rank_draws_the_plain_models_numbers_for_its_shard(

@@ -71,6 +71,7 @@ def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: Wo
     assert report.passed, report
 
 
+@pytest.mark.full
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
     model = find_model("stablelm").deeper(2)
     batches = model.batches(4)
