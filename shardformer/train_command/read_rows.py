@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import torch
 
-from shardformer.errors import ConfigError, InputError, did_you_mean, first_line
+from shardformer.errors import ConfigError, InputError, did_you_mean, first_line, import_optional
 from shardformer.train_command.config_schema import DataTable, TrainConfig
 
 SUFFIXES = {".txt": "text", ".md": "text", ".text": "text", ".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "jsonl"}
@@ -424,13 +424,7 @@ class _CheckedStream:
 
 
 def _import_datasets(what: str, names: Sequence[str]) -> Any:
-    try:
-        import datasets
-    except ImportError as error:
-        raise ConfigError(
-            f"{what} requires the library datasets to read {names[0]!r}, which is not installed",
-            remedy="Run pip install 'shardformer[data]', or convert the data to JSON lines",
-        ) from error
+    datasets = import_optional("datasets", f"{what}, to read {names[0]!r},", "data", "convert the data to JSON lines")
     datasets.utils.logging.disable_progress_bar()
     datasets.utils.logging.set_verbosity(datasets.utils.logging.CRITICAL)  # its errors are raised too
     return datasets

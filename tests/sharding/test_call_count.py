@@ -94,7 +94,7 @@ def test_a_batch_of_the_train_command_passes_few_files(tmp_path: Path, monkeypat
 
 
 def has_tokens(value: Any) -> bool:
-    """Return True for a tensor of tokens or labels, and for a collection that contains one."""
+    """Return whether a value is a tensor of tokens or labels, or a collection that contains one."""
     if isinstance(value, dict | list | tuple):
         return any(map(has_tokens, value.values() if isinstance(value, dict) else value))
     return isinstance(value, Tensor) and not value.is_floating_point() and value.shape[-1:] == (16,)

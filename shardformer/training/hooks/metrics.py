@@ -155,9 +155,10 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
 
 
 def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
-    metrics = import_optional(
-        "sklearn.metrics", f"Metrics({name!r})", "metrics", f"pass a function: Metrics({name}=...)", "scikit-learn"
-    )
+    instead = f"pass a function: Metrics({name}=...)"
+    import_optional("sklearn", f"Metrics({name!r})", "metrics", instead, "scikit-learn")
+    from sklearn import metrics
+
     if name == "f1":
         return lambda labels, predictions: metrics.f1_score(
             labels,
