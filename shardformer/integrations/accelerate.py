@@ -38,6 +38,7 @@ from shardformer.errors import ConfigError, check_choice
 from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
+from shardformer.integrations.releases import check_release
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
@@ -46,6 +47,8 @@ from shardformer.training.initialize import initialize, make_context
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+check_release("accelerate", accelerate.__version__)
 
 OTHER_BACKENDS = (
     "deepspeed_plugin",
@@ -424,7 +427,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-        model.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})  # saved by DDP
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
+        model.load_state_dict(_with_all_names(weights, model))
         load_plain_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
 
     @contextmanager
@@ -458,6 +462,15 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Add shared weights under all of their names. accelerate saves them under one: tied heads, PEFT's embeddings."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    saved = {name: group for group in names.values() for name in group if name in weights}
+    return weights | {other: weights[name] for name, group in saved.items() for other in group if other not in weights}
 
 
 def _is_unprepared_optimizer(value: Any) -> bool:

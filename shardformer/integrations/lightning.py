@@ -36,6 +36,7 @@ from shardformer.filesystem.lock import release
 from shardformer.gradient_accumulation.label_tracing import LabelForm
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.gradients.reducer import no_sync
+from shardformer.integrations.releases import check_release
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
@@ -44,6 +45,7 @@ from shardformer.training.initialize import initialize, make_context
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
 """The package that the script uses. Lightning is published under two names, whose classes do not mix."""
+check_release("lightning", pl.__version__)
 
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""

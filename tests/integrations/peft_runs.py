@@ -280,10 +280,12 @@ def eval_loss(model: Any, model_name: str, context: ParallelContext) -> Tensor:
     return plain_loss(model, model_name)
 
 
-def compare_named(feature: str, layout: str, model_name: str = "llama", order: str = "before") -> Difference | str:
+def compare_named(
+    feature: str, layout: str, model_name: str = "llama", order: str = "before", steps: int = STEPS
+) -> Difference | str:
     """Compare a feature on a layout with one process. Returns the text of the error if the layout is refused."""
     try:
-        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order)
+        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order, steps)
     except ConfigError as error:
         return str(error)
 
@@ -293,8 +295,8 @@ def files_named(feature: str, layout: str, model_name: str = "llama") -> dict[st
         return file_differences(model_name, config_of(feature, model_name), LAYOUTS[layout], folder)
 
 
-def compare_all(cases: list[tuple[str, str, str, str]]) -> list[Difference | str]:
-    return [compare_named(*case) for case in cases]
+def compare_all(cases: list[tuple[str, str, str, str]], steps: int) -> list[Difference | str]:
+    return [compare_named(*case, steps) for case in cases]
 
 
 def release() -> str:
