@@ -34,11 +34,10 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_choice
+from shardformer.errors import ConfigError, check_choice, check_release
 from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
-from shardformer.integrations.releases import check_release
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of, tables_here
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES

@@ -31,12 +31,11 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.filesystem.lock import release
 from shardformer.gradient_accumulation.label_tracing import LabelForm
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
 from shardformer.gradients.reducer import no_sync
-from shardformer.integrations.releases import check_release
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES

@@ -27,9 +27,8 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.integrations.accelerate import Accelerator, sharded_model_in
-from shardformer.integrations.releases import check_release
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft.layers import (
@@ -28,7 +28,6 @@ from shardformer.integrations.peft.layers import (
     shard_adapter,
     sharded_copy,
 )
-from shardformer.integrations.releases import check_release
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, ShardedFrom
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
