@@ -340,6 +340,34 @@ def switch_adapters(layout: Layout | None) -> list[float]:
     return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
 
 
+def compare_saved_norms() -> Difference:
+    """Compare Gemma 3, all of whose norms PEFT copies when it is sharded. Those of queries and keys are in blocks."""
+    config = config_of("modules_to_save", "gemma", modules_to_save=["norm"])
+    return compare("gemma", config, LAYOUTS["tensor"], "after", steps=2)
+
+
+def loss_with_hook(order: str | None) -> float:
+    """Return the loss of a model with a user's hook on a norm that an adapter copies.
+
+    Args:
+        order: "before" or "after" ``shard_model``. None does not shard.
+    """
+    import peft
+
+    def run(context: ParallelContext | None) -> float:
+        torch.manual_seed(0)
+        model = llama().double()
+        model.model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+        if context is not None and order == "after":
+            model = shardformer.shard_model(model, context=context)
+        model = peft.get_peft_model(model, config_of("LoRA", modules_to_save=["norm"]))
+        if context is not None and order == "before":
+            model = shardformer.shard_model(model, context=context)
+        return float(plain_loss(model, "llama"))
+
+    return run(None) if order is None else run_as_threads(run, tensor=2, in_turn=True)[0]
+
+
 def shard_different_adapters(context: ParallelContext, options: dict[str, int]) -> None:
     """Shard adapters whose options differ between the ranks."""
     torch.manual_seed(0)

@@ -120,6 +120,18 @@ def test_an_adapter_with_the_name_of_a_module_can_be_deleted(integrations: Integ
     assert before == after
 
 
+def test_norms_of_a_sharded_model_are_copied_without_the_model(integrations: IntegrationProcess) -> None:
+    found = integrations(1).run(runs.compare_saved_norms)[
+        0
+    ]  # takes minutes if the copies follow the hooks of the norms
+    assert found.worst < BOUND, found
+
+
+def test_a_hook_of_the_user_on_a_copied_module_runs_once(integrations: IntegrationProcess) -> None:
+    plain, before, after = (integrations(1).run(runs.loss_with_hook, order)[0] for order in (None, "before", "after"))
+    assert before == pytest.approx(plain, rel=1e-6) and after == pytest.approx(plain, rel=1e-6)
+
+
 def test_adapters_that_differ_between_ranks_raise(integrations: IntegrationProcess) -> None:
     shape, scale = integrations(1).run(runs.errors_of_different_adapters)[0]
     assert "q_proj lora_A.default" in shape and "out_features=3" in shape

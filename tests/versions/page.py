@@ -63,8 +63,8 @@ def _libraries() -> list[str]:
     return [
         "## Other libraries\n",
         "The [integrations](integrations.md) are tested with the oldest supported releases of these libraries "
-        "(`make test-oldest`, with the oldest transformers) and with the newest ones (`make test-integrations`). An older "
-        "release raises an error that names the oldest supported one.\n",
+        "(`make test-oldest`, with the oldest transformers) and with the newest ones (`make test-integrations`). An "
+        "older release raises an error that names the oldest supported one.\n",
         "| library | oldest | newest |",
         "|---|---|---|",
         *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
