@@ -15,7 +15,6 @@ from shardformer.config import ParallelConfig
 from shardformer.sharding.compiled_layers import compiled_stacks
 from tests.integrations.errors import errors_of
 from tests.integrations.small_models import (
-    MODELS,
     full_weights,
     largest_difference,
     llama,
@@ -49,12 +48,11 @@ class Loop:
         accumulation: int = 1,
         shuffle: bool = False,
         adapter: str = "",
-        model: str = "llama",
         **options: Any,
     ) -> None:
         torch.manual_seed(5)
         accelerator = make_accelerator(layout, gradient_accumulation_steps=accumulation, **options)
-        module = add_adapter(llama().double(), adapter, 0) if adapter else MODELS[model]()
+        module = add_adapter(llama().double(), adapter, 0) if adapter else llama()
         trained = [p for p in module.parameters() if p.requires_grad]
         # with a smaller eps, rounding errors decide the steps of values whose gradient is almost 0
         optimizer = torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)

@@ -30,7 +30,6 @@ LAYOUTS: list[dict[str, Any]] = [
 ]
 FEATURES: dict[str, dict[str, Any]] = {
     "loop": {},
-    "tied weights": {"model": "gpt2"},
     "accumulate": {"accumulation": 2},
     "shuffled data": {"shuffle": True},
     "bf16": {"mixed_precision": "bf16"},
@@ -41,7 +40,6 @@ SAMPLE = [
     ("accumulate", {"tensor": 2}),
     ("shuffled data", {"data": 2, "zero_stage": 1}),
     ("LoRA of PEFT", {"tensor": 2}),
-    ("tied weights", {"tensor": 2}),
     ("prompt tuning of PEFT", {"data": 2, "zero_stage": 3}),
 ]
 
