@@ -464,7 +464,7 @@ def _load_plain_file(folder: Path, *names: str) -> Any:
 
 
 def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Add shared weights under all of their names. accelerate saves only one, such as that of the embedding of prompts."""
+    """Add shared weights under all of their names. accelerate saves one of them (PEFT's embedding of prompts)."""
     names: dict[int, list[str]] = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(param), []).append(name)
