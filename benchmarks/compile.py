@@ -4,9 +4,9 @@
     python benchmarks/compile.py --layouts tensor data --hidden 256
     python benchmarks/compile.py --layouts tensor --whole
 
-A step is a forward, a backward and torch's fused AdamW on two processes. For each layout the compiled and the eager
-model take turns. "first s" is the time of the first step, in which torch.compile builds the graphs. The losses must
-agree. ``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
+A step is a forward pass, a backward pass and torch's fused AdamW on two processes. For each layout the compiled and the
+eager model take turns. "first s" is the time of the first step, in which torch.compile builds the graphs. The losses
+must agree. ``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
 """
 
 from __future__ import annotations
@@ -110,15 +110,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=40.0)
+    parser = common.arguments(__doc__, seconds=40.0, hidden=512, layers=4, vocabulary=1000, batch=2, sequence=256)
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=list(LAYOUTS))
     parser.add_argument("--whole", action="store_true", help=f"measure {WHOLE}, too")
     parser.add_argument("--backend", default="inductor", help="the compiler")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
     return parser.parse_args(argv)
 
 

@@ -3,9 +3,9 @@
     python benchmarks/fused.py
     python benchmarks/fused.py --families llama --sequence 2048
 
-A step is a forward, a backward and torch's fused AdamW on two processes. Each option, and all three together, are
-compared with the default model (in which transformers selects torch's scaled_dot_product_attention if available) and
-with eager attention. The losses must agree. If a model does not support an option, the table has the reason.
+A step is a forward pass, a backward pass and torch's fused AdamW on two processes. Each option, and all three together,
+are compared with the default model (in which transformers selects torch's scaled_dot_product_attention if available)
+and with eager attention. The losses must agree. If a model does not support an option, the table has the reason.
 """
 
 from __future__ import annotations
@@ -130,14 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=45.0)
+    parser = common.arguments(
+        __doc__, seconds=45.0, hidden=512, heads=8, layers=4, vocabulary=1000, batch=2, sequence=512
+    )
     parser.add_argument("--families", nargs="+", choices=list(LANGUAGE_MODEL), default=list(LANGUAGE_MODEL))
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=512)
     return parser.parse_args(argv)
 
 

@@ -63,7 +63,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 
 
 def measure_product(setting: Setting) -> dict[str, Timing]:
-    """Measure in every process: one linear with four times as many output features, forward and backward."""
+    """Measure in every process: one linear layer with four times as many output features, forward and backward."""
     context = with_grid_axes(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
     grid, hidden = TensorGrid.of(context, "2d"), setting.size.hidden
     torch.manual_seed(0)
@@ -133,12 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=10.0)
+    parser = common.arguments(__doc__, seconds=10.0, hidden=256, layers=4, sequence=64, vocabulary=500)
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 16, 64], help="samples per batch")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=500)
     parser.add_argument("--formula", type=int, nargs="+", default=[], metavar="RANKS", help="print the formulas only")
     return parser.parse_args(argv)
 

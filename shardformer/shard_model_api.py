@@ -19,7 +19,8 @@ from shardformer.discovery.example_inputs import UnknownInputsError
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
-from shardformer.integrations.peft import has_adapters, install_entry_points, shard_with_adapters
+from shardformer.integrations.peft import has_adapters, shard_with_adapters
+from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -34,7 +35,15 @@ from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import without_fake_tensors
-from shardformer.weights.save_pretrained import install_saving_and_loading
+from shardformer.torch_patches import call_after_import
+from shardformer.weights.save_pretrained import (
+    num_parameters,
+    raise_load_adapter_error,
+    raise_resize_error,
+    raise_submodule_save_error,
+    save_pretrained,
+)
+from shardformer.weights.state_dict import load_state_dict
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,21 +58,9 @@ def shard_in_place(
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
-    if "peft" in sys.modules and has_adapters(model):
-        shard = partial(_shard_plain_model, config=config, policy=policy, example=example)
-        return shard_with_adapters(model, shard, finish)
-    return _shard_plain_model(model, config, policy, finish, example)
+    """Shard a model in place: find and validate its policy, apply the policy, and replace methods of the model.
 
-
-def _shard_plain_model(
-    model: nn.Module,
-    config: ShardConfig,
-    policy: Policy | type[Policy] | None = None,
-    finish: Callable[[nn.Module], object] = lambda _: None,
-    example: Example = lambda: None,
-) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
+    Adapters that PEFT added to the model are sharded too.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -77,6 +74,20 @@ def _shard_plain_model(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
+    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example)
+    if "peft" in sys.modules and has_adapters(model):
+        return shard_with_adapters(model, shard, finish)
+    return shard(model, finish=finish)
+
+
+def _shard_without_adapters(
+    model: nn.Module,
+    *,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None,
+    example: Example,
+    finish: Callable[[nn.Module], object],
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     sharder = Sharder(model, config)
 
     def plan() -> ShardingPlan:
@@ -89,12 +100,36 @@ def _shard_plain_model(
     with sharder.restoring_on_error():
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
-        install_saving_and_loading(sharder.model, sharder.state)
-        sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
-        install_entry_points()
-        sharder.model.__dict__["compile"] = compile_model.__get__(sharder.model)
+        _replace_methods(sharder.model)
+        call_after_import(*PEFT_ENTRY_POINTS)
+        if hasattr(sharder.model, "save_pretrained"):
+            sharder.state.notes.append("save_pretrained writes full weights. resize_token_embeddings is not supported.")
         finish(sharder.model)
     return sharder.model, shared_params
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "load_state_dict": load_state_dict,
+    "save_pretrained": save_pretrained,
+    "num_parameters": num_parameters,
+    "extra_repr": sharded_extra_repr,
+    "compile": compile_model,
+}
+"""Methods of a sharded model that replace those of its class. They read and write full weights."""
+METHODS_OF_MODULES: Mapping[str, Callable[..., Any]] = {
+    "save_pretrained": raise_submodule_save_error,
+    "resize_token_embeddings": raise_resize_error,
+    "load_adapter": raise_load_adapter_error,
+}
+"""Methods that raise ConfigError, on every module that has them."""
+
+
+def _replace_methods(model: nn.Module) -> None:
+    for module in model.modules():
+        methods = {**METHODS_OF_MODULES, **METHODS} if module is model else METHODS_OF_MODULES
+        for name, method in methods.items():
+            if hasattr(module, name):
+                module.__dict__[name] = method.__get__(module)
 
 
 NO_POLICY, DERIVED = "no policy", "a derived and validated policy"
@@ -280,7 +315,7 @@ def measure_pipeline_costs(
 
     Args:
         model: the plain model.
-        batch: keyword arguments of the forward, with the shapes used in training.
+        batch: keyword arguments of `forward`, with the shapes used in training.
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
@@ -295,7 +330,7 @@ def measure_pipeline_costs(
     with torch.no_grad(), fork_random_state(device):
         try:
             return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
-        finally:  # a forward in training mode updates buffers, such as the averages of a BatchNorm
+        finally:  # a forward pass in training mode updates buffers, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -359,7 +394,7 @@ def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Whether a policy fits only a transformers model inside ``model``, a user's wrapper with the same config."""
+    """Return whether a policy fits only a transformers model inside ``model``, a wrapper with the same config."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

@@ -46,6 +46,7 @@ def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
     return [RandomBatches(DEFAULT_HEAD["llama"])(10 * step + rank) for step in range(4)]
 
 
+@pytest.mark.reduced(at_most=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "torch.compile"])
@@ -92,7 +93,7 @@ def compiled(sizes: dict[str, int]) -> bool:
     return all(torch.allclose(x, whole[n], atol=ATOL) for n, x in shardformer.full_state_dict(model).items())
 
 
-@pytest.mark.above_budget("torch.compile builds C++ code for a forward and a backward")
+@pytest.mark.above_budget("torch.compile builds C++ code for a forward and a backward pass")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_model_trains_like_the_plain_one(pool2: Any) -> None:
     assert pool2.run(compiled, {"tensor": 2}) == [True, True]

@@ -163,7 +163,7 @@ def frozen_embedding(model: Any, family: str) -> Values:
 
 
 def accumulated(model: nn.Module, family: str) -> Values:
-    """Two steps with three backwards each."""
+    """Two steps with three backward passes each."""
     out = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
@@ -199,7 +199,7 @@ def zeroed_in_place(model: nn.Module, family: str) -> Values:
 
 
 def graph_kept(model: nn.Module, family: str) -> Values:
-    """Two backwards through one graph."""
+    """Two backward passes through one graph."""
     loss = loss_of(model, family)
     loss.backward(retain_graph=True)
     (2 * loss).backward()
@@ -215,7 +215,7 @@ def checkpointed_reentrant(model: nn.Module, family: str) -> Values:
 
 
 def lengths_in_one_backward(model: Any, family: str) -> Values:
-    """Run forwards of several lengths, then one backward that recomputes them, with a short evaluation in between."""
+    """Run forward passes of several lengths, then a backward pass that recomputes them, with an evaluation between."""
     out = {}
     for lengths in ((13, 9, 17), (13, 14, 12)):  # in the second case some ranks have shards of equal length
         for use_reentrant in (False, True):
@@ -245,7 +245,7 @@ class Recomputed(nn.Module):
 
 
 def wrapped_in_checkpoints(model: Any, family: str) -> Values:
-    """Test normal sequences and empty shards, with a first forward that runs without gradients on all ranks."""
+    """Test normal sequences and empty shards, with a first forward pass that runs without gradients on all ranks."""
     model.enable_input_require_grads()
     model.config.use_cache = False
     layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])
@@ -333,7 +333,7 @@ def _trained(model: nn.Module, family: str, step: int, sequence: int = 13) -> Va
 
 
 def interrupted(model: nn.Module, family: str) -> Values:
-    """Raise in the middle of a forward and of a backward, and continue training after each."""
+    """Raise in the middle of a forward pass and of a backward pass, and continue training after each."""
     layer = next(m for n, m in model.named_modules() if n.endswith(".1"))
     with failing(layer, in_backward=False):
         loss_of(model, family, 1)
@@ -384,14 +384,14 @@ EVERYWHERE: tuple[Feature, ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=8)
 @pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
 def test_features(feature: Feature, family: str, mode: str) -> None:
     assert_same(side_by_side(feature, family, MODES[mode]))
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
     "feature",
@@ -404,7 +404,7 @@ def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize(
     "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
@@ -494,7 +494,7 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_recomputation_draws_the_same_dropout_masks(
     pool2: WorkerPool, family: str, mode: str, use_reentrant: bool
@@ -587,7 +587,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_autocast_differs_only_by_rounding(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
@@ -666,7 +666,7 @@ def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> 
     return generated(shard_model(to_generate(family), config=ShardConfig(context=context, **options)), length)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(
     ("family", "layout", "length"),
     pairwise(list(GENERATING), [(2, "plain"), (2, "overlap"), (4, "sequence")], [1, 9]),
@@ -708,7 +708,7 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_equals_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as JSON.")] = False,
 ) -> None:
-    """Train a model with the model, data, layout, optimizer, schedule and hooks of a configuration file.
+    """Train a model as a configuration file specifies: model, data, layout, optimizer, schedule and hooks.
 
     Ctrl-C finishes the step and saves. Run the command again to resume from the last checkpoint. Under a launcher
     (shardformer run, srun) the command is one of the processes; otherwise it starts them.
@@ -177,8 +177,8 @@ def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
 def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     from rich.table import Table
 
+    from shardformer.errors import format_bytes
     from shardformer.train_command.summary import describe_layout, print_rows
-    from shardformer.zero.memory_estimate import format_bytes
 
     count = prod(plan.sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"

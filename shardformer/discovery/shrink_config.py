@@ -180,7 +180,7 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
 
 
 def _enumerates_layers(values: Sequence[Any]) -> bool:
-    """Return whether a list contains consecutive layer indices, which do not show different kinds of layers."""
+    """Return whether a list contains only consecutive layer indices, which do not describe kinds of layers."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 
@@ -410,7 +410,7 @@ def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes:
 
 
 def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
-    """Return by how many parts of a head's features this field must be divided."""
+    """Return the number of parts of a head's features by which this field must be divided."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
     part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)
@@ -420,7 +420,7 @@ def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) 
 def _reduce_width_of_heads(
     field: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> int | None:
-    """Return the reduced value of a field that equals heads times head dim; None for other fields."""
+    """Return the reduced value of a field that equals heads times head dim, or None for other fields."""
     for heads, dim in product(neighbors, neighbors):
         if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == field.value and heads is not dim:
             if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):

@@ -1,13 +1,11 @@
-"""Convert roles (attention, MLP, experts) to module descriptions, and distribute attention heads over ranks."""
+"""Convert roles (attention, MLP) to module descriptions, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +26,6 @@ from shardformer.policies.roles import (
     MLP,
     Attention,
     AttentionProjections,
-    Experts,
     LayerStack,
     LocalAttr,
     Role,
@@ -38,15 +35,13 @@ from shardformer.policies.roles import (
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 LayerReplacement = SubModuleReplacementDescription
-ALIGNED = 8
-"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
-"""Path of a linear -> arguments of its parallel replacement."""
+"""Path of a linear layer -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Converts the roles of one layer (attentions, MLPs, experts) to module descriptions.
+    """Converts the roles of one layer to module descriptions.
 
     Args:
         layer: the layer.
@@ -63,7 +58,7 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Whether the layer has the module that a role describes.
+        """Return whether the layer has the module that a role describes.
 
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
         least one layer has the exit. Raises PolicyError if a required module is missing.
@@ -96,7 +91,7 @@ class LayerLowering:
                     f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
                     remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused",
                 )
-        self._check_width(width, ups[0])
+        check_width(width, self.axis, f"{self.path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
@@ -108,51 +103,10 @@ class LayerLowering:
         block.shared_exit = mlp.shared_exit
         return description
 
-    def describe_experts(self, experts: Experts) -> ModulePolicyDescription:
-        module = paths.get_module(self.layer, experts.at)
-        ups = paths.as_path_list(experts.up)
-        stacked = {name: self._require_stacked_parameter(module, experts, name) for name in (*ups, experts.down)}
-        shapes = {name: tuple(full.shape) for name, full in stacked.items()}
-        dims = self._choose_expert_dims(experts, shapes)
-        width = shapes[experts.down][dims[experts.down]]
-        self._check_width(width, f"{experts.at}.{ups[0]}")
-        unit = math.gcd(width, ALIGNED)
-        is_aligned = width // unit >= self.axis.size
-        unit = unit if is_aligned else 1
-        up_split = Split.fused([width] * experts.fused, self.axis.size, unit)
-        if experts.interleaved:
-            up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
-        splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
-        parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
-        block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-        attributes = {} if is_aligned else _make_eager_experts_config(module, experts.at)
-        return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
-
-    def _choose_expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Return the dim along which each parameter of stacked experts is sharded.
-
-        Raises PolicyError if no dim or several dims are possible.
-        """
-        ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
-        if experts.dims or experts.fused == 1:
-            required = dict(experts.dims) or {experts.down: 2}
-            ways = [way for way in ways if way | required == way]
-        if len(ways) != 1:
-            found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise PolicyError(
-                f"{self.path}.{experts.at} has {found}, in which {'several dims' if ways else 'no dims'} match",
-                rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
-                "elements per expert",
-                remedy=f"Pass dims={ways[0]} if the forward uses these dims"
-                if ways
-                else "Correct the names, `fused` or `dims`",
-            )
-        return ways[0]
-
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Describe a tensor-parallel block and the replacement of its linears.
+        """Describe a tensor-parallel block and the replacement of its linear layers.
 
         Returns (module description, block).
         """
@@ -166,32 +120,14 @@ class LayerLowering:
     def count_features(self, name: str, *, out: bool) -> int:
         return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
-    def _check_width(self, width: int, up: str) -> None:
-        if width < self.axis.size:
-            raise ConfigError(
-                f"A tensor size of {self.axis.size} exceeds the {width} features of {self.path}.{up}",
-                remedy=f"Use a tensor size of at most {width}",
-            )
 
-    def _require_stacked_parameter(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
-        full = getattr(module, name, None)
-        if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
-            raise PolicyError(
-                f"{self.path}.{experts.at}.{name} is not a parameter of stacked experts",
-                rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
-                remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
-            )
-        return full
-
-
-def _make_eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
-    config: Any = getattr(module, "config", None)
-    if not hasattr(config, "_experts_implementation"):
-        return {}
-    config = copy.deepcopy(config)
-    config._experts_implementation = "eager"
-    return {paths.join_path(at, "config"): config}
+def check_width(width: int, axis: Axis, path: str) -> None:
+    """Raise ConfigError if an MLP or expert has fewer features than there are tensor ranks."""
+    if width < axis.size:
+        raise ConfigError(
+            f"A tensor size of {axis.size} exceeds the {width} features of {path}",
+            remedy=f"Use a tensor size of at most {width}",
+        )
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
@@ -206,24 +142,6 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role",
             )
-
-
-def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
-
-    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
-    Several choices fit if the number of features equals the hidden size.
-    """
-    ways = []
-    for at in (2, 1):
-        width, hidden = shapes[down][at], shapes[down][3 - at]
-        of = {
-            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
-            for name, s in shapes.items()
-        } | {down: [at]}
-        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
-        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
-    return ways
 
 
 @dataclass(frozen=True)
@@ -297,7 +215,7 @@ class HeadLayout:
         return sorted(set(self._kv_head_per_query(rank)))
 
     def map_local_kv_heads(self, rank: int) -> list[int] | None:
-        """Return the local KV head that each query head of a rank reads, if the forward cannot derive it.
+        """Return the local KV head that each query head of a rank reads, if the forward pass cannot derive it.
 
         None if all KV heads are read by the same number of query heads, so that repeating each is correct.
         """
@@ -307,13 +225,13 @@ class HeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_kv_heads_read(self, rank: int) -> list[int]:
-        """Return the indices of the KV heads that the forward of a rank reads, in the order of the forward."""
+        """Return the indices of the KV heads that a rank reads, in the order in which its forward pass reads them."""
         own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def count_kv_heads(self, rank: int) -> int:
-        """Return the number of KV heads that the forward of a rank reads."""
+        """Return the number of KV heads that the forward pass of a rank reads."""
         return len(self.get_kv_heads_read(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
@@ -356,7 +274,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return how the ranks split a parameter or buffer that ``local_attrs`` names: dim -> split."""
+        """Return a dict from dims to splits, for a parameter or buffer that ``local_attrs`` names."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -481,7 +399,7 @@ class AttentionLowering:
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
         """Add the changes for the entries of ``local_attrs`` to the description of the attention.
 
-        Returns argument of the forward -> its dim that counts heads.
+        Returns argument of `forward` -> its dim that counts heads.
 
         Args:
             key_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
@@ -521,7 +439,7 @@ class AttentionLowering:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
-            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of the forward",
+            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 

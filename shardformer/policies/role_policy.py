@@ -1,13 +1,13 @@
-"""``RolePolicy``, a policy in the form of a table of the model's roles (attentions, MLPs, embeddings).
+"""``RolePolicy``, a policy in the form of a table of the model's roles (attention modules, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
-attentions and MLPs to one layer, and those of their projections to that module. A leading dot makes a projection's path
-relative to the layer (BERT's output projection is outside the attention module). A trailing ``?`` marks optional paths.
+attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
+a projection relative to the layer (BERT's output projection is outside the module). ``?`` marks optional paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -18,6 +18,7 @@ from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.policies.experts import describe_experts
 from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
 from shardformer.policies.module_descriptions import (
     ModuleKey,
@@ -34,10 +35,12 @@ from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 BETWEEN_LAYERS = "the model reads the hidden states between its layers, where each rank has only a shard"
 BETWEEN_STAGES = "the model reads the hidden states between its layers, but a stage has only those of its own layers"
+LARGE_SHARE = 0.1
+"""A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
 
 
 class RolePolicy(Policy):
-    """A policy in the form of a table of roles (attentions, MLPs, embeddings).
+    """A policy in the form of a table of roles (attention modules, MLPs, embeddings).
 
     See ``shardformer/policies/models`` for examples.
 
@@ -45,7 +48,7 @@ class RolePolicy(Policy):
         stack: the model's stack or stacks of layers.
         embeddings: vocabulary embeddings, relative to the base model.
         head: the language model head, relative to the full model. Ignored for classes without one.
-        unstacked_blocks: attentions and MLPs outside the stacks, relative to the full model.
+        unstacked_blocks: attention modules and MLPs outside the stacks, relative to the full model.
         submodels: submodules that are models themselves (a text model), relative to the full model, ``?`` if optional.
             The policy of its own model type describes each.
         keep_replicated: paths that stay replicated although they are large or inside a layer, relative to the base
@@ -95,11 +98,11 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
+        """Return whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Whether the model reads the outputs of layers before the last one."""
+        """Return whether the model reads the outputs of layers before the last one."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -259,7 +262,7 @@ class RolePolicy(Policy):
         # a user's module in the place of a head that a table of this package names stays replicated
         own = [path for path, module in present.items() if is_from_package(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]
-        self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear." for path in own)]
+        self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear layer." for path in own)]
         subs += [
             LayerReplacement(p, self._parallel_classes.head, ignore_if_not_exist=True) for p in heads if p not in own
         ]
@@ -271,7 +274,7 @@ class RolePolicy(Policy):
         if isinstance(role, MLP):
             return lowering.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
         if isinstance(role, Experts):
-            return lowering.describe_experts(role)
+            return describe_experts(role, lowering.layer, lowering.path, lowering.axis)
         attention = self._convert_attention(role, lowering)
         if (heads := attention.uneven_heads) is None:
             return attention.describe()
@@ -289,7 +292,7 @@ class RolePolicy(Policy):
 
 
 def is_from_package(policy: Policy) -> bool:
-    """Whether a policy is built in or derived by this package, instead of written by the user."""
+    """Return whether a policy is built in or derived by this package, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
@@ -315,8 +318,45 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     return found
 
 
+def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection[int], stacks: Sequence[str]) -> None:
+    """Raise PolicyError if the policy has neither a rule nor an entry in ``keep_replicated`` for a matrix.
+
+    Args:
+        matched: ids of the parameters with a rule.
+        stacks: paths of the stacks of layers.
+    """
+    replicated = policy.replicated()
+    if replicated is None:
+        return
+    total = sum(p.numel() for p in model.parameters())
+    inside = tuple(f"{path}." for path in stacks)
+    left: dict[str, nn.Parameter] = {}
+    for name, p in model.named_parameters():
+        is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
+        is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
+        if is_relevant and id(p) not in matched and not is_replicated:
+            left[name] = p
+    if left:
+        name, p = next(iter(left.items()))
+        _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
+        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
+        raise PolicyError(
+            f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
+            + (f", nor for {', '.join(map(repr, others))}" if others else ""),
+            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated",
+            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'})",
+        )
+
+
+def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
+    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
+    stack = next((s for s in stacks if name.startswith(s)), name)
+    layer, dot, rest = name.removeprefix(stack).partition(".")
+    return f"{stack}*{dot}{rest}" if layer.isdigit() else name
+
+
 def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:
-    """Whether a module after the layers, such as a final norm, processes each token separately."""
+    """Return whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
 

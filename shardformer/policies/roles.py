@@ -1,4 +1,4 @@
-"""Roles, which describe the attentions, MLPs and experts of a layer, and the stack of layers."""
+"""Roles, which describe the attention modules, MLPs and experts of a layer, and the stack of layers."""
 
 from __future__ import annotations
 
@@ -24,15 +24,23 @@ LOCAL_ATTR_KINDS = {
 """Allowed values in ``local_attrs``, for each kind of entry."""
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """Base class of roles, which raises PolicyError for a field with a value of the wrong type."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionProjections:
-    """Paths of the linears of an attention, which may be fused: q, k and v, or qkv, or q and kv.
+class AttentionProjections(_Checked):
+    """Paths of the linear layers of an attention module, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
         q, k, v, qkv, kv: the input projections. Fused ones are concatenated in the order q, k, v.
         interleaved: whether fused ones are instead grouped by KV head: its query heads, its k, its v.
-        partitions: number of equal partitions of the heads, if the forward splits the features into consecutive
+        partitions: number of equal partitions of the heads, if the forward pass splits the features into consecutive
             partitions. Each rank gets the same heads of each partition.
         gates: further projections with the same number of features for each query head.
     """
@@ -46,9 +54,6 @@ class AttentionProjections:
     interleaved: bool = False
     partitions: int = 1
     gates: Sequence[str] = ()
-
-    def __post_init__(self) -> None:
-        check_field_types(self)
 
 
 Q_K_V_O = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")
@@ -64,17 +69,17 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
     }
 )
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs:
-    """Inputs of an attention, if they are not only the first tensor argument of its module.
+class AttentionInputs(_Checked):
+    """Inputs of an attention module, if they are not only the first tensor argument of its module.
 
     Args:
-        entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
-            the first of the projections.
-        arguments: further arguments of the forward that projections read. Each enters the tensor-parallel region.
+        entry: the module whose first tensor argument is the input. For an attention module that adds its residual
+            itself, the first of the projections.
+        arguments: further arguments of `forward` that projections read. Each enters the tensor-parallel region.
         cross_attention: whether k and v read the states of another stack.
         inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
             projection and its norm) instead of its input.
-        reads_width: whether the forward reads the features of all heads from the last dim of its input.
+        reads_width: whether the forward pass reads the features of all heads from the last dim of its input.
         full_sequence: whether the module needs the full sequence outside the block, too, because it adds its residual
             itself. Sequence parallelism gathers the sequence before the module and shards it after the module.
     """
@@ -86,18 +91,15 @@ class AttentionInputs:
     reads_width: bool = False
     full_sequence: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
-class Attention:
-    """Role of an attention in a layer: its projections, inputs and head counts.
+class Attention(_Checked):
+    """Role of an attention module in a layer: its projections, inputs and head counts.
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
-        projections: its linears.
+        projections: its linear layers.
         local_attrs: name -> what it counts on this rank: "heads", "kv_heads", "groups" (query heads per KV head) or
             "width" (heads times head dim). The name is that of
 
@@ -106,7 +108,7 @@ class Attention:
               that size, "inside" if no dim counts;
             - a norm over all heads between entry and exit (a norm over each head needs no entry);
             - an embedding with one column per head (relative position bias);
-            - an argument of the forward, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
+            - an argument of `forward`, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
         inputs: its inputs.
         num_heads, num_kv_heads: the counts, or the config fields with them; default: those of the policy. A leading dot
             names an attribute of the module (".num_heads"), for head counts that differ between layers.
@@ -122,7 +124,7 @@ class Attention:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        super().__post_init__()
         every = tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         for name, entry in self.local_attrs.items():
             if (entry if isinstance(entry, str) else entry[0]) not in every:
@@ -142,14 +144,14 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
-class MLP:
-    """Role of an MLP in a layer: the linears that read its input, and the linear at its exit.
+class MLP(_Checked):
+    """Role of an MLP in a layer: the linear layers that read its input, and the linear layer at its exit.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
-        up: linears that read the input (gate and up). Those that end in ``?`` are optional.
-        down: the linear at the exit.
-        fused: number of blocks fused in each linear of ``up`` (2 for a fused gate and up). None derives it from sizes.
+        up: linear layers that read the input (gate and up). Those that end in ``?`` are optional.
+        down: the linear layer at the exit.
+        fused: number of blocks fused in each layer of ``up`` (2 for a fused gate and up). None derives it from sizes.
         norm: a norm over all features between entry and exit.
         shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
             outputs directly. Both then use one collective.
@@ -164,13 +166,10 @@ class MLP:
     shared_exit: str | None = None
     optional: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
-class Experts:
+class Experts(_Checked):
     """Role of the experts of a layer, whose weights are stacked into 3-D parameters.
 
     Each expert is sharded along its features.
@@ -197,15 +196,12 @@ class Experts:
     dims: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 Role = Attention | MLP | Experts
 
 
 def get_exit_path(role: Role) -> str | None:
-    """Return the path of the linear at the exit of a role, relative to the layer; None if there is no single linear."""
+    """Return the path of a role's last linear layer, relative to its layer, or None if there are several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -213,16 +209,16 @@ def get_exit_path(role: Role) -> str | None:
 
 @renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
-class LayerStack:
+class LayerStack(_Checked):
     """Role of a stack of layers: the path of the ModuleList, and the roles in each layer.
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
-        blocks: the attentions, MLPs and experts of one layer.
+        blocks: the attention modules, MLPs and experts of one layer.
         final_norm: the norm after the last layer.
-        cross_states: (path of a module, name of its argument) of the states that attentions with ``cross_attention``
-            read. They enter the tensor-parallel region once for all layers. A pipeline passes the states of the stack
-            before there.
+        cross_states: (path of a module, name of its argument) of the states that attention modules with
+            ``cross_attention`` read. They enter the tensor-parallel region once for all layers. A pipeline passes the
+            states of the stack before there.
         no_sequence_parallel: why sequence parallelism does not support this stack, if it supports other stacks.
         optional: whether some models do not have it.
         stages: hints for pipelines.
@@ -238,11 +234,11 @@ class LayerStack:
     stages: PipelineHints = field(default_factory=PipelineHints)
     sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
     reads_context: bool = field(init=False, repr=False, compare=False)
-    """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
+    """Whether an attention module in the stack reads the states of another stack (``cross_states``)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads_context", False)
-        check_field_types(self)
+        super().__post_init__()
         reads = any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)
         object.__setattr__(self, "reads_context", reads)
         name = self.cross_states[1] if self.cross_states and reads else None
@@ -253,5 +249,5 @@ class LayerStack:
                     f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
                     f"stack {self.layers!r} and through the arguments {list(arguments)}",
                     rule="Their gradients would be summed over the ranks twice",
-                    remedy="Remove `arguments` from attentions with cross_attention=True",
+                    remedy="Remove `arguments` from attention modules with cross_attention=True",
                 )

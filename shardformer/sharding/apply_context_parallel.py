@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -21,6 +20,7 @@ from shardformer.module_paths import find_module
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.transformers_compat import get_uniform_field
 
 RING, GROUP = "ring", "ulysses"
 """Names of the two axes into which the sequence axis is split."""
@@ -85,11 +85,11 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
-    return None if classes else "has no attention that uses the AttentionInterface"
+    return None if classes else "has no attention module that uses the AttentionInterface"
 
 
 def is_explicit_method(context: ParallelContext, method: str) -> bool:
-    """Whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
+    """Return whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
@@ -135,22 +135,14 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := _get_uniform_field(inner, name), int):
-            keys = _get_uniform_field(inner, "num_key_value_heads")
+        if isinstance(queries := get_uniform_field(inner, name), int):
+            keys = get_uniform_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
 
 
-def _get_uniform_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None if it is missing or its value differs between layers."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers raises it for a value that differs between layers
-        return None
-
-
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
+    """Return whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
@@ -167,7 +159,7 @@ class ContextFindings:
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
         gathers: (path of a stack's layers, path of a module in each layer) of modules that need the full sequence.
-        is_whole: whether the full-sequence modules include the attentions, which then stay unmodified.
+        is_whole: whether the full-sequence modules include the attention modules, which then stay unmodified.
         reads_between: whether the model reads or writes positions of the hidden states between two layers.
         unproven: name of an input with which the sequence cannot be sharded -> reason.
     """

@@ -34,7 +34,7 @@ from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.meta_init.materialization import check_recipes, record_changes
-from shardformer.module_paths import find_configs
+from shardformer.module_paths import LIBRARIES, find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
@@ -441,11 +441,8 @@ def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
             yield path, module
 
 
-LIBRARIES = ("torch", "transformers", "timm", "shardformer")
-
-
 def runs_library_code(module: nn.Module) -> bool:
-    """Return whether the forward of a module is defined in a library and was not replaced."""
+    """Return whether the forward pass of a module is defined in a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
     return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
 

@@ -55,7 +55,7 @@ class StackCompiler:
         path: path of the stack's layers.
         options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
         layers: paths of the layers on this rank.
-        random_device: device of the random state that the graphs contain; None if they use the generators.
+        random_device: device of the random state that the graphs contain, or None if they use the generators.
 
     Attributes:
         graphs: for each compiled graph, the path of the first layer that uses it.
@@ -72,7 +72,7 @@ class StackCompiler:
 
     def __post_init__(self) -> None:
         mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
-        self.running = ""  # path of the layer whose forward runs
+        self.running = ""  # path of the layer whose forward pass runs
         self._compile = torch_compat.backend_compiler(self.backend, mode, options, dynamic)
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
@@ -96,7 +96,8 @@ class StackCompiler:
         backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "a function")
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
-        text += f", {count} graph{'' if count == 1 else 's'}, no graph break" if count else ", at their first forward"
+        graphs = f"{count} graph{'' if count == 1 else 's'}, no graph break"
+        text += f", {graphs}" if count else ", at their first forward pass"
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
@@ -114,12 +115,12 @@ def _call_layer(
 
 
 class CompiledLayer:
-    """Forward of a layer as one compiled graph. The hooks of the layer itself stay eager.
+    """Compiled ``forward`` of a layer as one graph. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
     evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
 
-    Raises ConfigError in the first forward if the layer cannot be compiled as one graph.
+    Raises ConfigError in the first forward pass if the layer cannot be compiled as one graph.
     """
 
     def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
@@ -138,7 +139,7 @@ class CompiledLayer:
         install_sites(layer)
 
     def remove(self) -> None:
-        """Restore the forward of the layer."""
+        """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -150,7 +151,7 @@ class CompiledLayer:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
-            return self._run_eagerly(args, kwargs)  # the sequence of this forward is not sharded
+            return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
         if caches := caches_in((*args, *kwargs.values())):
             if not torch.is_grad_enabled() or any(map(holds_tokens, caches)):
                 return self._run_eagerly(args, kwargs)
@@ -205,12 +206,12 @@ class CompiledLayer:
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}",
             rule="A compiled layer has no graph break",
-            remedy="Set compile=False, or change what the message names in the forward of the layer",
+            remedy="Set compile=False, or change what the message names in the forward pass of the layer",
         )
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the forward of each layer of the stacks by a compiled one. Torch compiles it in the first forward.
+    """Replace the `forward` of each layer of the stacks by a compiled one. Torch compiles it in the first forward pass.
 
     Raises ConfigError if the model, its layout or this computer does not support it.
     """
@@ -233,7 +234,7 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
 
 
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Return path -> layer of a stack, without the layers of other pipeline stages."""
+    """Return a dict from paths to layers of a stack, without the layers of other pipeline stages."""
     layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
@@ -282,7 +283,7 @@ def compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **opti
     check_names(options, OPTIONS, "model.compile has no argument", "It takes the arguments of torch.compile")
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            "model.compile was called on a pipeline stage, whose forward of each layer is already replaced",
+            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method",
             remedy="Set compile=True in ParallelConfig",
         )
     compile_stacks(self, state, backend, options)

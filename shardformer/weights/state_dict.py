@@ -21,8 +21,8 @@ from shardformer.torch_compat import IncompatibleKeys
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
 
-    Communicates nothing, except under ZeRO stage 3, where all ranks call it with full tensors. Raises ConfigError for
-    the state dict of another model. The model is then unchanged.
+    Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
+    for the state dict of another model. The model is then unchanged.
     """
     state = metadata_of(self)
     _check_load_arguments(assign)
@@ -107,7 +107,7 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Whether a value of the state dict is a full tensor rather than a shard; None if both have the same shape."""
+    """Return whether a value of a state dict is a full tensor, not a shard, or None if both have the same shape."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:

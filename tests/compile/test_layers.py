@@ -141,12 +141,12 @@ def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[
     assert max(found) < BOUND
 
 
-def test_recomputation_after_a_forward_of_another_length() -> None:
+def test_recomputation_after_a_forward_pass_of_another_length() -> None:
     def do(context: ParallelContext) -> float:
         def gradients(**options: Any) -> Values:
             model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
             losses = [model(**RandomBatches("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
-            for loss in losses:  # recomputes the first forward after the second
+            for loss in losses:  # recomputes the first forward pass after the second
                 loss.backward()
             return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -247,7 +247,7 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
     for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
         assert difference < BOUND
         assert texts == [
-            "Compiled with aot_eager: 3 layers of model.layers, at their first forward.",
+            "Compiled with aot_eager: 3 layers of model.layers, at their first forward pass.",
             "Compiled with aot_eager: 3 layers of model.layers, 1 graph, no graph break.",
         ]
 
@@ -327,7 +327,7 @@ def test_unsupported_options_are_refused(sizes: dict[str, int], options: dict[st
         run_as_threads(lambda context: model_of(context=context, **{"family": "llama", **options}), **sizes)
 
 
-def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward() -> None:
+def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward_pass() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context, compile=BACKEND)
         norm = model.model.layers[1].input_layernorm

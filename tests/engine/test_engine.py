@@ -104,6 +104,7 @@ def test_one_process_equals_a_plain_training_loop() -> None:
     assert _layout({"micro_batch_size": 2}) < EXACT
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -118,6 +119,7 @@ def test_two_processes_give_the_weights_of_one(pool2: WorkerPool, parallel: dict
     assert max(pool2.run(_layout, parallel)) < EXACT
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(
     "parallel", [{"pipe": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}, {"pipe": 2, "tensor": 2}, {}], ids=str
 )
@@ -337,7 +339,7 @@ def _misused(engine: Engine, how: str) -> None:
         engine.backward(engine(batch) / 2)
     elif how == "no batch":
         engine.step()
-    elif how == "no backward":
+    elif how == "no backward pass":
         engine(batch)
         engine.step()
     elif how == "twice":
@@ -355,7 +357,7 @@ def _misused(engine: Engine, how: str) -> None:
     [
         ("another loss", "is not the last loss of the engine"),
         ("no batch", "without a batch"),
-        ("no backward", "before backward"),
+        ("no backward pass", "before backward"),
         ("twice", r"engine\(\[first, second\]\)"),
         ("saved between", "in the middle of a step"),
         ("a word", "batch of type str is not supported"),

@@ -41,7 +41,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "bound"),
@@ -186,25 +186,26 @@ CASES = {
     "re-entrant checkpoints of two layers": Case("two, reentrant"),
     "checkpoints, layers left out": Case("non-re-entrant", left_out=drops),
     "re-entrant checkpoints, layers left out": Case("reentrant", left_out=drops_on_all),
-    "two forwards before one backward": Case(forwards=2),
-    "two forwards, re-entrant checkpoints": Case("reentrant", forwards=2),
-    "two backwards through one graph": Case(backwards=2),
+    "two forward passes before one backward pass": Case(forwards=2),
+    "two forward passes, re-entrant checkpoints": Case("reentrant", forwards=2),
+    "two backward passes through one graph": Case(backwards=2),
     "gathered once a step": Case(reshard=False, left_out=drops),
     "gathered once a step, checkpoints": Case("two", reshard=False),
     "some layers stay": Case(reshard=ROOM),
     "some layers stay, layers left out": Case(reshard=ROOM, left_out=drops),
     "some layers stay, left out on all": Case(reshard=ROOM, left_out=drops_on_all),
     "some layers stay, checkpoints": Case("two", reshard=ROOM),
-    "some layers stay, two forwards": Case(reshard=ROOM, forwards=2),
+    "some layers stay, two forward passes": Case(reshard=ROOM, forwards=2),
     "all layers stay": Case(reshard=2**30, left_out=drops),
     "on the host": Case(offload=RESTS),
     "on the host, layers left out": Case(offload=RESTS, left_out=drops),
     "on the host, some layers stay, checkpoints": Case("reentrant", reshard=ROOM, offload=RESTS, left_out=drops_on_all),
     "on the host, half of the state on the device": Case(offload=OffloadConfig("cpu", 0.5, parameters=True)),
-    "on the host, two forwards": Case(offload=RESTS, forwards=2, backwards=2),
+    "on the host, two forward passes": Case(offload=RESTS, forwards=2, backwards=2),
 }
 
 
+@pytest.mark.reduced(at_most=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_unusual_use_of_layers(name: str) -> None:
@@ -298,6 +299,7 @@ def test_keep_frozen_decides_whether_frozen_layers_are_sharded(keep_frozen: bool
         assert all(float((weights[n] - p).abs().max()) < 1e-12 for n, p in want.state_dict().items())
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("reshard", [None, True])
 def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
     """A step of several micro-batches gathers a layer once by default."""

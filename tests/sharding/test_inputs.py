@@ -43,7 +43,7 @@ def of_ranks(layout: dict[str, Any], run: Any) -> None:
 
 
 def perturbed(model: Any) -> tuple[Tensor, Tensor]:
-    """Run the backward of embeddings from the model's table plus a perturbation. Returns the perturbation."""
+    """Run the backward pass of embeddings from the model's table plus a perturbation. Returns the perturbation."""
     delta = torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True)
     loss = model(inputs_embeds=model.get_input_embeddings()(IDS) + delta, labels=IDS).loss
     loss.backward()
@@ -105,6 +105,7 @@ class Prefix(nn.Module):
         return loss.item(), grad
 
 
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"sequence": 2}], ids=str)
 def test_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:

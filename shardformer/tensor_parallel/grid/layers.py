@@ -1,12 +1,12 @@
-"""Linears of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
+"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns
     weights   all-gather of hidden over rows          the same; partial products reduce-scattered over depth
     exit      reduce-scatter of hidden over columns   all-gather of samples over depth, reduce-scatter over columns
 
-In the backward, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
-again in the backward. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
+In the backward pass, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
+again in the backward pass. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
 super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training"; Bian et al. 2021,
 "Maximizing parallelism in distributed training for huge neural networks").
 """
@@ -136,7 +136,7 @@ class GridRegion:
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
-# b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
+# b local samples, S sequence, H hidden, F features of one linear layer; lower case: local shard
 
 
 def project_grid_columns(
@@ -217,9 +217,9 @@ class _GridColumnProjections(Function):
 
 
 class GridRowParallelMatmul(Function):
-    """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
+    """Row-parallel linear layer without bias on a tensor grid, which sums the products of a row of ranks.
 
-    If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
+    If the backward pass runs separately for the input and for the weight, it gathers the output gradient only once.
     """
 
     leaves_block = True
@@ -277,7 +277,7 @@ class GridTensorParallelBlock(TensorParallelBlock):
         return None, [column.multiply(self._entered) for column in self.columns]
 
 
-# --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linears that work without a block.
+# --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linear layers that work without a block.
 # b local samples, S sequence, H hidden, F features; lower case: local shard
 
 
@@ -306,7 +306,7 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
 
 
 class _GridLinear(GridModule):
-    """Mixin that turns a 1D tensor-parallel linear into a linear on a tensor grid."""
+    """Mixin that turns a 1D tensor-parallel linear layer into a linear layer on a tensor grid."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -319,7 +319,7 @@ class _GridLinear(GridModule):
 
 
 class GridLinear_Col(_GridLinear, Linear1D_Col):
-    """Column-parallel linear on a tensor grid: (b, S, H) -> (b, S, f).
+    """Column-parallel linear layer on a tensor grid: (b, S, H) -> (b, S, f).
 
     Shards its weight along F over columns, by the split of its role, and along H over rows (in 3D first over depth).
     In a block, the block communicates. Outside a block it gathers its weight (backward: a reduce-scatter).
@@ -337,7 +337,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
 
 
 class GridLinear_Row(_GridLinear, Linear1D_Row):
-    """Row-parallel linear on a tensor grid: (b, S, f) -> the local activations (b, S, h).
+    """Row-parallel linear layer on a tensor grid: (b, S, f) -> the local activations (b, S, h).
 
     Shards its weight like ``GridLinear_Col``, and its bias along H like the activations.
     """
@@ -378,12 +378,12 @@ def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tens
 class ModeLayers:
     """Layer classes of one tensor-parallel mode, by their role in a model."""
 
-    column: type[ParallelModule]  # the first linears of a block
+    column: type[ParallelModule]  # the first linear layers of a block
     row: type[ParallelModule]  # the last linear of a block
     norm: type[ParallelModule]  # a norm over sharded features inside a block
     bias_table: type[ParallelModule]  # an embedding inside a block whose columns are heads
     embedding: type[ParallelModule]  # the vocabulary embedding
-    head: type[ParallelModule]  # the linear that computes logits
+    head: type[ParallelModule]  # the linear layer that computes logits
 
 
 _1D = ModeLayers(Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D)

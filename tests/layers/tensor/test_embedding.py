@@ -53,6 +53,7 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.reduced(at_most=15)
 @over_one_two_and_four
 @pytest.mark.parametrize("padding_idx", [None, 0, 64, 126, -1])
 @of_both_kinds
@@ -209,7 +210,7 @@ class AlmostScaled(Scaled):
 
 @pytest.mark.parametrize("kind", [Squared, OneToken, AlmostScaled])
 def test_embedding_with_another_forward_raises(kind: type[nn.Embedding]) -> None:
-    with pytest.raises(ConfigError, match="a custom forward"):
+    with pytest.raises(ConfigError, match="a custom `forward`"):
         VocabParallelEmbedding1D.from_native_module(kind(V, H))
 
 

@@ -40,7 +40,7 @@ REFUSED = {
     "xlm": ("XLMWithLMHeadModel", "another stage has the parameters that compute it"),
     "pvt_v2": ("PvtV2ForImageClassification", "in two stages it does not run"),
 }
-"""Models with attentions and MLPs in separate lists, or with layers that return several outputs."""
+"""Models with attention modules and MLPs in separate lists, or with layers that return several outputs."""
 
 
 def compute_reference(family: str, name: str) -> ReferenceGradients:
@@ -55,7 +55,7 @@ def stacks_of(policy: Any) -> list[LayerStack]:
     return [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=3, at_most=1)
 @pytest.mark.parametrize("family", FOUND)
 def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
     name, needs = FOUND[family]

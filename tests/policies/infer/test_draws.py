@@ -1,4 +1,4 @@
-"""Models that draw random numbers in their forward are validated with identical draws."""
+"""Models that draw random numbers in their forward pass are validated with identical draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.policies.toy import ToyLM, toy_batch
 
 
 class Masked(ToyLM):
-    """Masks random positions in each forward, also in eval mode."""
+    """Masks random positions in each forward pass, also in eval mode."""
 
     how = "torch"
 
@@ -42,6 +42,7 @@ class Masked(ToyLM):
         return logits
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "numpy", "python"])
 def test_a_policy_is_derived_for_a_model_with_random_masks(how: str) -> None:

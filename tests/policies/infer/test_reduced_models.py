@@ -24,7 +24,7 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
 
 
 def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
-    """Return the last two path components of each linear that the policy shards in all layers."""
+    """Return the last two path components of each linear layer that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     sharded = make_plan(model, policy).sharded_parameter_ids()
@@ -40,7 +40,11 @@ def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
         ("musicgen_decoder", "MusicgenForCausalLM", {"input_ids": (8, 9)}),  # a row for each of four codes
         ("siglip2", "Siglip2ForImageClassification", {"pixel_values": (2, 9, 768), "spatial_shapes": (2, 2)}),
         ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {"input_features": (2, 8, 72)}),
-        ("perceiver", "PerceiverForMaskedLM", {"input_ids": (2, 9)}),  # its layers are self-attentions of a block
+        (
+            "perceiver",
+            "PerceiverForMaskedLM",
+            {"input_ids": (2, 9)},
+        ),  # its layers are self-attention modules of a block
         ("vibevoice_asr", "VibeVoiceAsrForConditionalGeneration", {"input_ids": (2, 9)}),
         ("neomme", "NeoMMEForMaskedLM", {"input_ids": (2, 9)}),  # a quarter of its heads is turned, by fours
         ("levit", "LevitForImageClassification", {"pixel_values": (2, 3, 64, 64)}),
@@ -92,6 +96,7 @@ def test_layers_that_share_keys_and_values_are_sharded() -> None:
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= sharded
 
 
+@pytest.mark.full
 def test_the_image_size_of_a_staged_model_is_reduced() -> None:
     mobilevit = reduce_model(native("mobilevit", "MobileViTForImageClassification"))
     assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])

@@ -42,7 +42,7 @@ class Fed(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A model without linears that feed each other."""
+    """A model without linear layers that feed each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Convolved(nn.Module):
 
 
 class Attending(nn.Module):
-    """A layer that is an attention with its residual, optionally followed by an MLP.
+    """A layer that is an attention module with its residual, optionally followed by an MLP.
 
     Args:
         heads: shape of the heads for unflatten.
@@ -128,6 +128,7 @@ def test_printed_source_with_notes_is_valid_python() -> None:
     )
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("kind", ["mamba", "convolutions"])
 def test_the_error_without_shardable_layers_lists_alternatives(kind: str) -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)
