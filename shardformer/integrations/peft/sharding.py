@@ -425,7 +425,7 @@ def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
 
 @contextmanager
 def without_hooks(model: nn.Module) -> Iterator[None]:
-    """Context in which the modules of a model have no hooks."""
+    """Hide the hooks of all modules of a model in this context."""
     tables = [getattr(module, name) for module in model.modules() for name in HOOK_TABLES]
     kept = [(table, dict(table)) for table in tables if table]
     for table, _ in kept:
@@ -441,7 +441,7 @@ def without_hooks(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_metadata(model: nn.Module) -> Iterator[None]:
-    """Context in which the modules of a sharded model do not refer to it."""
+    """Hide the metadata of a sharded model from its modules in this context."""
     parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
     state = metadata_of(model)
     for attributes in parts:
