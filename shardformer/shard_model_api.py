@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_files
-from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stacks, derive_policy, make_no_policy_error
-from shardformer.discovery.example_inputs import UnknownInputsError
+from shardformer.discovery.derive_policy import (
+    DerivedPolicy,
+    NothingShardedError,
+    derive_layer_stacks,
+    derive_policy,
+    make_no_policy_error,
+)
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
@@ -30,10 +35,11 @@ from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
-from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
+from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
+from shardformer.tensor_parallel.quantized_linear import as_plain_linears
 from shardformer.torch_compat import without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
@@ -92,9 +98,11 @@ def _shard_without_adapters(
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
-        resolved = _find_and_bind_policy(sharder, policy, example)
-        if resolved.source != NO_POLICY:
-            _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
+        check_no_integer_weights(model, sharder.context.sizes)
+        with as_plain_linears(model):
+            resolved = _find_and_bind_policy(sharder, policy, example)
+            if resolved.source != NO_POLICY:
+                _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
         return sharder.plan(resolved)
 
     with sharder.restoring_on_error():
@@ -348,7 +356,7 @@ def resolve_policy(
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
         may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
-        example: returns a small batch, which is used if no inputs can be generated for the model.
+        example: returns a small batch, which is used if the model cannot be run with generated inputs.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -386,7 +394,9 @@ def resolve_policy(
 def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
     try:
         return derive_policy(model)
-    except UnknownInputsError:
+    except NothingShardedError:
+        raise
+    except PolicyError:
         batch = example()
         if batch is None:
             raise

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import threading
@@ -213,7 +214,8 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"The checkpoint was saved with {state['samples']} training samples, but the data has "
                 f"{self._source.count}",
-                remedy="Pass the same data, or load the model without its data position: shardformer.load_checkpoint",
+                remedy="Use the same data. To train on other data, load the model without its data position with "
+                "shardformer.load_checkpoint, or in a new run set model.name to the exported model",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -241,7 +243,7 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
                 f"than the {num_ranks} data ranks",
-                remedy="Pass drop_last=True, or change batch_size",
+                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
             )
 
 
@@ -251,6 +253,27 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
     return loader
+
+
+def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
+    """Return the arguments of ``forward`` for the first two samples of a data set or DataLoader.
+
+    Leaves out what the forward does not take. None if the samples cannot be read by their index.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    try:
+        data = make_source(source, copy.copy(collate), 0, None)
+        batch = data.example() if isinstance(data, IndexedSource) else None
+    except Exception:  # code of the user, for which the error of the model is more useful
+        return None
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if takes_all or name in {*in_order, *named}}
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    return dict(zip(in_order, batch, strict=False)) if isinstance(batch, (list, tuple)) else None
 
 
 def _check_conflict(name: str, value: object, default: object, loader_value: object) -> None:

@@ -23,13 +23,15 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
+from shardformer.layout.packed_weights import check_trains_adapters, find_packed_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, metadata_of
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import copy_to_meta, record_changes
 from shardformer.offload.activations import offload_activations
-from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
+from shardformer.pipeline.contrastive_losses import warn_of_batch_statistics
+from shardformer.pipeline.pipeline import Pipeline, is_batch_norm, modes_of, set_modes, start_training
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
@@ -234,8 +236,9 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     config = ParallelConfig.of(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
-            "The engine cannot be resharded, because initialize received a model that was already sharded",
-            remedy="Pass the unsharded model to initialize",
+            "The engine cannot be resharded, because initialize received a model that was already sharded or quantized",
+            remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint, load the "
+            "model again, and load the checkpoint under the new layout",
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:
@@ -342,14 +345,33 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
-    arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
-    arguments.example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
+
+
+def shard_with_data(
+    model: nn.Module,
+    optimizer: Any,
+    config: ParallelConfig,
+    context: ParallelContext,
+    policy: Any = None,
+    example: Callable[[], Any] = lambda: None,
+) -> Engine:
+    """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
+
+    Args:
+        example: Function that returns arguments of ``forward``, from which a policy may be derived, or None.
+    """
+    _check_argument_types(model, None, None, "step", context, None)
+    if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
+        warn_of_batch_statistics(f"over {context.data.size} data ranks")
+    arguments = RebuildArguments(None, policy, None, None, example=example)
+    return _shard_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
@@ -385,9 +407,13 @@ def _shard_engine(
     arguments: RebuildArguments,
 ) -> Engine:
     """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
+    if METADATA_ATTRIBUTE not in model.__dict__ and not find_packed_weights(model):
+        arguments.meta_model = start_training(copy_to_meta(model))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
+        check_trains_adapters(model, metadata_of(model).adapters)
+
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
             optimizers = (

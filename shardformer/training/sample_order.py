@@ -157,7 +157,7 @@ def check_batch_size(num_samples: int, shard: DataShard) -> None:
     if num_samples < shard.size:
         raise InputError(
             f"A batch of {num_samples} samples is too small for {shard.size} data ranks",
-            remedy="Pass drop_last=True, or choose a batch size that divides the number of samples",
+            remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
         )
 
 
@@ -283,7 +283,8 @@ class IndexedSource:
         """Return a batch of the first two samples without changing the random state, or None if keys are batches."""
         if self.makes_batches or not self.size:
             return None
-        return self._collate([self.read(index % self.size) for index in range(2)])
+        with restore_cpu_generators():
+            return self._collate([self.read(index % self.size) for index in range(2)])
 
     def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:
