@@ -7,7 +7,8 @@
 # make dist           build the sdist and the wheel, check both, and use the wheel in an empty environment
 # make pages          write docs/configuration.md, docs/commands.md and docs/pictures from the code
 # make features       test all model families and write docs/features.md from the results
-# make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest
+# make test-oldest    test the model families with the oldest supported transformers, in .venv-oldest, and the
+#                     integrations with the oldest supported libraries
 # make test-integrations  test with PEFT, accelerate, TRL and Lightning, in a folder of their own
 # make integration-table  run these tests and write their results into docs/integrations.md; ARGS runs some of them
 # make test-versions  test in one environment per row of docs/versions.md; ARGS="--rows 3.13 --envs FOLDER --only train"
@@ -41,15 +42,17 @@ test: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integra
 test-fast: $(VENV)/.installed-test
 	$(TIER) fast $(ARGS)
 
-test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations-more $(OLDEST)/.installed-test
+test-all: $(VENV)/.installed-test $(VENV)/.installed-timm $(VENV)/.installed-integrations-more \
+    $(OLDEST)/.installed-test $(OLDEST)/.installed-integrations
 	$(TIER) all $(ARGS)
 
 test-gpu: $(VENV)/.installed-test
 	$(TEST_ENV) $(BIN)/python -m tests.gpu $(ARGS)
 
-test-oldest: $(OLDEST)/.installed-test $(VENV)/.installed-timm
+test-oldest: $(OLDEST)/.installed-test $(OLDEST)/.installed-integrations $(VENV)/.installed-timm
 	$(TEST_ENV) TIMM_FOLDER=$(CURDIR)/$(VENV)/timm $(OLDEST)/bin/python -m pytest -m feature $(ARGS)
 	$(TEST_ENV) $(OLDEST)/bin/python -m pytest tests/policies $(ARGS)
+	$(TEST_ENV) $(OLDEST)/bin/python -m pytest --tier test tests/integrations $(ARGS)
 
 test-integrations: $(VENV)/.installed-test $(VENV)/.installed-integrations-more
 	$(TEST_ENV) $(BIN)/python -m pytest --numprocesses $(JOBS) tests/integrations $(ARGS)
@@ -161,4 +164,12 @@ $(OLDEST)/.installed-test: pyproject.toml constraints.txt constraints-oldest.txt
 	    | cat - constraints-oldest.txt > $(OLDEST)/constraints.txt
 	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet \
 	    --constraint $(OLDEST)/constraints.txt --editable ".[test,plot]"
+	@touch $@
+
+# The integrations are tested with their oldest supported releases and the oldest transformers together.
+$(OLDEST)/.installed-integrations: constraints-integrations-oldest.txt | $(OLDEST)/.installed-test
+	@echo "Installing the oldest PEFT, accelerate, TRL and Lightning into $(OLDEST)/integrations for their tests."
+	rm -rf $(OLDEST)/integrations
+	$(OLDEST)/bin/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(OLDEST)/integrations \
+	    --requirement constraints-integrations-oldest.txt
 	@touch $@

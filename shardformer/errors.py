@@ -185,6 +185,26 @@ def check_callable(name: str, value: object, rule: str) -> None:
     _raise_unless_valid(name, value, is_valid, "is not a function", f"Pass a function, or omit {name}", rule)
 
 
+OLDEST_RELEASES = {"accelerate": "1.12", "lightning": "2.5", "peft": "0.18", "trl": "1.16"}
+"""Oldest supported releases of the libraries of ``shardformer.integrations``, as in pyproject.toml."""
+
+
+def check_release(library: str, installed: str) -> None:
+    """Raise ConfigError if the installed release of a library is older than the oldest supported one.
+
+    >>> check_release("trl", "1.15")
+    Traceback (most recent call last):
+    shardformer.errors.ConfigError: trl 1.15 is installed, but ShardFormer needs trl 1.16 or newer. Run pip ...
+    """
+    oldest = OLDEST_RELEASES[library]
+    found, least = ([int(number) for number in re.findall(r"\d+", text)[:3]] for text in (installed, oldest))
+    if found < least:
+        raise ConfigError(
+            f"{library} {installed} is installed, but ShardFormer needs {library} {oldest} or newer",
+            remedy=f"Run pip install --upgrade '{library}>={oldest}'",
+        )
+
+
 def _argument_name(name: str) -> str:
     return name.rpartition(".")[2]
 

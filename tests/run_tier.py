@@ -32,6 +32,7 @@ AFTER_ALL = (
     (sys.executable, "-m", "tests.hostile", "--seed", "7", "--only", "fault", "--count", "16"),
     (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "-m", "feature"),
     (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "tests/policies"),
+    (str(OLDEST), "-m", "pytest", "-q", "--tier", "test", "tests/integrations"),
 )
 """Commands of `make test-all` that run after the tests, as many in parallel as there are jobs."""
 AFTER_ALL_LIMIT_S = 2400

@@ -19,7 +19,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from shardformer.errors import WorkerError
+from shardformer.errors import OLDEST_RELEASES, ConfigError, WorkerError, check_release
 
 TIMEOUT_S = 60.0
 TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transformers": ((5, 17), (5, 24))}
@@ -56,7 +56,8 @@ _GROUP_TITLES = {
 class CheckResult:
     """Result of one check, printed as a row of the table. Only the status ``failed`` prevents training.
 
-    ``missing`` is for optional parts, ``untested`` for supported versions that are newer than the tested ones.
+    ``missing`` is for optional parts, ``untested`` for versions that are newer than the tested ones, and for optional
+    packages that are too old.
     """
 
     group: Literal["versions", "devices", "backends", "optional"]
@@ -251,6 +252,12 @@ def _list_optional_packages() -> list[CheckResult]:
             found = version(package)
         except PackageNotFoundError:
             found = "found"
+        try:
+            if package in OLDEST_RELEASES:
+                check_release(package, found)
+        except ConfigError as error:
+            findings.append(CheckResult("optional", package, "untested", error.what, error.remedy))
+            continue
         findings.append(CheckResult("optional", package, "ok", found))
     candidates = [os.environ["CXX"]] if os.environ.get("CXX") else ["g++", "clang++", "c++"]
     compiler = next((path for name in candidates if (path := shutil.which(name))), None)

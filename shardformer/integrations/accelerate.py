@@ -38,7 +38,7 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collectives import all_gather, all_gather_objects, all_reduce, broadcast_object
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError, check_choice
+from shardformer.errors import ConfigError, check_choice, check_release
 from shardformer.filesystem.lock import release
 from shardformer.gradients.clipping import clip_grad_norm_
 from shardformer.gradients.reducer import no_sync
@@ -52,6 +52,8 @@ from shardformer.training.initialize import make_context, shard_with_data
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
+
+check_release("accelerate", accelerate.__version__)
 
 OTHER_BACKENDS = (
     "deepspeed_plugin",
@@ -447,7 +449,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
-        model.load_state_dict({name.removeprefix("module."): value for name, value in weights.items()})  # saved by DDP
+        weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
+        model.load_state_dict(_with_all_names(weights, model))
         load_plain_optimizer_state(model, optimizers[0], _load_plain_file(folder, f"{OPTIMIZER_NAME}.bin"))
 
     @contextmanager
@@ -513,6 +516,15 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _with_all_names(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Add shared weights under all of their names. accelerate saves one of them (PEFT's embedding of prompts)."""
+    names: dict[int, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(param), []).append(name)
+    saved = {name: group for group in names.values() for name in group if name in weights}
+    return weights | {other: weights[name] for name, group in saved.items() for other in group if other not in weights}
 
 
 def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:

@@ -31,7 +31,7 @@ from shardformer.checkpoint.save import save_checkpoint
 from shardformer.comm.collective_call import collective_call
 from shardformer.comm.collectives import all_gather_numbers
 from shardformer.config import ParallelConfig
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.filesystem.lock import release
 from shardformer.gradient_accumulation.label_tracing import LabelForm
 from shardformer.gradient_accumulation.micro_batch_loss import LossWeights
@@ -46,6 +46,7 @@ from shardformer.training.initialize import make_context, shard_with_data
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
 """The package that the script uses. Lightning is published under two names, whose classes do not mix."""
+check_release("lightning", pl.__version__)
 
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""

@@ -27,7 +27,7 @@ from shardformer.comm.collectives import all_gather_objects, all_reduce
 from shardformer.config import ParallelConfig
 from shardformer.context_parallel.sequence_sharded_tensor import SequenceShardedTensor
 from shardformer.discovery.token_dependence import check_packing
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.integrations.accelerate import Accelerator, sharded_model_in
 from shardformer.integrations.transformers import ShardedTrainer, transformers
 from shardformer.layout.sharding_metadata import metadata_of
@@ -36,6 +36,8 @@ from shardformer.tensor_parallel.parallel_module import ParallelModule
 from shardformer.tensor_parallel.vocab_parallel_logits import VocabParallelLogits, local_shard
 from shardformer.tensor_parallel.vocab_parallel_statistics import vocab_parallel_statistics
 from shardformer.training.initialize import initialize
+
+check_release("trl", trl.__version__)
 
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 

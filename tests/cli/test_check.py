@@ -102,6 +102,14 @@ def test_a_missing_optional_package_has_its_install_command(monkeypatch: pytest.
     assert all("install" in finding.remedy for finding in findings)
 
 
+def test_an_optional_package_that_is_too_old_has_the_command_to_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_check.importlib.util, "find_spec", lambda name: object() if name == "peft" else None)
+    monkeypatch.setattr(cli_check, "version", lambda name: "0.17.1")
+    peft = next(finding for finding in cli_check._list_optional_packages() if finding.name == "peft")
+    assert peft.status == "untested" and "peft 0.17.1" in peft.value
+    assert peft.remedy == "Run pip install --upgrade 'peft>=0.18'"
+
+
 def with_version(monkeypatch: pytest.MonkeyPatch, name: str, value: str) -> None:
     found = cli_check.version
     monkeypatch.setattr(cli_check, "version", lambda asked: value if asked == name else found(asked))

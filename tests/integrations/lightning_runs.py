@@ -158,12 +158,12 @@ def fit_metrics(parallel: dict[str, Any] | None) -> tuple[Result, list[int], lis
 
 
 def resume(folder: Path, parallel: dict[str, Any] | None) -> Result:
-    """Resume a checkpoint of the first two epochs for one more."""
-    return fit(parallel, resumed=folder, max_steps=-1, max_epochs=3)
+    """Resume a checkpoint of the first epoch for one more."""
+    return fit(parallel, resumed=folder, max_steps=-1, max_epochs=2)
 
 
 def save(folder: Path, parallel: dict[str, Any] | None) -> Result:
-    return fit(parallel, saved=folder, max_steps=-1, max_epochs=2)
+    return fit(parallel, saved=folder, max_steps=-1, max_epochs=1)
 
 
 def read_plain(folder: Path) -> dict[str, Tensor]:
@@ -269,8 +269,8 @@ def seed_of_workers(parallel: dict[str, Any]) -> int:
         del os.environ["PL_SEED_WORKERS"]
 
 
-def fit_three_epochs() -> Result:
-    return fit(None, max_steps=-1, max_epochs=3)
+def fit_two_epochs() -> Result:
+    return fit(None, max_steps=-1, max_epochs=2)
 
 
 def fit_twice(first: dict[str, Any] | None, second: dict[str, Any] | None) -> list[float] | str:

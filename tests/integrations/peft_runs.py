@@ -280,10 +280,12 @@ def eval_loss(model: Any, model_name: str, context: ParallelContext) -> Tensor:
     return plain_loss(model, model_name)
 
 
-def compare_named(feature: str, layout: str, model_name: str = "llama", order: str = "before") -> Difference | str:
+def compare_named(
+    feature: str, layout: str, model_name: str = "llama", order: str = "before", steps: int = STEPS
+) -> Difference | str:
     """Compare a feature on a layout with one process. Returns the text of the error if the layout is refused."""
     try:
-        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order)
+        return compare(model_name, config_of(feature, model_name), LAYOUTS[layout], order, steps)
     except ConfigError as error:
         return str(error)
 
@@ -293,8 +295,8 @@ def files_named(feature: str, layout: str, model_name: str = "llama") -> dict[st
         return file_differences(model_name, config_of(feature, model_name), LAYOUTS[layout], folder)
 
 
-def compare_all(cases: list[tuple[str, str, str, str]]) -> list[Difference | str]:
-    return [compare_named(*case) for case in cases]
+def compare_all(cases: list[tuple[str, str, str, str]], steps: int) -> list[Difference | str]:
+    return [compare_named(*case, steps) for case in cases]
 
 
 def release() -> str:
@@ -336,6 +338,34 @@ def switch_adapters(layout: Layout | None) -> list[float]:
         return [*map(float, found), *map(float, tokens[0]), *map(float, model.get_nb_trainable_parameters())]
 
     return run(None) if layout is None else run_as_threads(run, **layout.sizes, in_turn=True)[0]
+
+
+def compare_saved_norms() -> Difference:
+    """Compare Gemma 3, all of whose norms PEFT copies when it is sharded. Those of queries and keys are in blocks."""
+    config = config_of("modules_to_save", "gemma", modules_to_save=["norm"])
+    return compare("gemma", config, LAYOUTS["tensor"], "after", steps=2)
+
+
+def loss_with_hook(order: str | None) -> float:
+    """Return the loss of a model with a user's hook on a norm that an adapter copies.
+
+    Args:
+        order: "before" or "after" ``shard_model``. None does not shard.
+    """
+    import peft
+
+    def run(context: ParallelContext | None) -> float:
+        torch.manual_seed(0)
+        model = llama().double()
+        model.model.norm.register_forward_hook(lambda module, args, output: 2 * output)
+        if context is not None and order == "after":
+            model = shardformer.shard_model(model, context=context)
+        model = peft.get_peft_model(model, config_of("LoRA", modules_to_save=["norm"]))
+        if context is not None and order == "before":
+            model = shardformer.shard_model(model, context=context)
+        return float(plain_loss(model, "llama"))
+
+    return run(None) if order is None else run_as_threads(run, tensor=2, in_turn=True)[0]
 
 
 def shard_different_adapters(context: ParallelContext, options: dict[str, int]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 
 import accelerate  # noqa: F401
 import peft  # noqa: F401
@@ -11,10 +12,12 @@ import transformers
 import trl
 
 torch.set_num_threads(1)
-for name in ("Trainer", "LlamaForCausalLM", "GPT2LMHeadModel", "BertForSequenceClassification"):
+for name in ("Trainer", "Seq2SeqTrainer", "LlamaForCausalLM", "GPT2LMHeadModel", "BertForSequenceClassification"):
     getattr(transformers, name)
 for name in ("SFTTrainer", "DPOTrainer"):
     getattr(trl, name)
+for name in ("train_command.run", "integrations.lightning", "integrations.peft.models", "integrations.trl"):
+    importlib.import_module(f"shardformer.{name}")
 
 # imported objects are never garbage, so the workers need not traverse them and copy their pages
 gc.collect()

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integrations import refusals, test_accelerate, test_lightning, test_peft, test_qlora, test_trainer
+from tests.integrations import refusals, test_accelerate, test_lightning, test_peft, test_qlora, test_trainer, test_trl
 from tests.integrations.peft_models import LAYOUTS as PEFT_LAYOUTS
 from tests.integrations.rows import Row
 
@@ -32,7 +32,7 @@ COLUMNS = (
     "files",
 )
 MEASURED, REFUSED, NOT_RUN, EMPTY = "measured", "error", "not run", "–"
-LIBRARIES = ("peft", "bitsandbytes", "transformers", "accelerate", "lightning")
+LIBRARIES = ("peft", "bitsandbytes", "transformers", "trl", "accelerate", "lightning")
 Cells = dict[tuple[str, str, str], str]
 """(library, feature, column) -> text of the cell."""
 
@@ -87,6 +87,23 @@ def existing_cases() -> dict[tuple[str, str, str], str]:
     for feature in test_trainer.FEATURES_COMBINED:
         for layout in test_trainer.COMBINED:
             add("transformers", feature, column_of(layout))
+    without_stages = {
+        "trl": test_trl.FEATURES,
+        "accelerate": test_accelerate.FEATURES,
+        "lightning": test_lightning.OPTIONS,
+    }
+    for library, features in without_stages.items():
+        for feature in features:
+            add(library, feature, "pipeline", REFUSED)
+    for feature in test_trl.FEATURES:
+        for layout in test_trl.LAYOUTS:
+            is_refused = (feature, layout.get("zero_stage")) in test_trl.REFUSED
+            add("trl", feature, column_of(layout), REFUSED if is_refused else MEASURED)
+        if feature not in test_trl.NOT_RESUMED:
+            add("trl", feature, "files")
+    for feature in test_trl.FEATURES_COMBINED:
+        for layout in test_trl.COMBINED:
+            add("trl", feature, column_of(layout))
     for feature in test_accelerate.FEATURES:
         for layout in test_accelerate.LAYOUTS:
             add("accelerate", feature, column_of(layout))
@@ -166,7 +183,8 @@ def write_page(page: str, rows: Iterable[Row] = ()) -> str:
     cells = current_cells(before, cells_of(rows))
     for library in LIBRARIES:
         page = _replace(page, f"measured {library}", measured_table(library, cells, releases.get(library, NOT_RUN)))
-        page = _replace(page, f"refused {library}", refusals.table(library))
+        if library in refusals.REFUSALS:
+            page = _replace(page, f"refused {library}", refusals.table(library))
     return page
 
 

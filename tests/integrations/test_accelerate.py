@@ -34,11 +34,13 @@ FEATURES: dict[str, dict[str, Any]] = {
     "shuffled data": {"shuffle": True},
     "bf16": {"mixed_precision": "bf16"},
     "LoRA of PEFT": {"adapter": "LoRA"},
+    "prompt tuning of PEFT": {"adapter": "prompt tuning"},
 }
 SAMPLE = [
     ("accumulate", {"tensor": 2}),
     ("shuffled data", {"data": 2, "zero_stage": 1}),
     ("LoRA of PEFT", {"tensor": 2}),
+    ("prompt tuning of PEFT", {"data": 2, "zero_stage": 3}),
 ]
 
 
@@ -49,7 +51,7 @@ def check(integrations: IntegrationProcess, root: Path, chosen: list[tuple[str, 
     integrations(1).run(train_loops, plain)
     problems = []
     for (feature, layout), found in zip(chosen, integrations(2).run(train_loops, cases)[0], strict=True):
-        record_difference("accelerate", feature, layout, found["loss"], found["grad_norm"], "read by both")
+        record_difference("accelerate", feature, layout, found["loss"], found["grad_norm"], "resumed")
         rounds = feature == "bf16"
         compared = {"loss", "grad_norm", "rates", "resumed"} if rounds else set(found)
         wrong = {name: found[name] for name in compared if not found[name] < (1e-2 if rounds else BOUND)}

@@ -20,7 +20,7 @@ from tests.runs.test_conversations import LLAMA, conversations
 QUIET = {"progress": False, "throughput": False}
 
 
-def made(where: Path, name: str, steps: int = 4, **tables: Any) -> Any:
+def made(where: Path, name: str, steps: int = 2, **tables: Any) -> Any:
     data = {"train": write_rows(where, conversations()), "sequence_length": 96, "batch_size": 4, "packing": True}
     lora = {"rank": 4, "use_dora": True, "modules_to_save": ["lm_head"], **tables.pop("lora", {})}
     return config(
@@ -29,7 +29,7 @@ def made(where: Path, name: str, steps: int = 4, **tables: Any) -> Any:
     )  # fmt: skip
 
 
-def train(where: Path, name: str, parallel: dict[str, Any], lora: dict[str, Any], steps: int = 4) -> list[float]:
+def train(where: Path, name: str, parallel: dict[str, Any], lora: dict[str, Any], steps: int = 2) -> list[float]:
     run = made(where, name, steps, parallel=parallel, lora=lora)
     run_training(run)
     return [record.values["loss"] for record in read_records(run.path)]
@@ -84,9 +84,9 @@ def test_every_layout_trains_adapters_equally(
 
 @pytest.mark.full
 def test_a_resumed_run_continues_its_adapters(integrations: IntegrationProcess, tmp_path: Path) -> None:
-    (whole,) = integrations(1).run(train, tmp_path, "whole", {}, {}, 6)
-    integrations(1).run(train, tmp_path, "cut", {}, {}, 3)
-    (cut,) = integrations(1).run(train, tmp_path, "cut", {}, {}, 6)
+    (whole,) = integrations(1).run(train, tmp_path, "whole", {}, {}, 4)
+    integrations(1).run(train, tmp_path, "cut", {}, {}, 2)
+    (cut,) = integrations(1).run(train, tmp_path, "cut", {}, {}, 4)
     assert cut == whole
 
 

@@ -42,8 +42,10 @@ FEATURES_WITH_FILES = [name for name in METHODS if "tuning" not in name]
 OTHER_MODELS = [name for name in MODELS if name != "llama"]
 
 
-def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]]) -> list[runs.Difference | str]:
-    found: list[runs.Difference | str] = process(1).run(runs.compare_all, list(cases))[0]
+def check(
+    process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]], steps: int = runs.STEPS
+) -> list[runs.Difference | str]:
+    found: list[runs.Difference | str] = process(1).run(runs.compare_all, list(cases), steps)[0]
     for (feature, layout, model, order), result in zip(cases, found, strict=True):
         name = f"{feature}, {model}, {layout}, {order}"
         if (feature, layout) in REFUSED:
@@ -56,7 +58,7 @@ def check(process: IntegrationProcess, cases: Sequence[tuple[str, str, str, str]
 
 @pytest.mark.above_budget("covers the methods and layouts in seven runs")
 def test_training_equals_one_process(integrations: IntegrationProcess) -> None:
-    check(integrations, SAMPLE)
+    check(integrations, SAMPLE, steps=2)
 
 
 @pytest.mark.full
@@ -116,6 +118,18 @@ def test_adapters_are_added_switched_merged_and_deleted(integrations: Integratio
 def test_an_adapter_with_the_name_of_a_module_can_be_deleted(integrations: IntegrationProcess) -> None:
     before, after = integrations(1).run(runs.names_after_deletion)[0]
     assert before == after
+
+
+def test_norms_of_a_sharded_model_are_copied_without_the_model(integrations: IntegrationProcess) -> None:
+    found = integrations(1).run(runs.compare_saved_norms)[
+        0
+    ]  # takes minutes if the copies follow the hooks of the norms
+    assert found.worst < BOUND, found
+
+
+def test_a_hook_of_the_user_on_a_copied_module_runs_once(integrations: IntegrationProcess) -> None:
+    plain, before, after = (integrations(1).run(runs.loss_with_hook, order)[0] for order in (None, "before", "after"))
+    assert before == pytest.approx(plain, rel=1e-6) and after == pytest.approx(plain, rel=1e-6)
 
 
 def test_adapters_that_differ_between_ranks_raise(integrations: IntegrationProcess) -> None:

@@ -33,12 +33,17 @@ LOGGED = ("loss", "grad_norm", "learning_rate", "eval_loss", "eval_sum", "eval_l
 
 @dataclass(frozen=True)
 class Case:
-    """One training configuration under one layout."""
+    """One training configuration under one layout.
+
+    Args:
+        resumes: whether the run is also resumed from its own checkpoint, from that of the plain Trainer, and by it.
+    """
 
     layout: dict[str, Any]
     model: str = "llama"
     options: dict[str, Any] = field(default_factory=dict)
     adapter: str = ""
+    resumes: bool = True
 
     @property
     def name(self) -> str:
@@ -189,7 +194,7 @@ def train(case: Case, root: str) -> dict[str, Any]:
     weights_1, logs_1 = torch.load(reference)
     found = {name: largest_difference(logs[name], logs_1[name]) for name in LOGGED}
     found["weights"] = weight_difference(weights, weights_1)
-    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)):
+    for name, checkpoint in (("resumed", case.folder), ("crossed", case.name)) if case.resumes else ():
         again = make_trainer(f"{place}_{name}", case, seed=9)
         again.train(resume_from_checkpoint=os.path.join(root, checkpoint, "checkpoint-2"))
         found[name] = weight_difference(full_weights(again.model), weights_1)
@@ -200,7 +205,7 @@ def train(case: Case, root: str) -> dict[str, Any]:
 def resume_plain(case: Case, root: str) -> float:
     """Resume the plain Trainer from a checkpoint of the sharded one, and return the difference of the weights.
 
-    Also loads the last checkpoint with ``from_pretrained``, which must not miss a weight.
+    First loads the last checkpoint with ``from_pretrained``, which must not miss a weight.
     """
     place = os.path.join(root, case.folder)
     last = os.path.join(place, "checkpoint-4")
@@ -209,6 +214,8 @@ def resume_plain(case: Case, root: str) -> float:
     else:
         _, info = type(MODELS[case.model]()).from_pretrained(last, output_loading_info=True)
         assert not any(info[name] for name in ("missing_keys", "unexpected_keys", "mismatched_keys")), info
+    if not case.resumes:
+        return 0.0
     trainer = make_trainer(f"{place}_plain", case.plain, seed=9)
     trainer.train(resume_from_checkpoint=os.path.join(place, "checkpoint-2"))
     weights_1, _ = torch.load(os.path.join(root, f"{case.name}.pt"))

@@ -153,7 +153,7 @@ def other_ways_to_start(folder: str) -> dict[str, list[float]]:
     ) -> Any:
         reset_accelerate()
         size = 8 // (layout.get("data", 1) if world > 1 else 1)
-        options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
+        options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=2, log_level="error")
         options |= {"per_device_train_batch_size": size, "disable_tqdm": True}
         more: dict[str, Any] = {"model_init": make} if make else {"model": model}
         if kind is None:

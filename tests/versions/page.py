@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from tests.versions.rows import Environment, lower_bound
+from shardformer.errors import OLDEST_RELEASES
+from tests.versions.rows import ROOT, Environment, lower_bound
 from tests.versions.steps import STEPS, Outcome
 
 PAGE = "docs/versions.md"
 NOT_RUN = "–"
+OLDEST_PINS, NEWEST_PINS = "constraints-integrations-oldest.txt", "constraints-integrations.txt"
+"""Files with the releases that the integrations are tested with."""
 
 
 @dataclass(frozen=True)
@@ -51,4 +54,27 @@ def page_of(rows: Sequence[tuple[tuple[str, str, str], Mapping[str, str]]]) -> s
     ]
     lines += [f"| {' | '.join([*versions, *(said.get(name, NOT_RUN) for name in names)])} |" for versions, said in rows]
     lines += ["", "| column | what runs |", "|---|---|", *(f"| {step.name} | {step.about} |" for step in STEPS), ""]
-    return "\n".join(lines)
+    return "\n".join([*lines, *_libraries()])
+
+
+def _libraries() -> list[str]:
+    """Return the table of the libraries of shardformer/integrations."""
+    oldest, newest = (_pins(name) for name in (OLDEST_PINS, NEWEST_PINS))
+    return [
+        "## Other libraries\n",
+        "The [integrations](integrations.md) are tested with the oldest supported releases of these libraries "
+        "(`make test-oldest`, with the oldest transformers) and with the newest ones (`make test-integrations`). An "
+        "older release raises an error that names the oldest supported one.\n",
+        "| library | oldest | newest |",
+        "|---|---|---|",
+        *(f"| {library} | {oldest[library]} | {newest[library]} |" for library in OLDEST_RELEASES),
+        "",
+        "transformers' own `model.add_adapter` can need a newer release of PEFT. Older releases of TRL compute "
+        "log-probabilities in a way that does not support sharded heads.",
+        "",
+    ]
+
+
+def _pins(name: str) -> dict[str, str]:
+    lines = (ROOT / name).read_text(encoding="utf-8").splitlines()
+    return dict(line.split("==") for line in lines if "==" in line and not line.startswith("#"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import prod
 from typing import Any
@@ -46,6 +46,7 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
         ConfigError: on every rank, if an optimizer shards the model already, or the layout does not support the
             adapters. The model is then unchanged.
     """
+    sharding.check_peft()
     state, inner = metadata_of(model), inner_model(model)
     _check_can_change(state)
     needs_values = _needs_values(config)
@@ -66,7 +67,8 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
         plain = {path: _plain_layer(layer, state, path in with_values) for path, layer in layers.items()}
         for path, layer in plain.items():
             sharding.place(inner, path, layer)
-        made = collective_call(state.context, change)
+        with sharding.without_hooks(inner), sharding.without_metadata(inner):  # which PEFT would copy with modules
+            made = collective_call(state.context, change)
         wrappers = sharding.take_off(inner)
         for path, layer in layers.items():
             outer = next((p for p in wrappers if path.startswith(f"{p}.")), path)
@@ -235,21 +237,15 @@ def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> I
     gathered = {id(p) for group in groups for p in group.params}
     shown: list[tuple[nn.Module, str, nn.Parameter]] = []
     full: dict[str, nn.Parameter] = {}
-    hooks: list[tuple[nn.Module, str, Any]] = []
     try:
         for name, param in [(name, p) for name, p in model.named_parameters() if id(p) in gathered]:
             value = value_of(name, torch.empty(param.shape, dtype=param.dtype, device="meta"))
             owner, leaf = parent_of(model, name)
             shown.append((owner, leaf, param))
             full[name] = owner._parameters[leaf] = nn.Parameter(value, requires_grad=param.requires_grad)
-        for module in model.modules() if full else ():
-            hooks += [(module, table, found) for table in sharding.HOOK_TABLES if (found := getattr(module, table))]
-        for module, table, found in hooks:
-            setattr(module, table, type(found)())
-        yield full
+        with sharding.without_hooks(model) if full else nullcontext():
+            yield full
     finally:
-        for module, table, found in hooks:
-            setattr(module, table, found)
         for owner, leaf, param in shown:
             owner._parameters[leaf] = param
 

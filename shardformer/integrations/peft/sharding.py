@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from shardformer.comm.collective_call import collective_call
 from shardformer.consistency.initial_weights import model_fingerprint, sync_initial_weights
-from shardformer.errors import ConfigError
+from shardformer.errors import ConfigError, check_release
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import BUCKET_BYTES, GradientReducer
 from shardformer.integrations.peft.layers import (
@@ -32,6 +32,7 @@ from shardformer.layout.activation_layout import ActivationLayout, ModelRegion, 
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
+    PARENT_METADATA_ATTRIBUTE,
     ParamEntry,
     ShardingMetadata,
     metadata_of,
@@ -53,7 +54,18 @@ HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_for
 
 def has_adapters(model: nn.Module) -> bool:
     """Return whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
+    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    if not any(kind.__module__.startswith("peft.") for kind in kinds):
+        return False
+    check_peft()
     return _is_peft_model(model) or any(map(is_wrapper, model.modules()))
+
+
+def check_peft() -> None:
+    """Raise ConfigError if the release of PEFT is too old."""
+    import peft
+
+    check_release("peft", peft.__version__)
 
 
 def _is_peft_model(model: nn.Module) -> bool:
@@ -335,6 +347,7 @@ def _put_on(
             if copies is None:
                 _check_replicated(base, path, type(wrapper).__name__)
             for adapter, plain in () if copies is None else copies.items():
+                _remove_copied_hooks(plain, base)
                 copies[adapter] = sharded_copy(plain, base, path)
         after = set(map(id, wrapper.parameters()))
         replaced = {id(p): f"{path}.{n}" for n, p in before.items() if id(p) not in after and id(p) in referenced}
@@ -397,6 +410,43 @@ def move_hooks_between(source: nn.Module, target: nn.Module) -> None:
         if hooks:
             getattr(target, table).update(hooks)
             setattr(source, table, type(hooks)())
+
+
+@contextmanager
+def without_hooks(model: nn.Module) -> Iterator[None]:
+    """Hide the hooks of all modules of a model in this context."""
+    tables = [getattr(module, name) for module in model.modules() for name in HOOK_TABLES]
+    kept = [(table, dict(table)) for table in tables if table]
+    for table, _ in kept:
+        table.clear()
+    try:
+        yield
+    finally:
+        for table, hooks in kept:
+            added = dict(table)
+            table.clear()
+            table.update({**hooks, **added})
+
+
+@contextmanager
+def without_metadata(model: nn.Module) -> Iterator[None]:
+    """Hide the metadata of a sharded model from its modules in this context."""
+    parts = [vars(module) for module in model.modules() if PARENT_METADATA_ATTRIBUTE in vars(module)]
+    state = metadata_of(model)
+    for attributes in parts:
+        del attributes[PARENT_METADATA_ATTRIBUTE]
+    try:
+        yield
+    finally:
+        for attributes in parts:
+            attributes[PARENT_METADATA_ATTRIBUTE] = state
+
+
+def _remove_copied_hooks(copied: nn.Module, original: nn.Module) -> None:
+    """Remove the hooks that PEFT copied with a module, because those of the original run around both."""
+    for table in HOOK_TABLES:
+        for key in getattr(original, table):
+            getattr(copied, table).pop(key, None)
 
 
 def _record_names(
