@@ -33,7 +33,7 @@ from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
-from shardformer.torch_compat import without_fake_tensors
+from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
 from shardformer.weights.save_pretrained import install_saving_and_loading
 
 M = TypeVar("M", bound=nn.Module)
@@ -49,11 +49,15 @@ def shard_in_place(
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``."""
+    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``.
+
+    The wrapper of ``torch.compile(model)`` is removed, and the layers of the sharded model are compiled as it would.
+    """
+    model, compiler = unwrap_compiled(model)
     if "peft" in sys.modules and has_adapters(model):
-        shard = partial(_shard_plain_model, config=config, policy=policy, example=example)
+        shard = partial(_shard_plain_model, config=config, policy=policy, example=example, compiler=compiler)
         return shard_with_adapters(model, shard, finish)
-    return _shard_plain_model(model, config, policy, finish, example)
+    return _shard_plain_model(model, config, policy, finish, example, compiler)
 
 
 def _shard_plain_model(
@@ -62,6 +66,7 @@ def _shard_plain_model(
     policy: Policy | type[Policy] | None = None,
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
+    compiler: Mapping[str, Any] = {},
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
 
@@ -70,6 +75,7 @@ def _shard_plain_model(
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
         finish: called with the sharded model. If it raises, the model is restored.
         example: returns a small batch, to derive a policy for a model whose inputs cannot be generated.
+        compiler: arguments of the wrapper of torch.compile around the model, from ``unwrap_compiled``.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -77,7 +83,7 @@ def _shard_plain_model(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
-    sharder = Sharder(model, config)
+    sharder = Sharder(model, config, compiler=compiler)
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
@@ -238,14 +244,14 @@ def shard_model(
     which averages over labels.
 
     Args:
-        model: the plain model.
+        model: the plain model. For ``torch.compile(model)``, the layers of the sharded model are compiled.
         policy: your policy. None uses the policy registered for the model's family, or derives one.
         context: the process grid from ``launch_from_torch``.
         config: a full ``ShardConfig``. Alternatively pass its fields by name, such as
             ``enable_sequence_parallelism=True``.
 
     Returns:
-        The same model object, sharded.
+        The same model object, sharded, without a wrapper of ``torch.compile``.
 
     Raises:
         ShardFormerError: on every rank, before training starts, if the model cannot be sharded.

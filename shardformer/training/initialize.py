@@ -33,8 +33,8 @@ from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_t
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
-from shardformer.sharding.compiled_layers import compiled_stacks
-from shardformer.torch_compat import is_compiled_in_place
+from shardformer.sharding.compiled_layers import compile_model, compiled_stacks
+from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled
 from shardformer.training.data_loader import (
     ShardedDataLoader,
     create_data_loader,
@@ -167,7 +167,8 @@ def _shard_with_optimizers(
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
     collective_call(context, lambda: lines, lambda lines: lines, action="initialize the engine")
-    with _detached_optimizers(optimizers, model) as attach:
+    plain, compiler = unwrap_compiled(model)
+    with _detached_optimizers(optimizers, plain) as attach:
 
         def finish(model: nn.Module) -> None:
             attach(model)
@@ -176,9 +177,11 @@ def _shard_with_optimizers(
                 offload_activations(model, config.activation_offload)
             on_sharded(start_training(model))
 
-        if METADATA_ATTRIBUTE in model.__dict__:
-            finish(model)
-            return model
+        if METADATA_ATTRIBUTE in plain.__dict__:
+            if compiler:
+                compile_model(plain, **compiler)
+            finish(plain)
+            return plain
         return shard_in_place(model, config.shard_config(context), policy, finish, example)[0]
 
 
@@ -342,9 +345,10 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    meta_model = start_training(copy_to_meta(model)) if METADATA_ATTRIBUTE not in model.__dict__ else None
+    plain, _ = unwrap_compiled(model)
+    meta_model = start_training(copy_to_meta(plain)) if METADATA_ATTRIBUTE not in plain.__dict__ else None
     arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
-    arguments.example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    arguments.example = partial(_example_arguments, data, plain, has_target=loss_fn is not None)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
