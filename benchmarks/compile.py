@@ -10,7 +10,7 @@ round, so that other jobs on the machine affect both. "of CPU time" is the same 
 without waiting. "first s" is the time of the first step, in which the graphs are compiled. The losses must agree.
 ``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
 
-The last line of each setting divides the time of an eager step: inductor fuses only the other operations.
+For one process, the last line divides the time of an eager step: inductor fuses only the other operations.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from typing import Any
 
 import common
 import torch
+import torch.distributed as dist
 from common import Timing
 from torch import Tensor, nn
 from torch.profiler import profile
@@ -45,7 +46,6 @@ EAGER, COMPILED, WHOLE = "eager", "compile=True", "torch.compile(model)"
 KINDS = {
     "matrix products": r"aten::(add|b|badd)?mm$",
     "attention": "aten::_scaled_dot_product",
-    "collectives": "c10d|gloo|shardformer::",
     "optimizer": "_fused_adam",
 }
 """Kind -> pattern of the operators that inductor does not fuse."""
@@ -154,7 +154,9 @@ def measure(
 
 
 def _shares(eager: Variant) -> dict[str, float]:
-    """Return the share of each kind of operation in the time of an eager step."""
+    """Return the share of each kind of operation in the time of an eager step; empty if it includes waiting."""
+    if dist.get_world_size() > 1:
+        return {}
     with profile() as profiled:
         for index in range(PROFILED_STEPS):
             eager.step(index)
@@ -184,7 +186,8 @@ def report(result: Result) -> str:
         )
     head = ["variant", "ms", "speed-up", "quartiles", "of CPU time", "first s", "loss differs by"]
     shares = ", ".join(f"{kind} {share:.0%}" for kind, share in result.shares.items())
-    return "\n".join([common.table(head, rows), "", *result.compiled, f"An eager step: {shares}."])
+    lines = [*result.compiled, f"An eager step: {shares}."] if shares else result.compiled
+    return "\n".join([common.table(head, rows), "", *lines])
 
 
 def main(argv: Sequence[str] | None = None) -> int:
