@@ -3,7 +3,7 @@
     python benchmarks/activations.py                                  # a LLaMA over two tensor ranks
     python benchmarks/activations.py --hidden 512 --layers 4
 
-A step is a forward and a backward in fp32. All variants run in the same processes and alternate step by step. The
+A step is a forward and a backward pass in fp32. All variants run in the same processes and alternate step by step. The
 command fails unless their losses are bitwise identical. Bytes are the peak of saved tensors on one rank. With
 activation checkpointing, they include the inputs of layers, but not recomputed tensors. On the CPU, device and host are
 two pools of the same memory, and copies use the same cores.

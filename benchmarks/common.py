@@ -91,7 +91,7 @@ def train_step(
     optimizer: torch.optim.Optimizer | None = None,
     around: Callable[[], AbstractContextManager[Any]] = nullcontext,
 ) -> Step:
-    """Run a forward, a backward and an optimizer step (if there is an optimizer) within ``around()``."""
+    """Run a forward pass, a backward pass and an optimizer step (if there is an optimizer) within ``around()``."""
 
     def step(index: int) -> float:
         model.zero_grad()
@@ -106,7 +106,7 @@ def train_step(
 
 
 def pipeline_step(model: nn.Module, pipeline: Pipeline, batches: Sequence[Mapping[str, Tensor]]) -> Step:
-    """Run a forward and a backward over the pipeline stages."""
+    """Run a forward and a backward pass over the pipeline stages."""
 
     def step(index: int) -> float:
         model.zero_grad()

@@ -9,8 +9,8 @@
 
 Each model type of the auto classes in TASKS is built with its default config, changed only by SETTINGS that
 transformers needs. Its policy (registered or derived) is validated on the reduced model, over ranks that are threads.
-The sharded fraction is that of the weights of linears at the default size. It counts the linears that the forward
-calls, and stacked weights with three dimensions in layers (experts). Embeddings are not counted.
+The sharded fraction is that of the weights of linear layers at the default size. It counts the linear layers that the
+forward calls, and stacked weights with three dimensions in layers (experts). Embeddings are not counted.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[st
 
 
 def is_layer(model: nn.Module, path: str) -> bool:
-    """Whether a module is an element of a list, at any depth, and more than a linear (one of several heads).
+    """Whether a module is an element of a list, at any depth, and more than a linear layer (one of several heads).
 
     The outermost called module is the layer.
     """

@@ -80,7 +80,7 @@ def page(
         f"{transformers.__version__} with a class for causal or masked language modeling, sequence to sequence, or "
         "image or audio classification. Each model has its default config. Its policy is registered, or derived and "
         "validated on a reduced model with threads as ranks. The share is the part of the linear and stacked expert "
-        "weights in the forward that is sharded.",
+        "weights in the forward pass that is sharded.",
         "",
         "| kind of model | can be built | any part sharded | at least 80 % of its linear weights |",
         "|---|---|---|---|",
@@ -90,7 +90,7 @@ def page(
         reached = sum(r.reached for r in of)
         share = f"{reached} ({reached / max(len(of), 1):.0%})"
         lines.append(f"| {kind} | {len(of)} | {sum(r.outcome == 'sharded' for r in of)} | {share} |")
-    lines += ["", "The kind is detected in one forward of the reduced model:", ""]
+    lines += ["", "The kind is detected in one forward pass of the reduced model:", ""]
     lines += [f"- *{kind}*: {text}" for kind, text in KINDS.items()]
     seconds = sorted(r.seconds for r in built if r.inferred and r.outcome == "sharded")
     if seconds:

@@ -3,9 +3,9 @@
     python benchmarks/fused.py
     python benchmarks/fused.py --families llama --sequence 2048
 
-A step is a forward, a backward and torch's fused AdamW on two processes. Each option, and all three together, are
-compared with the default model (in which transformers selects torch's scaled_dot_product_attention if available) and
-with eager attention. The losses must agree. If a model does not support an option, the table has the reason.
+A step is a forward pass, a backward pass and torch's fused AdamW on two processes. Each option, and all three together,
+are compared with the default model (in which transformers selects torch's scaled_dot_product_attention if available)
+and with eager attention. The losses must agree. If a model does not support an option, the table has the reason.
 """
 
 from __future__ import annotations

@@ -92,7 +92,7 @@ class HandCut:
         self._is_first, self._is_last = 0 in own, len(placement) - 1 in own
 
     def step(self, batch: Mapping[str, Tensor]) -> float:
-        """Run a forward and a backward of a batch. Return its loss on the rank that has it, and NaN on others."""
+        """Run a forward and a backward pass of a batch. Return its loss on the rank that has it, and NaN on others."""
         for param in self.modules.parameters():
             param.grad = None
         losses: list[Tensor] = []

@@ -3,9 +3,9 @@
     python benchmarks/overlap.py
     python benchmarks/overlap.py --shapes 4x512 --hidden 2048
 
-Two methods are measured, forward and backward, on two processes. In a block's backward, the collective of the input's
-gradient overlaps with the matmuls of the weights' gradients; "waiting" waits for it first. With sequence parallelism,
-``enable_sequence_overlap`` passes shards around a ring during the matmuls at a block's edges.
+Two methods are measured, forward and backward, on two processes. In a block's backward pass, the collective of the
+input's gradient overlaps with the matmuls of the weights' gradients; "waiting" waits for it first. With sequence
+parallelism, ``enable_sequence_overlap`` passes shards around a ring during the matmuls at a block's edges.
 
 Overlap needs hardware that sends while a process computes: the copy engines of a GPU, or a free CPU core. If there are
 as many cores as processes, it can only save the time for which processes would wait for each other.

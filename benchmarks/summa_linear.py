@@ -1,4 +1,4 @@
-"""A linear on a 2D tensor grid that multiplies in steps (SUMMA), compared with ``shardformer.tensor_parallel.grid``.
+"""A linear layer on a 2D grid that multiplies in steps (SUMMA), to compare with ``shardformer.tensor_parallel.grid``.
 
 It computes Y = X W^T with W of shape (out, in). Samples of X and Y are sharded over rows, and their features over
 columns. W is sharded by output features over columns and by input features over rows.

@@ -63,7 +63,7 @@ def measure_model(setting: Setting) -> tuple[dict[str, Timing], dict[str, float]
 
 
 def measure_product(setting: Setting) -> dict[str, Timing]:
-    """Measure in every process: one linear with four times as many output features, forward and backward."""
+    """Measure in every process: one linear layer with four times as many output features, forward and backward."""
     context = with_grid_axes(ParallelContext.from_world({"tensor": dist.get_world_size()}), (2, 2))
     grid, hidden = TensorGrid.of(context, "2d"), setting.size.hidden
     torch.manual_seed(0)

@@ -3,8 +3,8 @@
     python benchmarks/tensor_parallel.py
     python benchmarks/tensor_parallel.py --hidden 256 --sequence 128 --batch 8
 
-A step is a forward, a backward and torch's fused AdamW, in fp32. All variants run in the same two processes and
-alternate step by step. The second process sleeps during a step of the single process. The command fails unless the
+A step is a forward pass, a backward pass and torch's fused AdamW, in fp32. All variants run in the same two processes
+and alternate step by step. The second process sleeps during a step of the single process. The command fails unless the
 losses of all variants agree in every step.
 """
 

@@ -2,8 +2,9 @@
 
     python benchmarks/watch.py --seconds 60
 
-A LLaMA over two tensor ranks, two data ranks and two stages, and a forward in evaluation. The checks are on in every
-other step, so that both variants use the same memory. A difference of a percent takes hundreds of steps to measure.
+A LLaMA over two tensor ranks, two data ranks and two stages, and a forward pass in evaluation. The checks are on in
+every other step, so that both variants use the same memory. A difference of a percent takes hundreds of steps to
+measure.
 """
 
 from __future__ import annotations

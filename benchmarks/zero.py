@@ -5,9 +5,9 @@
     python benchmarks/zero.py --model bert
     python benchmarks/zero.py --tensor 2                                         # data 2 x tensor 2
 
-A step is a forward, a backward and torch's fused AdamW, in fp32. All variants run in the same processes and alternate
-step by step. The command fails unless their losses agree in every step. With ``--tensor``, torch's variants train over
-as many data ranks as there are processes, on the same samples.
+A step is a forward pass, a backward pass and torch's fused AdamW, in fp32. All variants run in the same processes and
+alternate step by step. The command fails unless their losses agree in every step. With ``--tensor``, torch's variants
+train over as many data ranks as there are processes, on the same samples.
 """
 
 from __future__ import annotations
@@ -109,12 +109,12 @@ VARIANTS: dict[str, Callable[[Setting, ParallelContext], Made]] = {
     "DDP": ddp,
     PEER: ddp_zero,
     SHARDED: fsdp,
-    "fully_shard, kept for the backward": lambda s, c: fsdp(s, c, reshard=False),
+    "fully_shard, kept for the backward pass": lambda s, c: fsdp(s, c, reshard=False),
     "ShardFormer without": lambda s, c: ours(s, c, 0),
     "ShardFormer stage 1": lambda s, c: ours(s, c, 1),
     "ShardFormer stage 2": lambda s, c: ours(s, c, 2),
     "ShardFormer stage 3": lambda s, c: ours(s, c, 3),
-    "ShardFormer stage 3, kept for the backward": lambda s, c: ours(s, c, 3, reshard_after_forward=False),
+    "ShardFormer stage 3, kept for the backward pass": lambda s, c: ours(s, c, 3, reshard_after_forward=False),
 }
 
 

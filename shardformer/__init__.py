@@ -18,7 +18,7 @@ Shard a model in your own loop:
     launch_from_torch       join the processes, and return the ParallelContext with this process's rank on each axis
     shard_model             shard the model in place
     from_pretrained         build and load only the shards of this process
-    Pipeline                run the forward and backward of a model that is split into stages
+    Pipeline                run the forward and backward pass of a model that is split into stages
     no_sync                 accumulate gradients over several backward passes
     clip_grad_norm_         clip by the norm over all shards
     shard_optimizer         ZeRO stages 1 to 3, with MixedPrecision and OffloadConfig

@@ -147,7 +147,7 @@ class ShardConfig:
             check_int(name, value, unit="bytes") if name == "bucket_bytes" else check_bool(name, value)
 
     def resolve_activation_layout(self) -> ActivationLayout:
-        """Return how the activations between transformer blocks are sharded."""
+        """Return the layout of the activations between transformer blocks."""
         from shardformer.layout import activation_layout as layouts
 
         if self.activation_layout is not None:
@@ -308,8 +308,8 @@ class ParallelConfig:
     keep_frozen: Annotated[bool, "ZeRO stage 3: do not shard frozen parameters."] = True
     reshard_after_forward: Annotated[
         bool | int | str | None,
-        "ZeRO stage 3: free the full parameters of a layer after its forward. False: gather once per step. A number of "
-        'bytes, or "free" for the free GPU memory: keep that much of the last layers. None: true, false in a pipeline.',
+        "ZeRO stage 3: free the full parameters of a layer after its forward pass. False: gather once per step. A size "
+        'in bytes, or "free" for the free GPU memory: keep that much of the last layers. None: false in a pipeline.',
     ] = None
     bucket_bytes: Annotated[int | None, "Bytes of gradients per reduction bucket. None: 25 MB."] = None
     max_grad_norm: Annotated[float | None, "Clip the norm of all gradients to this value."] = None

@@ -18,7 +18,7 @@ TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
 
 def wants_traceback() -> bool:
-    """Whether the environment variable ``SHARDFORMER_TRACEBACK`` is set, so that errors show full tracebacks."""
+    """Return whether the environment variable ``SHARDFORMER_TRACEBACK`` is set, so that errors show full tracebacks."""
     return os.environ.get(TRACEBACK_VARIABLE, "0") not in ("", "0")
 
 

@@ -1,7 +1,7 @@
 """Forward hooks that this package registers on the modules of a model, in a fixed order.
 
-Several features wrap the same forward: the recorder, ZeRO stage 3, activation offload, context parallelism, sequence
-parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the outermost to the innermost, and
+Several features wrap the same forward pass: the recorder, ZeRO stage 3, activation offload, context parallelism,
+sequence parallelism, tensor-parallel blocks, casts. ``HookOrder`` lists them from the outermost to the innermost, and
 ``register_forward_hooks`` keeps the hooks of each module in this order, whichever feature was installed first.
 
     HookOrder.A: before    -+
@@ -14,7 +14,7 @@ Hooks of users and other libraries keep their places. Orders before ``CHECKS`` r
 module when it was sharded, all others run after them.
 
 Not in the family: a replaced ``module.forward``, which runs inside all hooks; hooks of parameters, which run in the
-backward; and hooks of ``discovery`` on its own copies of a model, which no other feature changes.
+backward pass; and hooks of ``discovery`` on its own copies of a model, which no other feature changes.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ Positions = dict[int, tuple["HookOrder", int]]
 
 
 class HookOrder(IntEnum):
-    """Position of a hook around a forward, from the outermost to the innermost."""
+    """Position of a hook around a forward pass, from the outermost to the innermost."""
 
     RECORDER = auto()
     """Records the module that runs, with the communication of all other hooks, and measures the time of layers."""
     PARAMETERS = auto()
     """ZeRO stage 3 starts a pass, in which every later read of a parameter gathers it."""
     SAVED_TENSORS = auto()
-    """Activation offload stores every tensor that the other hooks and the forward save for the backward."""
+    """Activation offload stores every tensor that the other hooks and the forward pass save for the backward pass."""
     STAGE_INPUT = auto()
     """A pipeline stage replaces the states of the previous stack by the received ones, before any hook reads them."""
     PLAIN_OUTPUT = auto()
@@ -52,7 +52,7 @@ class HookOrder(IntEnum):
     LOCAL_POSITIONS = auto()
     """A layer outside the stacks receives the local positions of a sharded sequence."""
     LOCAL_SAMPLES = auto()
-    """A grid selects local samples of an attention's arguments, with the number of samples before they are gathered."""
+    """Selects the local samples of an attention module's arguments, given the number of samples before the gather."""
     FULL_LENGTH = auto()
     """Sequence parallelism gathers what the tensor ranks have, which is the shard of this sequence rank."""
     FULL_SEQUENCE = auto()
@@ -76,7 +76,7 @@ class HookOrder(IntEnum):
     BLOCK = auto()
     """The hidden states enter a tensor-parallel block, and leave it."""
     BLOCK_PARAMETERS = auto()
-    """Divides parameters that each rank adds to a sum, for one forward."""
+    """Divides parameters that each rank adds to a sum, for one forward pass."""
     GRADIENT_DIVISOR = auto()
     """Sets the divisor of gradients, which depends on whether a block was entered."""
     RANDOM_STATE = auto()
@@ -84,7 +84,7 @@ class HookOrder(IntEnum):
     CASTS = auto()
     """Casts the inputs and parameters of a layer, after all hooks that compute with them."""
     LAYER_INPUT = auto()
-    """Registers the tensor that the forward of a layer receives, and saves."""
+    """Registers the tensor that the forward pass of a layer receives, and saves."""
 
 
 def register_forward_hooks(
@@ -96,7 +96,7 @@ def register_forward_hooks(
     with_kwargs: bool = False,
     always_call: bool = False,
 ) -> Callable[[], None]:
-    """Register hooks around the forward of a module at the position of ``order``. Return a function that removes them.
+    """Register hooks around a module's forward pass at position ``order``. Return a function that removes them.
 
     Hooks of equal order nest in the order of their registration: the last one is the innermost, and the outermost for
     orders before ``CHECKS``.
@@ -104,8 +104,8 @@ def register_forward_hooks(
     Args:
         before: ``register_forward_pre_hook`` describes its arguments and its result.
         after: ``register_forward_hook`` describes its arguments and its result.
-        with_kwargs: whether ``before`` receives the keyword arguments of the forward.
-        always_call: whether ``after`` runs if the forward raises, too.
+        with_kwargs: whether ``before`` receives the keyword arguments of `forward`.
+        always_call: whether ``after`` runs if the forward pass raises, too.
     """
     positions: Positions = module.__dict__.setdefault(POSITIONS_ATTRIBUTE, {})
     is_outside = order < HookOrder.CHECKS

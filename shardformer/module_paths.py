@@ -12,7 +12,7 @@ from shardformer.errors import PolicyError, did_you_mean
 
 
 def is_transposed(module: nn.Module) -> bool:
-    """Whether a linear layer stores its weight as (in_features, out_features), as transformers' Conv1D does."""
+    """Return whether a linear layer stores its weight as (in_features, out_features), as transformers' Conv1D does."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
 
 
@@ -95,7 +95,7 @@ def get_module(module: nn.Module, path: str, where: str = "", hint: str = OPTION
 
 
 def module_exists(module: nn.Module, path: str, where: str = "") -> bool:
-    """Whether a submodule exists at ``path``. Raises PolicyError for a missing one unless the path ends with ``?``."""
+    """Return whether a submodule exists at ``path``. Raise PolicyError if not, unless ``path`` ends in ``?``."""
     there = find_module(module, path.rstrip("?")) is not None
     if not there and not path.endswith("?"):
         raise module_not_found_error(where, path, module)

@@ -156,7 +156,7 @@ def _renamed_attribute(message: str, new: str) -> property:
 
 
 def _parse_lazy_imports(source: str) -> dict[str, tuple[str, str]]:
-    """Parse the imports under ``if TYPE_CHECKING:``. Returns public name -> (module, name in that module)."""
+    """Parse the imports under ``if TYPE_CHECKING:`` into a dict from public names to (module, name in that module)."""
     return {
         alias.asname or alias.name: (statement.module or "", alias.name)
         for node in ast.parse(source).body

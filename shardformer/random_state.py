@@ -154,12 +154,12 @@ def state_digest(device: torch.device) -> list[int]:
 
 
 def local_seed(seed: int, rank: int) -> int:
-    """Return the seed of a rank for a seed that all ranks have. Rank -1 has the seed itself, up to its range."""
+    """Derive the seed of one rank from a shared seed. Rank -1 uses the shared seed itself, reduced to its range."""
     return (seed + SPLITMIX64[0] * (rank + 1)) % 2**63
 
 
 class LocalRandomState:
-    """Gives each rank its own random state between ``enter`` and ``leave``, in place of the shared one.
+    """Replaces the shared random state by a separate one for each rank between ``enter`` and ``leave``.
 
     With ``share``, switches from one random state per rank to a shared one. This broadcasts one number.
 
@@ -199,7 +199,7 @@ class LocalRandomState:
 
     @contextmanager
     def outside(self) -> Iterator[None]:
-        """Draw from the outer random state in this context, also between ``enter`` and ``leave``."""
+        """Use the outer random state in this context, even between ``enter`` and ``leave``."""
         if self.is_in_graph and torch.compiler.is_compiling():
             torch.ops.shardformer.swap_random_state()
             try:
@@ -271,7 +271,7 @@ LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
 
 
 def uses_dropout(model: nn.Module) -> bool:
-    """Whether the forward of a model may draw random numbers in training, for example for dropout.
+    """Return whether the forward pass of a model may draw random numbers in training, for example for dropout.
 
     For classes of known libraries, this follows from dropout modules and config fields. Any other class may call a
     dropout function.

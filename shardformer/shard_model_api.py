@@ -286,7 +286,7 @@ def measure_pipeline_costs(
 
     Args:
         model: the plain model.
-        batch: keyword arguments of the forward, with the shapes used in training.
+        batch: keyword arguments of `forward`, with the shapes used in training.
         policy: your policy. None uses the registered or derived policy.
         repeats: number of timed forward passes.
     """
@@ -301,7 +301,7 @@ def measure_pipeline_costs(
     with torch.no_grad(), fork_random_state(device):
         try:
             return measure_layer_costs(model, chain, lambda: model(**batch), repeats, device)
-        finally:  # a forward in training mode updates buffers, such as the averages of a BatchNorm
+        finally:  # a forward pass in training mode updates buffers, such as the averages of a BatchNorm
             for buffer, before in buffers:
                 buffer.copy_(before)
 
@@ -365,7 +365,7 @@ def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
 
 
 def _is_only_for_submodel(model: nn.Module, policy: Policy) -> bool:
-    """Whether a policy fits only a transformers model inside ``model``, a user's wrapper with the same config."""
+    """Return whether a policy fits only a transformers model inside ``model``, a wrapper with the same config."""
     config, library = getattr(model, "config", None), type(model).__module__.partition(".")[0]
     has_submodel = any(module is not model and getattr(module, "config", None) is config for module in model.modules())
     if not has_submodel or is_user_registered(model) or library in ("transformers", "timm"):

@@ -43,12 +43,12 @@ IncompatibleKeys = _IncompatibleKeys
 """Result of ``nn.Module.load_state_dict``: missing and unexpected keys."""
 
 current_graph_task_id = torch._C._current_graph_task_id
-"""Returns the id of the backward that runs in this thread. It is negative outside a backward."""
+"""Returns the id of the backward pass that runs in this thread. It is negative outside a backward pass."""
 
 at_end_of_backward: Callable[[Callable[[], None]], None] = Variable._execution_engine.queue_callback
-"""Registers a function that autograd calls when the current backward has ended, unless it raises.
+"""Registers a function that autograd calls when the current backward pass has ended, unless it raises.
 
-Activation checkpointing with ``use_reentrant=True`` runs a nested backward within the backward.
+Activation checkpointing with ``use_reentrant=True`` runs a nested backward pass within the backward pass.
 """
 
 DisableTorchFunctionSubclass = torch._C.DisableTorchFunctionSubclass
@@ -91,12 +91,12 @@ def has_step_hooks(optimizer: Any) -> bool:
 
 
 def active_ddp_module() -> nn.Module | None:
-    """Return the DistributedDataParallel module whose forward is running, or None."""
+    """Return the DistributedDataParallel module whose forward pass is running, or None."""
     return DistributedDataParallel._active_ddp_module
 
 
 def is_dynamo_loaded() -> bool:
-    """Whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot have been used."""
+    """Return whether ``torch._dynamo`` has been imported, without which ``torch.compile`` cannot have been used."""
     return "torch._dynamo" in sys.modules
 
 
@@ -155,7 +155,7 @@ def wrapped_module_attribute(module: nn.Module) -> str | None:
 
 
 def is_compiled_wrapper(module: nn.Module) -> bool:
-    """Whether a module is the wrapper that ``torch.compile(module)`` returns."""
+    """Return whether a module is the wrapper that ``torch.compile(module)`` returns."""
     return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
@@ -178,12 +178,12 @@ def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def is_compiled_in_place(module: nn.Module) -> bool:
-    """Whether a module was compiled in place by ``module.compile()``."""
+    """Return whether a module was compiled in place by ``module.compile()``."""
     return getattr(module, COMPILED_CALL, None) is not None
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Whether a module was compiled by ``torch.compile(module)`` or ``module.compile()``."""
+    """Return whether a module was compiled by ``torch.compile(module)`` or ``module.compile()``."""
     return is_compiled_in_place(module) or is_compiled_wrapper(module)
 
 
@@ -212,7 +212,7 @@ def name_of_group(group: dist.ProcessGroup | None) -> str:
 
 
 def counts_all_collectives(group: dist.ProcessGroup) -> bool:
-    """Whether a process group counts all of its collectives, because gloo is its only backend."""
+    """Return whether a process group counts all of its collectives, because gloo is its only backend."""
     return {pair.partition(":")[2] for pair in dist.get_backend_config(group).split(",")} == {"gloo"}
 
 
@@ -222,12 +222,12 @@ def _is_instance_of_loaded_class(module: nn.Module, module_name: str, class_name
 
 
 def has_data(x: Tensor) -> bool:
-    """Whether a tensor stores values, which meta tensors and fake tensors do not."""
+    """Return whether a tensor stores values, which meta tensors and fake tensors do not."""
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
 def has_meta_tensors(model: nn.Module) -> bool:
-    """Whether a parameter or buffer of a model is on the meta device."""
+    """Return whether a parameter or buffer of a model is on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device
         return any([t.is_meta for t in (*model.parameters(), *model.buffers())])
 
@@ -273,7 +273,7 @@ def gradient_shape(edge: GradientEdge) -> tuple[int, ...]:
 
 
 def run_at_position_of(node: Node, other: Node) -> None:
-    """Schedule an autograd node at the position of another node in the backward."""
+    """Schedule an autograd node at the position of another node in the backward pass."""
     node._set_sequence_nr(other._sequence_nr())
 
 
@@ -292,7 +292,7 @@ def saved_tensor_names(kind: Any) -> tuple[str, ...]:
 
 
 def saved_tensors_of(node: Node) -> Iterator[Any]:
-    """Yield the ``SavedTensor`` objects that the forward stored in an autograd node."""
+    """Yield the ``SavedTensor`` objects that the forward pass stored in an autograd node."""
     kind: Any = type(node)
     for name in saved_tensor_names(kind):
         saved = getattr(node, name)
@@ -300,12 +300,12 @@ def saved_tensors_of(node: Node) -> Iterator[Any]:
 
 
 def has_unpack_hooks(node: Node) -> bool:
-    """Whether an autograd node saved tensors under hooks that must unpack them, as in activation checkpointing."""
+    """Return whether an autograd node saved tensors under unpack hooks, as in activation checkpointing."""
     return any(getattr(saved, "unpack_hook", None) is not None for saved in saved_tensors_of(node))
 
 
 def release_saved_tensors(nodes: Iterable[Node]) -> None:
-    """Free the saved tensors of autograd nodes whose backward has run, before the graph itself is freed."""
+    """Free the saved tensors of autograd nodes whose backward pass has run, before the graph itself is freed."""
     for node in nodes:
         for saved in saved_tensors_of(node):
             try:
@@ -373,5 +373,5 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
 
 
 def is_dtensor(value: object) -> bool:
-    """Whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
+    """Return whether a tensor or parameter is a DTensor, without importing that class, which is slow."""
     return any(kind.__name__ == "DTensor" for kind in type(value).__mro__)

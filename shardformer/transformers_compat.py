@@ -85,7 +85,7 @@ def _skip_docstring(decorated: Any = None, **options: Any) -> Any:
 
 
 def is_cache(value: Any) -> bool:
-    """Whether an argument or output of a model is a key-value cache.
+    """Return whether an argument or output of a model is a key-value cache.
 
     It is a ``Cache`` of transformers, a class with its methods, or in the older form a tuple of tensors per layer.
     """
@@ -100,21 +100,21 @@ def _is_tuple_of_tensors(layer: tuple[Any, ...]) -> bool:
 
 
 def caches_in(values: Iterable[Any]) -> list[Any]:
-    """Return the key-value caches among the arguments of a forward."""
+    """Return the key-value caches among the arguments of `forward`."""
     return [value for value in values if is_cache(value)]
 
 
 def holds_tokens(cache: Any) -> bool:
-    """Whether a key-value cache contains tokens of an earlier forward."""
+    """Return whether a key-value cache contains tokens of an earlier forward pass."""
     count = getattr(cache, "get_seq_length", None)
     return count is None or bool(count())
 
 
 def forward_without_checkpointing(forward: Any) -> Any:
-    """Return the function that the forward of a layer class checkpoints, or the forward itself.
+    """Return the function that ``forward`` of a layer class checkpoints, or ``forward`` itself.
 
-    transformers 5.20 and later wrap the forward of each class of layers that supports activation checkpointing. Earlier
-    releases wrap ``__call__``.
+    transformers 5.20 and later wrap the `forward` of each class of layers that supports activation checkpointing.
+    Earlier releases wrap ``__call__``.
     """
     while getattr(getattr(forward, "__code__", None), "co_name", "") == "forward_with_checkpointing":
         forward = forward.__wrapped__
@@ -128,12 +128,12 @@ def checkpointing_function(layer: nn.Module) -> Any:
 
 
 def arguments_of(model: nn.Module) -> frozenset[str]:
-    """Return the names of the arguments of a model's forward."""
+    """Return the names of the arguments of a model's forward pass."""
     return frozenset(inspect.signature(model.forward).parameters)
 
 
 def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
-    """Return the names of the keyword arguments that a model's forward accepts, or None if it accepts any name.
+    """Return the names of the keyword arguments that a model's forward pass accepts, or None if it accepts any name.
 
     transformers declares the content of ``**kwargs`` by a ``TypedDict``. Wrappers such as adapters accept the arguments
     of the wrapped model.
@@ -186,9 +186,9 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
     """Return a model's output without its key-value caches, or None if it has no cache.
 
     Args:
-        output: the output of the forward.
-        arguments: names of the forward's arguments. A field with one of these names that is not a single tensor
-            (``mems``, ``state``) is passed to a later forward, and is removed as well.
+        output: the output of the forward pass.
+        arguments: names of the forward pass's arguments. A field with one of these names that is not a single tensor
+            (``mems``, ``state``) is passed to a later forward pass, and is removed as well.
     """
     if not isinstance(output, Mapping):
         return None
@@ -204,8 +204,8 @@ def without_caches(output: Any, arguments: Collection[str]) -> Any:
 def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank: Callable[[bool], bool]) -> None:
     """Patch ``generate`` of a model to continue until the sequences of all ranks are finished.
 
-    transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forwards whose tokens
-    are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
+    transformers has a mode for this (``synced_gpus``), in which a finished rank continues with forward passes whose
+    tokens are discarded. The mode checks all processes of torch.distributed. Here it calls ``any_rank`` instead.
 
     Args:
         begin: called before each ``generate``.

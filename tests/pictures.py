@@ -108,7 +108,7 @@ def data_parallel() -> Figure:
         arrow(axes, (5.45, y + 0.3), (5.8, y + 0.3))
     arrow(axes, (4.8, 1.23), (4.8, 1.47), both=True)
     label(axes, 4.9, 1.35, "all-reduce", ha="left", fontsize=9)
-    label(axes, 0.2, 2.3, "The all-reduce of a bucket of gradients overlaps with the rest of the backward.", ha="left")
+    label(axes, 0.2, 2.3, "The all-reduce of a bucket of gradients overlaps with the backward pass.", ha="left")
     return axes.figure
 
 
@@ -137,7 +137,7 @@ def tensor_parallel() -> Figure:
         box(axes, 6.65, y, 0.7, 0.8, "Z")
     arrow(axes, (5.55, 1.68), (5.55, 1.92), both=True)
     label(axes, 5.65, 1.8, "all-reduce: Z = Z0 + Z1", ha="left", fontsize=9)
-    text = "A is column-parallel and B is row-parallel. The backward all-reduces the gradient of X in the same way."
+    text = "A is column-parallel, B is row-parallel. The backward pass all-reduces the gradient of X in the same way."
     label(axes, 0.15, 2.98, text, ha="left", fontsize=9)
     return axes.figure
 

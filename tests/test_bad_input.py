@@ -188,7 +188,7 @@ CASES: dict[str, Case] = {
         ToyLM,
         {"policy": Written("Layer", ("mlp.fc1", Linear1D_Col), ("norm2", Linear1D_Row))},
         ConfigError,
-        ("Linear1D_Row cannot replace a LayerNorm", "Name the linear itself"),
+        ("Linear1D_Row cannot replace a LayerNorm", "Name the linear layer itself"),
     ),
     "an argument that a layer does not take, found half-way": Case(
         ToyLM,

@@ -23,7 +23,7 @@ OUTSIDE = [order for order in HookOrder if order < HookOrder.CHECKS]
 
 
 def traced(orders: list[HookOrder]) -> list[str]:
-    """Register hooks of all orders between two hooks of a user, and return the calls of a forward."""
+    """Register hooks of all orders between two hooks of a user, and return the calls of a forward pass."""
     module, calls = nn.Linear(2, 2), list[str]()
 
     def note(what: str) -> Callable[..., None]:

@@ -92,7 +92,7 @@ def compiled(sizes: dict[str, int]) -> bool:
     return all(torch.allclose(x, whole[n], atol=ATOL) for n, x in shardformer.full_state_dict(model).items())
 
 
-@pytest.mark.above_budget("torch.compile builds C++ code for a forward and a backward")
+@pytest.mark.above_budget("torch.compile builds C++ code for a forward and a backward pass")
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_compiled_model_trains_like_the_plain_one(pool2: Any) -> None:
     assert pool2.run(compiled, {"tensor": 2}) == [True, True]

@@ -163,7 +163,7 @@ def frozen_embedding(model: Any, family: str) -> Values:
 
 
 def accumulated(model: nn.Module, family: str) -> Values:
-    """Two steps with three backwards each."""
+    """Two steps with three backward passes each."""
     out = {}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for step in range(2):
@@ -199,7 +199,7 @@ def zeroed_in_place(model: nn.Module, family: str) -> Values:
 
 
 def graph_kept(model: nn.Module, family: str) -> Values:
-    """Two backwards through one graph."""
+    """Two backward passes through one graph."""
     loss = loss_of(model, family)
     loss.backward(retain_graph=True)
     (2 * loss).backward()
@@ -215,7 +215,7 @@ def checkpointed_reentrant(model: nn.Module, family: str) -> Values:
 
 
 def lengths_in_one_backward(model: Any, family: str) -> Values:
-    """Run forwards of several lengths, then one backward that recomputes them, with a short evaluation in between."""
+    """Run forward passes of several lengths, then a backward pass that recomputes them, with an evaluation between."""
     out = {}
     for lengths in ((13, 9, 17), (13, 14, 12)):  # in the second case some ranks have shards of equal length
         for use_reentrant in (False, True):
@@ -245,7 +245,7 @@ class Recomputed(nn.Module):
 
 
 def wrapped_in_checkpoints(model: Any, family: str) -> Values:
-    """Test normal sequences and empty shards, with a first forward that runs without gradients on all ranks."""
+    """Test normal sequences and empty shards, with a first forward pass that runs without gradients on all ranks."""
     model.enable_input_require_grads()
     model.config.use_cache = False
     layers: Any = model.get_submodule({"llama": "model.layers", "gpt2": "transformer.h"}[family])
@@ -333,7 +333,7 @@ def _trained(model: nn.Module, family: str, step: int, sequence: int = 13) -> Va
 
 
 def interrupted(model: nn.Module, family: str) -> Values:
-    """Raise in the middle of a forward and of a backward, and continue training after each."""
+    """Raise in the middle of a forward pass and of a backward pass, and continue training after each."""
     layer = next(m for n, m in model.named_modules() if n.endswith(".1"))
     with failing(layer, in_backward=False):
         loss_of(model, family, 1)

@@ -109,7 +109,7 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
 
 
 def _is_saved_by_another_model(named: Path, model: nn.Module) -> bool:
-    """Return whether a different model that this process still uses saved the checkpoint ``named``."""
+    """Return whether another model in this process saved the checkpoint ``named``."""
     saved = _SAVED.get(os.path.realpath(named), lambda: None)
     goes_on = os.path.realpath(named.parent) in model.__dict__.get(_RESUMED_FROM, ())
     other = saved()

@@ -357,7 +357,7 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Plan to read the random states of the saved rank with the same mesh coordinates, or the same data rank."""
+        """Plan to read the random states of the saved rank with the same coordinates, or the same data rank."""
         coords, saved = self._tensors.coords, self.index.values["coords"]
         same_layout = self.index.sizes == self._tensors.sizes
         same_place = [rank for rank, other in enumerate(saved) if same_layout and other == coords]

@@ -42,8 +42,8 @@ FOLDER, PREFIX, WHAT = ".shardformer-optimizer", "optimizer.", "Converting the o
 def plain_optimizer_state(model: nn.Module, optimizer: Optimizer, directory: str | os.PathLike[str]) -> Any:
     """Return the state dict of the plain model's optimizer on the first rank, and None on the others.
 
-    All ranks call it. The ranks write their shards to a temporary folder, from which the first rank reads full tensors,
-    so that no other rank needs memory for them. Communicates names and sizes.
+    All ranks must call it. The ranks write their shards to a temporary folder, from which the first rank reads full
+    tensors, so that no other rank needs memory for them. Communicates names and sizes.
 
     Args:
         optimizer: the optimizer of ``model``, or the result of ``shard_optimizer``.
@@ -93,8 +93,8 @@ def _read_plain_state(path: Path, groups: Groups) -> dict[str, Any]:
 def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dict: Mapping[str, Any]) -> None:
     """Load the state dict of the plain model's optimizer into the optimizer of a sharded model.
 
-    All ranks call it with the same state dict, and keep their shards. Communicates the names of the parameters, and
-    under ZeRO one all-gather of the parameters.
+    All ranks must call it with the same state dict, and keep their shards. Communicates the names of the parameters,
+    and under ZeRO one all-gather of the parameters.
 
     Raises:
         ConfigError: the state belongs to an optimizer with different parameter groups. Raised on all ranks.
@@ -190,7 +190,7 @@ def _local_part(full: Tensor, region: FlatRegion) -> Tensor:
 def load_into_zero_shards(model: nn.Module, state_dict: Mapping[str, Any]) -> tuple[list[str], list[str]]:
     """Load full tensors of the plain model into a model whose parameters ZeRO stage 3 has sharded.
 
-    All ranks call it with the same state dict, and keep their shards. Communicates what ``writable_state`` does.
+    All ranks must call it with the same state dict, and keep their shards. Communicates what ``writable_state`` does.
 
     Returns:
         The names that the state dict does not have, and those that the model does not have.

@@ -442,7 +442,7 @@ class ReshardSource:
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
-        """End the access to the tensors of the previous layout."""
+        """Release the tensors of the previous layout."""
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:

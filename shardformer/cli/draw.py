@@ -44,8 +44,8 @@ def draw(
         str,
         typer.Option(
             metavar="F=1,B=2",
-            help="Time of a forward (F) and a full backward (B), and in interleaved_zb and zbv of the backward for "
-            "inputs (I) and for weights (W). By default F=1, B=2, I=1, W=1.",
+            help="Duration of a forward pass (F) and a full backward pass (B), and for interleaved_zb and zbv of "
+            "the backward pass for inputs (I) and for weights (W). Default: F=1, B=2, I=1, W=1.",
         ),
     ] = "",
     send: Annotated[

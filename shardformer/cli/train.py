@@ -63,7 +63,7 @@ def train(
     ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="With --dry-run: print the report as JSON.")] = False,
 ) -> None:
-    """Train a model with the model, data, layout, optimizer, schedule and hooks of a configuration file.
+    """Train a model as a configuration file specifies: model, data, layout, optimizer, schedule and hooks.
 
     Ctrl-C finishes the step and saves. Run the command again to resume from the last checkpoint. Under a launcher
     (shardformer run, srun) the command is one of the processes; otherwise it starts them.

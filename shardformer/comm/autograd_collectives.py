@@ -1,4 +1,4 @@
-"""Collectives with autograd support, in pairs: the backward of one is the forward of the other.
+"""Collectives with autograd support, in pairs: the backward pass of one is the forward pass of the other.
 
 copy_to_tp_region            forward identity         backward all-reduce
 reduce_from_tp_region        forward all-reduce       backward identity
@@ -29,7 +29,7 @@ from shardformer.mesh.parallel_context import Axis
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Decorate a backward to raise an error under create_graph=True, which collectives do not support."""
+    """Decorate a backward pass to raise an error under create_graph=True, which collectives do not support."""
 
     @wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
@@ -135,7 +135,7 @@ def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) 
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x`` as input of a tensor parallel block, whose backward all-reduces the gradient of ``x``."""
+    """Return ``x`` as input of a tensor-parallel block. The backward pass all-reduces the gradient of ``x``."""
     return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
 
 
@@ -161,7 +161,7 @@ def reduce_scatter_to_sp_region(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def scatter_to_region(x: Tensor, axis: Axis, dim: int, split: Split) -> Tensor:
-    """Return this rank's slices of a replicated tensor, whose backward all-gathers the gradient."""
+    """Return this rank's slices of a replicated tensor. The backward pass all-gathers the gradient."""
     return x if axis.size == 1 else _ScatterToRegion.apply(x, axis, dim % x.dim(), split)
 
 

@@ -36,10 +36,10 @@ class DeferredTensor(Tensor):
     Args (of ``make``):
         local: this rank's shard or summand.
         shape: the full shape.
-        axis: axis of the collective; None if it communicates nothing.
-        region: layout in which a block can use ``local`` instead of the full values; None for a sum.
+        axis: axis of the collective, or None if it communicates nothing.
+        region: layout in which a block can use ``local`` instead of the full values, or None for a sum.
         resolve: the collective: ``local`` -> full tensor.
-        to_local: its backward: gradient of the full tensor -> gradient of ``local``.
+        to_local: its backward pass: gradient of the full tensor -> gradient of ``local``.
     """
 
     local: Tensor
@@ -82,7 +82,7 @@ class DeferredTensor(Tensor):
         return self._full
 
     def set_computed(self, full: Tensor) -> None:
-        """Store the full tensor that a consumer has gathered, unless it was computed in inference mode."""
+        """Store the gathered full tensor, unless it was computed in inference mode."""
         if not full.is_inference():
             self._full, self._written = full, full._version
 

@@ -27,7 +27,7 @@ class CollectiveRecorder:
     >>> recorder.count("all_reduce"), recorder.wire_bytes()   # doctest: +SKIP
 
     Args:
-        model: records the module paths of collectives in a forward (``CollectiveRecord.where``).
+        model: records the module paths of collectives in a forward pass (``CollectiveRecord.where``).
 
     After the body, ``calls`` has the collectives that were started, and ``events`` their starts and waits in order,
     including those of receives.
@@ -72,7 +72,7 @@ class CollectiveRecorder:
         return sum(c.wire_bytes for c in self._select_records(op, axis, purpose))
 
     def table(self) -> dict[tuple[str, str, str], tuple[int, int]]:
-        """Summarize the collectives: (kind, axis, purpose) -> (number of calls, wire bytes)."""
+        """Return a dict from (kind, axis, purpose) to (number of calls, wire bytes) of the recorded collectives."""
         count: Counter[tuple[str, str, str]] = Counter()
         sent: Counter[tuple[str, str, str]] = Counter()
         for c in self.calls:
@@ -90,7 +90,7 @@ def _track_modules(model: nn.Module, traffic: CollectiveLog) -> list[Any]:
 
     def make_enter_hook(name: str) -> Callable[..., None]:
         def hook(*_: Any) -> None:
-            if not name:  # a pipeline stage may abort its previous forward without running its hooks
+            if not name:  # a pipeline stage may abort its previous forward pass without running its hooks
                 running[:] = [outer]
             running.append(name)
             traffic.where = traffic.where._replace(module=name)

@@ -74,7 +74,7 @@ class ShardedTensor(Tensor):
     def full_tensor(self) -> Tensor:
         """All-gather the full tensor, with its gradient history. Communicates only at the first call.
 
-        The subclass's ``_gather`` defines what the backward communicates.
+        The subclass's ``_gather`` defines what the backward pass communicates.
         """
         local, full = self.stored_shard(), self._full
         needs_grad = torch.is_grad_enabled() and local.requires_grad
@@ -108,7 +108,7 @@ class ShardedTensor(Tensor):
         return self.local
 
     def sums_operand_gradients(self) -> bool:
-        """Return whether the gradients of a replicated operand are summed over ranks after the backward."""
+        """Return whether the gradients of a replicated operand are summed over ranks after the backward pass."""
         return False
 
     def write(self, func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
@@ -323,7 +323,7 @@ def permute(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, l
 
 
 def _rule_along_dim(position: int, default: int, drops_dim: bool = False) -> Callable[..., Placed]:
-    """Build the rule of a torch function that acts along one dimension, which must not be the sharded dimension."""
+    """Build the rule for a torch function along one dimension, which must not be the sharded dimension."""
 
     def rule(shape: Sequence[int], sharded: int, args: Args, kwargs: Kwargs, *, local: int) -> Placed:
         dim = _get_dim_argument(args, kwargs, position, "dim", default)

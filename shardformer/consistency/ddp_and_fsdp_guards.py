@@ -87,7 +87,7 @@ def _raise_replicated(context: ParallelContext) -> NoReturn:
 
 
 def check_ddp(model: nn.Module, context: ParallelContext) -> None:
-    """Raise ConfigError if a DistributedDataParallel around the sharded model is running its forward."""
+    """Raise ConfigError if a DistributedDataParallel around the sharded model is running its forward pass."""
     outer = active_ddp_module()
     if outer is None or all(axis.size == 1 for axis in context.axes.values()):
         return

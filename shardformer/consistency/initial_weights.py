@@ -80,7 +80,7 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
 
 
 def differs_across_ranks(value: Any, axis: Axis) -> bool:
-    """Whether the ranks of an axis passed different values, compared by one all-gather."""
+    """Return whether the ranks of an axis passed different values, compared by one all-gather."""
     every = all_gather_objects(value, axis)
     return any(other != every[0] for other in every)
 

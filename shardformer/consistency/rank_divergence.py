@@ -5,7 +5,7 @@ The compared numbers are appended to messages that training sends anyway.
 Compared in every training step, and between which ranks:
 
               ranks of one batch   data ranks   stages
-    mode               x                x          x       whether the model is in train or eval mode
+    mode               x                x          x       whether the model is in training or eval mode
     batch              x                           x       inputs of the forward
     steps              x                x          x       number of optimizer steps
     options            x                x          x       learning rates and other numbers in parameter groups
@@ -66,7 +66,7 @@ WeightSlices = list[tuple[ParamEntry, slice]]
 
 @dataclass(frozen=True)
 class ComparedValue:
-    """Texts of the error about a value that must be identical on several ranks: its name, the rule and the remedy."""
+    """Error texts for a value that must be identical on several ranks: its name, the rule and the remedy."""
 
     what: str
     rule: str
@@ -110,7 +110,7 @@ KIND_SHIFT = 40  # bits above this one encode the class of the optimizer, and th
 
 @dataclass(eq=False)
 class ConsistencyMonitor:
-    """Compares a rank's mode, batch, optimizer and replicated weights with those of other ranks in each step."""
+    """Compares the mode, batch, optimizer and replicated weights of a rank with those of other ranks in each step."""
 
     state: ShardingMetadata
     training: bool = True
@@ -222,7 +222,7 @@ class ConsistencyMonitor:
         return found[0], found[1] ** 0.5
 
     def _are_projections_close(self, projections: Sequence[Sequence[float]]) -> bool:
-        """Whether the weight projections of all ranks are equal up to rounding errors."""
+        """Return whether the weight projections of all ranks are equal up to rounding errors."""
         (first, norm), *others = projections
         widths = [torch.finfo(e.param.dtype).eps for e in self.state.entries if e.param.is_floating_point()]
         room = min(ROUNDINGS * max(widths, default=0.0), MOST) * norm
@@ -252,7 +252,7 @@ class ConsistencyMonitor:
         return parts[self._turns.get(axis.name, 0) % len(parts)] if parts else None
 
     def _axes_with_other_ranks(self, axis: Axis) -> Iterator[str]:
-        """Yield the names of the mesh axes that contain further ranks of the passed axis in addition to this rank."""
+        """Yield the names of the mesh axes along which the passed axis contains ranks other than this one."""
         me = axis.ranks[axis.rank]
         for name, each in self.state.axes.items():
             if each.size > 1 and set(each.ranks) & set(axis.ranks) > {me}:
@@ -436,8 +436,8 @@ PASSES = "_shardformer_passes"  # attribute of an optimizer with the number of g
 def check_gradients_before_step(optimizer: Optimizer) -> None:
     """Reduce gradients that ``no_sync`` has delayed, and raise ConfigError on all ranks if gradients differ.
 
-    Communicates the gradients of backwards in ``no_sync``. If no gradients were reduced since the last step, it gathers
-    their checksums.
+    Communicates the gradients of backward passes in ``no_sync``. If no gradients were reduced since the last step, it
+    gathers their checksums.
     """
     found = [(state, _gradient_reducers(state)) for state in models_trained_by(optimizer)]
     found = [(state, reducers) for state, reducers in found if reducers]
@@ -445,8 +445,8 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
         return
     if current_graph_task_id() >= 0:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step was called during a backward, for example by a parameter hook",
-            rule="Gradients are reduced when the backward ends, so a hook sees the local gradient",
+            f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook",
+            rule="Gradients are reduced when the backward pass ends, so a hook sees the local gradient",
             remedy="Call optimizer.step() after loss.backward(). To store fewer gradients, use "
             "shard_optimizer(..., stage=2)",
         )
@@ -475,7 +475,7 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
     for gradients in over.values():
         sums = [_gradient_checksum(gradient.param.grad) for gradient in gradients]
         wait_for_all_ranks(
-            f"{type(optimizer).__name__}.step, without a backward since its last step", gradients[0].axis
+            f"{type(optimizer).__name__}.step, without a backward pass since its last step", gradients[0].axis
         )
         every = all_gather_objects(sums, gradients[0].axis)
         for gradient, *values in zip(gradients, *every, strict=True):

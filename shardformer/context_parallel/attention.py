@@ -182,7 +182,7 @@ def pass_relative_bias(module: nn.Module, state: ContextParallelState) -> None:
 
 
 def has_relative_bias(module: nn.Module) -> bool:
-    """Whether ``pass_relative_bias`` changed the module."""
+    """Return whether ``pass_relative_bias`` changed the module."""
     return "compute_bias" in module.__dict__
 
 
@@ -216,13 +216,13 @@ def _make_head_exchanges(
 
 
 def _find_query_positions(state: ContextParallelState, query: Tensor, mask: Any) -> SequencePositions | None:
-    """Return the sequence positions of the queries on each rank; None if the queries are not sharded."""
+    """Return the sequence positions of the queries on each rank, or None if the queries are not sharded."""
     count = query.shape[2]
     if isinstance(mask, ChunkedMask):
         return mask.queries if count == state.local_length(mask.queries.length) else None
     if current_graph_task_id() < 0:
         return state.current
-    return state.find_by_local_length(count)  # a recomputation; a later forward may have replaced state.current
+    return state.find_by_local_length(count)  # a recomputation; a later forward pass may have replaced state.current
 
 
 def _make_mask_of_module(

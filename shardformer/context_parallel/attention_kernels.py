@@ -89,7 +89,7 @@ class BlockMask:
     """Attention mask between a block of queries and a block of keys."""
 
     causal: bool  # query i attends to keys 0 to i; there are as many queries as keys
-    mask: Tensor | None  # (B or 1, 1, Q, S) bool; None for no mask in addition to ``causal``
+    mask: Tensor | None  # (B or 1, 1, Q, S) bool, or None for no mask in addition to ``causal``
     rows: Tensor  # positions of the queries
     cols: Tensor  # positions of the keys
 

@@ -1,10 +1,11 @@
 """Context-parallel attention as one operator of a compiled layer.
 
-A graph contains only tensors and constants. The mask of an attention is an object, which differs in each forward, and
-so are the positions of the ranks. The graph therefore takes them as tensors of one number that hold an object:
+A graph contains only tensors and constants. The mask of an attention module is an object, which differs in each forward
+pass, and so are the positions of the ranks. The graph therefore takes them as tensors of one number that hold an
+object:
 
     q, k, v, site, mask --> context_attention --> out, lse, call      site holds the module, mask a ``ChunkedMask``
-    grad, q, k, v, out, lse, call --> context_attention_backward      call holds what the forward planned
+    grad, q, k, v, out, lse, call --> context_attention_backward      call holds what the forward pass planned
 
 Lengths can therefore change without another graph, as far as the compiler supports it.
 """
@@ -41,14 +42,14 @@ _LIBRARY.define(
 
 
 def hold(value: Any) -> Tensor:
-    """Return a tensor that holds an object as long as the tensor exists."""
+    """Return a tensor that keeps a reference to a Python object."""
     tensor = torch.zeros((), dtype=torch.int64, device="cpu")
     setattr(tensor, _HELD, value)
     return tensor
 
 
 def held_by(tensor: Tensor, kind: type) -> Any:
-    """Return the object that a tensor holds. Raises InputError if the tensor was computed or copied."""
+    """Return the object to which a tensor keeps a reference. Raises InputError if the tensor was computed or copied."""
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
@@ -60,7 +61,7 @@ def held_by(tensor: Tensor, kind: type) -> Any:
 
 
 def hold_masks(value: Any) -> Any:
-    """Return a tensor that holds a context-parallel mask, and any other value unchanged."""
+    """Return a tensor that refers to a context-parallel mask; return any other value unchanged."""
     return hold(value) if isinstance(value, ChunkedMask) else value
 
 

@@ -61,12 +61,12 @@ class ChunkedMask:
     """Attention mask of a full sequence that is evaluated by chunks, in place of a mask tensor.
 
     Args:
-        predicate: the mask function, identical on all ranks and without communication; None for no mask.
-        padding: (B, S) bool, False for padding; None for no padding.
+        predicate: the mask function, identical on all ranks and without communication, or None for no mask.
+        padding: (B, S) bool, False for padding, or None for no padding.
         queries, keys: the positions of queries and keys on each rank.
         batch: the batch size.
         by_vmap: whether the predicate takes one index of each kind, so that it must be called through torch.vmap.
-        seed: the seed of the attention dropout, shared by all layers of a forward.
+        seed: the seed of the attention dropout, shared by all layers of a forward pass.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class ChunkedMask:
         return visible
 
     def full_mask(self, device: torch.device) -> Tensor | None:
-        """Return the mask (B or 1, 1, Q, S) of all queries and keys; None if every query attends to all keys."""
+        """Return the mask (B or 1, 1, Q, S) of all queries and keys, or None if every query attends to all keys."""
         if self.predicate is None and self.padding is None:
             return None
         rows, cols = torch.arange(self.queries.length, device=device), torch.arange(self.keys.length, device=device)
@@ -161,7 +161,7 @@ class ChunkedMask:
         return BlockMask(False, self.evaluate(*positions), *positions)
 
     def is_causal(self, chunks: tuple[int, ...]) -> bool:
-        """Whether the mask between these chunks of queries and the same chunks of keys is causal."""
+        """Return whether the mask between these chunks of queries and the same chunks of keys is causal."""
         expected = {
             (r, c): Visibility.CAUSAL if r == c else Visibility.ALL if c < r else Visibility.NOTHING
             for r in chunks
@@ -196,7 +196,7 @@ def _vmap_over_indices(predicate: Predicate) -> Callable[..., Tensor]:
     return predicate_of_vectors
 
 
-# --- masks that repeat in every forward
+# --- masks that repeat in every forward pass
 
 
 class _VisibilityCache(threading.local):
@@ -217,7 +217,7 @@ def _find_cached_visibility(key: Hashable) -> dict[tuple[int, int], Visibility]:
 
 
 def mask_fingerprint(value: Any) -> Hashable | None:
-    """Return a hashable key of a mask function's code and constants; None if it uses tensors or objects."""
+    """Return a hashable key of a mask function's code and constants, or None if it uses tensors or objects."""
     if value is None or isinstance(value, int | float | str | CodeType):
         return (type(value).__name__, value)
     if isinstance(value, tuple | list):

@@ -47,7 +47,7 @@ from shardformer.transformers_compat import arguments_of, caches_in, without_cac
 
 
 class ModelInputHook:
-    """Hooks that start and end context parallelism around each forward of a model.
+    """Hooks that start and end context parallelism around each forward pass of a model.
 
     Args:
         draws: whether the model draws random numbers in training.
@@ -112,7 +112,7 @@ class StackHook:
         self._state, self._path, self._first = state, path, layers[0]
         self._random = LocalRandomState(state.axis.rank, enabled=draws)
         self._untraced: Any = torch.compiler.disable(StackHook._shard_arguments)  # unbound, for copies
-        self._full: int | None = None  # the sequence length of a forward between the first layer and the last
+        self._full: int | None = None  # the sequence length of a forward pass between the first layer and the last
         for layer in dict.fromkeys(layers):
             register_forward_hooks(layer, HookOrder.STACK_SEQUENCE, self._enter, with_kwargs=True)
         for end in dict.fromkeys(ends):

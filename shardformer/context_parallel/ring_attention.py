@@ -2,8 +2,8 @@
 
 In step t, rank r computes with the keys of rank r - t while it receives those of rank r - t - 1. A chunk of keys is
 sent directly to each rank whose queries attend to it. With zig-zag chunks and a causal mask, this is 3/4 of the traffic
-of a ring that forwards all chunks. The backward sends keys and values again, and their gradients back to their owner,
-which sums them in fp32.
+of a ring that forwards all chunks. The backward pass sends keys and values again, and their gradients back to their
+owner, which sums them in fp32.
 
 Numbers sent per rank, forward and backward, with N = B S positions on all ranks and K key heads:
 

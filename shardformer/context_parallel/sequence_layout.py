@@ -142,7 +142,7 @@ class IndexShards:
         )
 
     def slice_rows(self, selected: slice) -> tuple[IndexShards, Tensor]:
-        """Return the index shards of a slice of the dim, and the numbers of the local rows in the slice."""
+        """Return the index shards of a slice along the dim, and the indices of the local rows in this slice."""
         start, stop, step = selected.indices(self.full)
         full = len(range(start, stop, step))
         kept = [(part >= start) & (part < stop) & ((part - start) % step == 0) for part in self.parts]
@@ -171,11 +171,11 @@ class ContextParallelState:
     group: Axis  # the ranks that exchange heads for positions
     gathers: bool = False  # all-gather the keys before attention, instead of sending them during attention
     is_whole: bool = False  # run attention on the full sequence, with masks of all pairs of positions
-    is_open: bool = False  # whether the current or last forward shards its sequence
-    current: SequencePositions | None = None  # of the running layer; None if its sequence is not sharded
-    seed: int = 0  # of the attention dropout in this forward
-    seen: dict[int, SequencePositions] = field(default_factory=dict)  # length -> positions, of all forwards
-    seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)  # of the current or last forward
+    is_open: bool = False  # whether the current or last forward pass shards its sequence
+    current: SequencePositions | None = None  # of the running layer, or None if its sequence is not sharded
+    seed: int = 0  # of the attention dropout in this forward pass
+    seen: dict[int, SequencePositions] = field(default_factory=dict)  # length -> positions, of all forward passes
+    seen_in_forward: dict[int, SequencePositions] = field(default_factory=dict)  # of the current or last forward pass
     dims: Dims = field(default_factory=dict)  # the known sequence dims of the arguments of layers
     _rows: dict[int, IndexShards] = field(default_factory=dict)
     _module_indices: dict[int, int] = field(default_factory=dict)
@@ -197,7 +197,7 @@ class ContextParallelState:
         return self.positions(length).split.length(self.axis.rank)
 
     def positions_in_forward(self, length: int) -> SequencePositions:
-        """Return the positions of a sequence on each rank, and record it as part of this forward."""
+        """Return the positions of a sequence on each rank, and record it as part of this forward pass."""
         self.seen_in_forward[length] = positions = self.positions(length)
         return positions
 
@@ -259,13 +259,13 @@ class ContextParallelState:
 
 
 def current_state() -> ContextParallelState | None:
-    """Return the state of the model whose forward runs on this thread."""
+    """Return the state of the model whose forward pass runs on this thread."""
     state: ContextParallelState | None = getattr(_THREAD, "state", None)
     return state
 
 
 def set_current_state(state: ContextParallelState | None) -> None:
-    """Set the state of the model whose forward runs on this thread, for hooks."""
+    """Set the state of the model whose forward pass runs on this thread, for hooks."""
     _THREAD.state = state
 
 

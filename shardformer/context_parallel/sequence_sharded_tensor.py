@@ -1,7 +1,7 @@
 """A tensor that is sharded over the sequence and behaves like the full tensor.
 
-Gradients are averaged over the P ranks of the axis, as in data parallelism: the backward of local positions scales by
-P. Both computations on gathered tensors, identical on all ranks, and on local positions therefore have correct
+Gradients are averaged over the P ranks of the axis, as in data parallelism: the backward pass of local positions scales
+by P. Both computations on gathered tensors, identical on all ranks, and on local positions therefore have correct
 gradients.
 
 The output of a stack of layers under context parallelism is such a tensor, and so are logits computed from it:
@@ -39,7 +39,7 @@ from shardformer.torch_compat import current_graph_task_id, tree_any, tree_map_o
 # B batch, S sequence, H hidden, V vocabulary, P ranks; s: local positions
 
 _INSIDE = threading.local()
-"""Whether a model runs its forward. Operands that need a gradient then belong to the model, on all ranks."""
+"""Whether a model runs its forward pass. Operands that need a gradient then belong to the model, on all ranks."""
 
 
 def set_inside_model(is_inside: bool) -> None:
@@ -48,14 +48,14 @@ def set_inside_model(is_inside: bool) -> None:
 
 
 def is_inside_model() -> bool:
-    """Whether a model runs its forward, or recomputes it in the backward."""
+    """Return whether a model runs its forward pass, or recomputes it in the backward pass."""
     return getattr(_INSIDE, "now", False) or current_graph_task_id() >= 0
 
 
 class SequenceShardedTensor(ShardedTensor):
     """Tensor that is sharded over the sequence and behaves like the full tensor.
 
-    - Without communication: views and slices, casts, arithmetic, linears and norms, sums over features, printing.
+    - Without communication: views and slices, casts, arithmetic, linear layers and norms, sums over features, printing.
     - One number: ``F.cross_entropy`` with class indices, sums of all elements.
     - One all-gather of the full tensor, which is then cached: all other functions. They return plain tensors.
     """
@@ -95,18 +95,18 @@ class SequenceShardedTensor(ShardedTensor):
 
 
 def share_input_gradient(x: Tensor, axis: Axis) -> Tensor:
-    """Make the gradient of a replicated input of the model identical on all ranks.
+    """Make the gradient of a replicated model input identical on all ranks.
 
     Operations before this input then have the full gradient on each rank, so the average over the ranks does not change
-    the gradients of their parameters. Communicates in the backward one all-reduce of x. The gradient is the mean over
-    the ranks, whose gradients are scaled by P.
+    the gradients of their parameters. Communicates in the backward pass one all-reduce of x. The gradient is the mean
+    over the ranks, whose gradients are scaled by P.
     """
     mean = lambda grad: all_reduce(grad.clone(), axis, purpose="input") / axis.size  # noqa: E731
     return with_backward(x, lambda x: x.view_as(x), mean)
 
 
 def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
-    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward.
+    """Sum a tensor over the ranks. Communicates one all-reduce, and another in the backward pass.
 
     The gradients are summed, because they are averaged over the ranks later.
     """
@@ -115,7 +115,7 @@ def all_reduce_sum(local: Tensor, axis: Axis) -> Tensor:
 
 
 def gather_rows(local: Tensor, rows: IndexShards, dim: int) -> Tensor:
-    """Gather the rows of all ranks along ``dim``. Communicates one all-gather, and one all-to-all in the backward.
+    """Gather the rows of all ranks along ``dim``. Communicates one all-gather, and one all-to-all in the backward pass.
 
     The gradients of the local rows are summed over the ranks, because they are averaged over the ranks later.
     """
@@ -147,7 +147,7 @@ def slice_local_rows(x: Tensor, rows: IndexShards, dim: int) -> Tensor:
 
 
 def _apply_per_position(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Apply a linear or a norm over the last dim to the local positions."""
+    """Apply a linear layer or a norm over the last dim to the local positions."""
     x = args[0]
     tensors = [a for a in (*args[1:], *kwargs.values()) if isinstance(a, Tensor)]
     trains = any(t.requires_grad for t in tensors) and torch.is_grad_enabled()

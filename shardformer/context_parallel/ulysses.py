@@ -64,14 +64,14 @@ def assign_key_heads(queries: tuple[tuple[int, ...], ...], count: int, num_keys:
 
 
 def exchange_positions_for_heads(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward."""
+    """Exchange positions for heads: (B, N, s, D) -> (B, n, S, D). One all-to-all, and another in the backward pass."""
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(scatter_heads, exchange=exchange), partial(gather_heads, exchange=exchange))
 
 
 def exchange_heads_for_positions(x: Tensor, exchange: HeadExchange) -> Tensor:
-    """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward."""
+    """Exchange heads for positions: (B, n, S, D) -> (B, N, s, D). One all-to-all, and another in the backward pass."""
     if exchange.axis.size == 1:
         return x
     return with_backward(x, partial(gather_heads, exchange=exchange), partial(scatter_heads, exchange=exchange))

@@ -1,8 +1,8 @@
-"""Proposes roles for groups of linear layers from one traced forward: projections, head counts and local attributes.
+"""Proposes roles for groups of linear layers from a traced forward pass: projections, head counts, local attributes.
 
-The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linears that are sharded by
-columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward reads, and many
-modules. It therefore only selects among the candidates, and is validated with the complete policy.
+The tensor parallel plan of a transformers config, ``config.base_model_tp_plan``, names linear layers that are sharded
+by columns or by rows ("layers.*.mlp.up_proj": "colwise"). The plan omits heads, the numbers that a forward pass reads,
+and many modules. It therefore only selects among the candidates, and is validated with the complete policy.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
 @dataclass(frozen=True)
 class HeadCount:
-    """Query and KV head counts of an attention, and the ``Attention`` fields that specify unusual counts."""
+    """Query and KV head counts of an attention module, and the ``Attention`` fields that specify unusual counts."""
 
     heads: int
     kv_heads: int
@@ -158,7 +158,7 @@ def _fits_shapes(
 
 
 def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: int) -> dict[str, str]:
-    """Return which integer attributes of an attention count heads, KV heads, head groups or features of all heads."""
+    """Return which integer attributes of an attention module count heads, KV heads, groups or features of all heads."""
     heads, kv_heads = count.heads, count.kv_heads
     kinds: dict[str, str] = {}
     for name, value in attributes.items():
@@ -179,7 +179,7 @@ def classify_attributes(attributes: Mapping[str, int], count: HeadCount, width: 
 
 
 UNKNOWN = "no role fits it"
-LOW_RANK = "its output is only read by a projection of an attention"
+LOW_RANK = "its output is only read by a projection of an attention module"
 LEAVES_LAYER = "its output leaves the layer"
 PARTITIONS = 4
 """Partitions of a fused projection; its heads are ordered for the cores of the first training run (CodeGen)."""
@@ -191,7 +191,7 @@ class BlockCandidates:
 
     layers: str  # path of the ModuleList, with ``*`` for the index of a stage that contains one
     roles: Sequence[Role]
-    columns: Sequence[str]  # paths, in every layer, of the linears to replicate if no candidate passes validation
+    columns: Sequence[str]  # paths, in every layer, of the linear layers to replicate if no candidate passes validation
     reason: str = ""  # reason for replication, if known without validation
     final_norm: str | None = None  # path of the norm after the last layer
     context: tuple[str, str] | None = None  # (module path, argument) through which states of another stack enter
@@ -221,7 +221,7 @@ def _make_block_candidates(
     row = _replace_expert_index(model, group.row[len(layer) + 1 :], layer, group.attends)
     optional = _is_optional(model, layers, row)
     inside = [merged for merged in trace.projections if all(f"{path}.".startswith(f"{layer}.") for path in merged)]
-    low_rank = any(group.row in merged for merged in inside)  # across layers, linears meet in the residual stream
+    low_rank = any(group.row in merged for merged in inside)  # across layers, linear layers meet in the residual stream
     find = _iter_attention_candidates if group.attends else _iter_mlp_candidates
     roles = [] if low_rank else [replace(role, optional=optional) for role in find(model, trace, group, layer)]
     misfits = [] if low_rank or group.attends else _find_misfit_columns(model, group)
@@ -253,7 +253,7 @@ def _find_in_all_layers(model: nn.Module, path: str) -> list[str]:
 
 
 def _find_layer_of(model: nn.Module, path: str, members: list[str]) -> tuple[str, str] | None:
-    """Return (path of the module list, path of the layer) that contain all ``members``; None if no layer does."""
+    """Return (path of the module list, path of the layer) that contain all ``members``, or None if no layer does."""
     parts = path.split(".")
     indices = [i for i, part in enumerate(parts) if part.isdigit()]
     lists = [i for i in indices if _is_layer_list(model, ".".join(parts[:i]))]
@@ -383,7 +383,7 @@ def _iter_attention_candidates(
 
 
 def _find_read_integers(model: nn.Module, trace: ForwardTrace, path: str, count: HeadCount) -> dict[str, int]:
-    """Return the integer attributes that an attention reads, except those that equal the head count by chance."""
+    """Return the integer attributes that an attention module reads, except accidental matches of the head count."""
     module, head_field = model.get_submodule(path), str(count.fields.get("num_heads", ""))
     places = {
         like: m for like in _find_in_all_layers(model, path) if type(m := model.get_submodule(like)) is type(module)
@@ -448,7 +448,7 @@ def _guess_parameter_kinds(module: nn.Module, count: HeadCount, width: int) -> l
 
 
 def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: HeadCount) -> dict[str, LocalAttr]:
-    """Return the arguments of an attention, except the first, that have a dim for heads or samples times heads."""
+    """Return the later arguments of an attention module that have a dim for heads, or for samples times heads."""
     arguments = list(trace.inputs.get(group.entry, {}).items())
     samples = arguments[0][1].shape[0] if arguments else 0
     counts = (count.heads, samples * count.heads)
@@ -457,7 +457,7 @@ def _find_per_head_arguments(trace: ForwardTrace, group: LinearGroup, count: Hea
 
 
 def _find_further_inputs(model: nn.Module, trace: ForwardTrace, group: LinearGroup) -> list[str]:
-    """Return the arguments after the first one that an attention's projections read, such as encoder states."""
+    """Return the arguments after the first one that an attention module's projections read, such as encoder states."""
     names: dict[str, bool] = {}
     for like in _find_in_all_layers(model, group.entry):
         arguments = list(trace.inputs.get(like, {}).items())
@@ -532,7 +532,7 @@ EXPERT_STYLES = {"rowwise": ("colwise", "packed_colwise"), "colwise": ("packed_r
 
 
 def collect_transformers_plan(model: nn.Module) -> dict[str, str]:
-    """Return the tensor parallel plans of all configs in a model as path with ``*`` -> style."""
+    """Return a dict from paths with ``*`` to styles, from the tensor parallel plans of all configs in a model."""
     plan: dict[str, str] = {}
     for path, module in model.named_modules():
         own: Any = getattr(getattr(module, "config", None), "base_model_tp_plan", None)

@@ -61,7 +61,7 @@ class ConfigField:
         }
 
     def growth_per_unit(self) -> list[Fraction]:
-        """Return by how much each matrix dim inside a layer grows if the field increases by one."""
+        """Return the growth of each matrix dim inside a layer if the field increases by one."""
         inside = (pair for place, pair in self.changed_sizes.items() if place.depth and place.role is SizeRole.MATRIX)
         return [Fraction(int(new - old), self.changed_value - self.value) for old, new in inside]
 
@@ -161,7 +161,7 @@ def determine_field_meanings(found: Sequence[ConfigField]) -> dict[Path, FieldMe
 def _guess_head_meaning(
     field: ConfigField, found: Sequence[ConfigField], meanings: Mapping[Path, FieldMeaning]
 ) -> FieldMeaning | None:
-    """Decide whether a field of unknown meaning counts heads or the features of a head; None if neither."""
+    """Decide whether a field of unknown meaning counts heads or the features of a head, or None if neither."""
     if any(place.role is SizeRole.CHANNEL for place in field.changed_sizes):
         return None
     inside = {s: k for s, k in field.ratios.items() if s.depth and s.role in (SizeRole.VECTOR, SizeRole.MATRIX)}
@@ -319,7 +319,7 @@ def find_size_occurrences(model: nn.Module) -> dict[SizeOccurrence, float]:
 
 
 def _get_size_role(module: nn.Module, name: str, tensor: Any, dim: int) -> SizeRole | None:
-    """Return the role of a dim of a parameter or buffer; None for the size of a convolution kernel."""
+    """Return the role of a dim of a parameter or buffer, or None for the size of a convolution kernel."""
     if name in module._buffers:
         return SizeRole.BUFFER
     if tensor.dim() == 1:

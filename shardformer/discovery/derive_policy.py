@@ -1,4 +1,4 @@
-"""Derives a policy for a model that has none: proposes roles from a traced forward and validates them.
+"""Derives a policy for a model that has none: proposes roles from a traced forward pass and validates them.
 
 Validation runs on a reduced model. This module also formats policies as Python source, and builds the error for a
 model without a policy.
@@ -191,7 +191,7 @@ def derive_policy(
 
     Args:
         model: a model, or a transformers config, of which the first architecture is used.
-        batch: arguments of one forward, by name or in order, required if the inputs are not just tokens, images or
+        batch: arguments of `forward`, by name or in order, required if the inputs are not just tokens, images or
             audio. It must fit the reduced model. A copy of the model is used instead if the model has up to 20 million
             parameters and its config cannot be reduced.
 
@@ -256,7 +256,7 @@ def derive_policy_on(
 
     Args:
         reduced: the model with calls with further inputs. If validation fails for these, the policy records them in
-            ``unproven``, and a forward with these inputs raises an error.
+            ``unproven``, and a forward pass with these inputs raises an error.
         plan: tensor parallel plan of transformers. If the roles that match the plan fail, all candidates are searched.
 
     Raises:
@@ -379,7 +379,7 @@ class _ValidationCache:
     def __init__(self, reference: ReferenceGradients) -> None:
         self.reference = reference
         self.nearest: list[BlockCandidates] = []
-        """First candidates of attentions for which no candidate passed."""
+        """First candidates of attention modules for which no candidate passed."""
         self._tried: dict[tuple[str, int], str | None] = {}
 
     def find_failure(self, policy: type[RolePolicy], ranks: Sequence[int]) -> str | None:
@@ -474,7 +474,7 @@ def _validate_blocks(
 
 
 def _store_nearest_candidate(cache: _ValidationCache, block: BlockCandidates) -> None:
-    """Store the closest candidate role of a failed block. An error shows it to users who can change the forward."""
+    """Store the closest candidate role of a failed block, for an error to users who can change the `forward` method."""
     roles = [] if hasattr(cache.reference.model, "config") else block.roles
     first = next(iter(roles), None)
     if isinstance(first, Attention) and not first.at:  # the layer itself adds the residual
@@ -545,7 +545,7 @@ EXAMPLE = """
 """
 
 IN_ITS_FORWARD = (
-    "In the forward of the attention, reshape with -1 or with an attribute that local_attrs= names, because a rank has "
+    "In `forward` of the attention, reshape with -1 or with an attribute that local_attrs= names, because a rank has "
     "only some of the heads. Then use this policy"
 )
 
@@ -582,7 +582,7 @@ def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError
 def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError:
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return DerivationError(
-        f"No policy for {type(model).__name__} could be derived from a forward: {reason}",
+        f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}",
         rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
@@ -606,7 +606,7 @@ def _make_nothing_sharded_error(
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return DerivationError(
         f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
-        rule="Tensor parallelism shards an attention by heads, and an MLP by the features between its linear layers. "
+        rule="Tensor parallelism shards attention by heads, and an MLP by the features between its linear layers. "
         "A scan or convolution between them needs all features",
         remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "

@@ -34,14 +34,14 @@ AUDIO_SAMPLES = 3200  # Audio samples, from which feature extractors compute a f
 
 
 class UnknownInputsError(PolicyError):
-    """Raised if no example input can be generated for the forward of a model."""
+    """Raised if no example input can be generated for the forward pass of a model."""
 
 
 def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
-    """Return a batch as keyword arguments of a model's forward: a dict, or a tensor or tensors in their order.
+    """Return a batch as keyword arguments of a model's forward pass: a dict, or a tensor or tensors in their order.
 
     Raises:
-        InputError: if it is none of these, or has more tensors than the forward has arguments.
+        InputError: if it is none of these, or has more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
         return dict(batch)
@@ -50,8 +50,8 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
         shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
         raise InputError(
-            f"batch is {shown}, which does not fit the forward of {type(model).__name__}",
-            rule=f"The forward takes {', '.join(names)}",
+            f"batch is {shown}, which does not fit the forward pass of {type(model).__name__}",
+            rule=f"The forward pass takes {', '.join(names)}",
             remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}',
         )
     return dict(zip(names, values, strict=False))
@@ -61,14 +61,14 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     """Return example batches that a model may accept: with all known arguments, and with only text or media.
 
     Raises:
-        UnknownInputsError: if no argument of the forward is known.
+        UnknownInputsError: if no argument of `forward` is known.
     """
     names = inspect.signature(model.forward).parameters
     inputs = dict(generate_inputs(model))
     if not inputs:
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}",
-            rule="A policy is derived from one forward with tokens, images or audio",
+            rule="A policy is derived from one forward pass with tokens, images or audio",
             remedy="Pass an example batch: derive_policy(model, batch={...})",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
@@ -205,7 +205,7 @@ def _find_config_field(config: Any, name: str, *sub_configs: str) -> Any:
 
 
 def forward_call(model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0) -> Forward:
-    """Return a function that runs the forward of a model on a fixed batch, without a KV cache.
+    """Return a function that runs the forward pass of a model on a fixed batch, without a KV cache.
 
     Floating-point inputs are cast to the dtype of ``model``. Every call uses the same random seed.
     """
@@ -253,7 +253,7 @@ def insert_media_tokens(model: nn.Module, inputs: Mapping[str, Tensor]) -> Itera
 
 
 def find_media_inputs(model: nn.Module) -> list[str]:
-    """Return the names of the image and audio arguments that the forward of a model accepts."""
+    """Return the names of the image and audio arguments that the forward pass of a model accepts."""
     names = inspect.signature(model.forward).parameters
     return [name for values in _VALUES.values() for name in values if name in names]
 

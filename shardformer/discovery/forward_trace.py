@@ -1,8 +1,8 @@
-"""Traces one forward of a reduced model: which linear layers feed which, and how modules process tokens.
+"""Traces one forward pass of a reduced model: which linear layers feed which, and how modules process tokens.
 
-The output of each linear is marked with the linear's path, and every result computed from a marked tensor inherits the
-marks. A linear with an unmarked input is a column-parallel candidate. A linear with a marked input is the row-parallel
-candidate that follows; its output is full again and unmarked.
+The output of each linear is marked with the linear layer's path, and every result computed from a marked tensor
+inherits the marks. A linear layer with an unmarked input is a column-parallel candidate. A linear layer with a marked
+input is the row-parallel candidate that follows; its output is full again and unmarked.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ MERGING_OPS = ("bmm", "baddbmm", "scaled_dot_product")
 class LinearGroup:
     """A row-parallel candidate, with the linear layers whose outputs it reads as its column-parallel candidates."""
 
-    row: str  # path of the linear that is fed
-    columns: list[str]  # paths of the linears that feed it, in call order
+    row: str  # path of the linear layer that is fed
+    columns: list[str]  # paths of the linear layers that feed it, in call order
     entry: str = ""  # path of the module around the first columns, or of a single column
     enters: bool = True  # whether the columns read the first tensor argument of that module
     other_columns: list[str] = field(default_factory=list)  # columns with another input, as in cross-attention
@@ -43,22 +43,22 @@ class LinearGroup:
 
 @dataclass
 class ForwardTrace:
-    """Record of one forward: inputs, outputs and connections of modules. All keys are module paths."""
+    """Record of one forward pass: inputs, outputs and connections of modules. All keys are module paths."""
 
-    groups: list[LinearGroup] = field(default_factory=list)  # groups of linears, in call order of their rows
+    groups: list[LinearGroup] = field(default_factory=list)  # groups of linear layers, in call order of their rows
     inputs: dict[str, dict[str, Tensor]] = field(default_factory=dict)  # module -> tensor arguments of its first call
     read: dict[str, list[Tensor]] = field(default_factory=dict)  # linear -> its input in each call
     outputs: dict[str, Tensor] = field(default_factory=dict)  # module -> first tensor of its output
     numbers: dict[str, dict[str, int]] = field(default_factory=dict)  # module -> integer attributes that were read
     normed: dict[str, frozenset[str]] = field(default_factory=dict)  # norm -> columns whose output it normalized
-    projections: list[frozenset[str]] = field(default_factory=list)  # linears combined as queries and keys
+    projections: list[frozenset[str]] = field(default_factory=list)  # linear layers combined as queries and keys
 
 
 TRACE_LOCK = threading.Lock()  # Dispatch modes share state between threads, and ranks may be threads
 
 
 def trace_forward(model: nn.Module, run: Callable[[nn.Module], Any], replicated: Iterable[str] = ()) -> ForwardTrace:
-    """Run one forward without gradients and record which linear layers feed which.
+    """Run one forward pass without gradients and record which linear layers feed which.
 
     Args:
         replicated: paths of linear layers that are not sharded; their outputs inherit the marks of their inputs.
@@ -270,19 +270,19 @@ class ModuleCall:
 
     @property
     def hidden_states(self) -> Tensor | None:
-        """Hidden states among the arguments of the call; None if no argument is a tensor."""
+        """Hidden states among the arguments of the call, or None if no argument is a tensor."""
         tensors = [x for x in (*self.args, *self.kwargs.values()) if isinstance(x, Tensor)]
         return first_tensor(self.args, self.kwargs) if tensors else None
 
     @property
     def first_output(self) -> Tensor | None:
-        """First tensor that the call returned; None if its first result is not a tensor."""
+        """First tensor that the call returned, or None if its first result is not a tensor."""
         first = self.output[0] if isinstance(self.output, tuple | list) else self.output
         return first if isinstance(first, Tensor) else None
 
 
 class StackCallRecord:
-    """Record of how the modules in a stack of layers used their input tokens during one forward.
+    """Record of how the modules in a stack of layers used their input tokens during one forward pass.
 
     Args:
         layers: path of the list of layers.
@@ -325,7 +325,7 @@ class StackCallRecord:
         )
 
     def find_enclosing_modules(self, path: str) -> dict[str, str]:
-        """Map name in the layer -> full path for the module ``path`` and the modules around it, outermost first."""
+        """Map names within the layer to full paths, for the module ``path`` and its parents, outermost first."""
         outer = next((outer for outer in self.paths if path.startswith(f"{outer}.")), None)
         parts = path.removeprefix(f"{outer}.").split(".") if outer is not None else []
         names = [".".join(parts[: i + 1]) for i in range(len(parts))]
@@ -371,7 +371,7 @@ class StackCallRecord:
             try:
                 with torch.no_grad():
                     again = ModuleCall((), {}, module(*own, **named)).first_output
-            except Exception:  # a module may raise anything if it is called outside its forward
+            except Exception:  # a module may raise anything if it is called outside its forward pass
                 return True
             if again is None or again.shape != y.shape or y.shape[1] < 2 or torch.equal(again[:, token], y[:, token]):
                 return True  # unknown, for example if its last weight is initialized to 0

@@ -1,6 +1,6 @@
 """Finds the layer stacks of a model, and the hints that pipeline stages and sequence parallelism need.
 
-Traced forwards yield candidate hints. The first candidate that passes validation is used.
+Traced forward passes yield candidate hints. The first candidate that passes validation is used.
 
 ``base_model_pp_plan`` of transformers is not read, because it adds nothing: of the 82 model types without a family that
 have it, the first candidate passes for the same 78 as the plan does, and the search finds hints for one more.
@@ -71,7 +71,7 @@ class _PipelineHintSearch:
 
     def __init__(self, reference: ReferenceGradients, policy: type[RolePolicy]) -> None:
         self._reference, self._policy, self._model = reference, policy, reference.model
-        self._last_reference = (reference, *reference.further_batches)[-1]  # the forward that calls most modules
+        self._last_reference = (reference, *reference.further_batches)[-1]  # the forward pass that calls most modules
         self._base = instantiate_policy(policy, reference.model).base
 
     def find_hints(self, stacks: LayerStacks) -> tuple[LayerStacks, str | None]:
@@ -181,7 +181,7 @@ def _replace_hints(stack: LayerStack, **hints: Any) -> LayerStack:
 
 
 def _record_call_order(reference: ReferenceGradients, paths: Iterable[str]) -> list[str]:
-    """Run one forward and return the paths of the called modules, in call order."""
+    """Run one forward pass and return the paths of the called modules, in call order."""
     calls: list[str] = []
     with ExitStack() as stack, torch.no_grad():
         for path in paths:
@@ -204,7 +204,7 @@ def _find_tables_only_in_first(first: nn.Module, second: nn.Module) -> Iterator[
 
 
 def _find_cross_input(reference: ReferenceGradients, previous_layers: str, layers: str) -> tuple[str, str] | None:
-    """Return (module path, argument) that receives the output of ``previous_layers`` in ``layers``, or None."""
+    """Return the (module path, argument) in ``layers`` that receives the output of ``previous_layers``, or None."""
     made: list[Tensor] = []
     found: list[tuple[str, str]] = []
     model = reference.model
@@ -312,7 +312,7 @@ def _find_hint_candidates(tokens: StackCallRecord, blocks: Sequence[BlockDescrip
         inside = [block for block in blocks if f"{block.entry}.".startswith(f"{outer}.{name}.")]
         if not inside:
             mixing.append(name)
-        elif all(block.arguments is None for block in inside):  # an attention gathers its own inputs
+        elif all(block.arguments is None for block in inside):  # an attention module gathers its own inputs
             containers.append(name)
     for block in blocks:
         above = tokens.find_enclosing_modules(block.entry)

@@ -79,7 +79,7 @@ class ReferenceGradients:
 
     @staticmethod
     def of(model: nn.Module, run: Forward) -> ReferenceGradients:
-        """Run a forward and backward of ``model`` and return its loss and gradients."""
+        """Run a forward and backward pass of ``model`` and return its loss and gradients."""
         model.zero_grad()
         with torch.enable_grad():  # the caller may have disabled gradients
             loss = probe_loss(run(model))
@@ -151,10 +151,10 @@ def disable_dropout(model: nn.Module) -> None:
 
 
 def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
-    """Replace the forwards of modules in a reduced model as they are replaced in ``model``.
+    """Copy the replaced `forward` methods of ``model`` to a reduced model.
 
     Raises:
-        ValueError: if the reduced model lacks the module, or if the forward is not bound to its module, because it
+        ValueError: if the reduced model lacks the module, or if the forward pass is not bound to its module, because it
             would run on the module of ``model``.
     """
     places = dict(reduced.named_modules())
@@ -163,7 +163,7 @@ def copy_replaced_forwards(reduced: nn.Module, model: nn.Module) -> None:
             continue
         method = vars(module)["forward"]
         if not (inspect.ismethod(method) and method.__self__ is module):
-            raise ValueError(f"the forward of {path} was replaced by a function that is not a method of the module")
+            raise ValueError(f"forward of {path} was replaced by a function that is not a method of the module")
         if path in places:
             places[path].__dict__["forward"] = MethodType(method.__func__, places[path])
     if missing := _count_replaced_forwards(model).keys() - _count_replaced_forwards(reduced).keys():
@@ -216,7 +216,7 @@ class _ReadDetector(TorchDispatchMode):
 
 
 def make_validation_key(model: nn.Module) -> Hashable | None:
-    """Return a cache key for the validation results of a model; None without a config or with user code."""
+    """Return a cache key for the validation results of a model, or None without a config or with user code."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_json_string") or not all(map(runs_library_code, model.modules())):
         return None
@@ -234,7 +234,7 @@ MAX_UNMATCHED_NUMEL = 10 * SMALL_NUMEL
 
 @dataclass(frozen=True)
 class MediaCall:
-    """A forward of a reduced model with additional inputs, such as images or audio."""
+    """A forward pass of a reduced model with additional inputs, such as images or audio."""
 
     run: Forward
     names: tuple[str, ...]  # names of the further inputs
@@ -242,7 +242,7 @@ class MediaCall:
 
 @dataclass(frozen=True)
 class ReducedModel:
-    """A reduced model, an example batch, and functions that run its forward on example batches."""
+    """A reduced model, an example batch, and functions that run its forward pass on example batches."""
 
     model: nn.Module
     run: Forward
@@ -264,7 +264,7 @@ class ReducedModel:
         """Return the reason for each input that was not validated.
 
         Args:
-            failure: failure of the calls with further inputs; None if they passed.
+            failure: failure of the calls with further inputs, or None if they passed.
         """
         further = [name for each in self.further for name in each.names] if failure is not None else []
         return {**dict.fromkeys(self.untried, UNTRIED), **dict.fromkeys(further, failure or "")}
@@ -281,7 +281,7 @@ def reduce_model(
     """Build a small model of the same class that trains on the CPU, in fp64 if possible.
 
     Args:
-        batch: keyword arguments of one forward; generated if None.
+        batch: keyword arguments of `forward`; generated if None.
         media_in_text: whether the batch contains images and audio in the text, instead of text only.
 
     Raises:
@@ -347,7 +347,7 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
             problem = f"{type(error).__name__}: {first_line(error)[:160]}"
     raise PolicyError(
         f"No copy of {type(model).__name__} can be run: {problem}",
-        rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward",
+        rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward pass",
         remedy="Compare the results with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
         "policy=...)",
     )
@@ -431,7 +431,7 @@ def _match_widths(model: nn.Module, small: Any) -> nn.Module:
 def _find_trainable_call(
     reduced: nn.Module, batch: Mapping[str, Tensor] | None, *, media_in_text: bool = False, guesses: bool = False
 ) -> tuple[Forward, Mapping[str, Tensor]]:
-    """Return a forward with the first batch that the reduced model accepts, and that batch.
+    """Return a forward pass with the first batch that the reduced model accepts, and that batch.
 
     The batch contains labels if possible. The model is set to training mode if it trains deterministically.
     """
@@ -442,7 +442,7 @@ def _find_trainable_call(
         for candidate in (*iter_batches_with_labels(reduced, inputs), inputs):
             run = forward_call(reduced, candidate)
             try:
-                native = copy.deepcopy(reduced)  # some modules store results of a forward
+                native = copy.deepcopy(reduced)  # some modules store results of a forward pass
                 if candidate is not inputs and getattr(run(native), "loss", None) is None:
                     continue
                 ReferenceGradients.of(native, run).check_finite()
@@ -493,7 +493,7 @@ def find_first_batch(model: nn.Module) -> Mapping[str, Tensor]:
 
 
 def _iter_media_calls(reduced: nn.Module, batch_used: Mapping[str, Tensor]) -> Iterator[MediaCall]:
-    """Yield a forward with images or audio, if ``batch_used`` has none and the reduced model accepts them."""
+    """Yield a forward pass with images or audio, if ``batch_used`` has none and the reduced model accepts them."""
     made = dict(example_inputs.generate_inputs(reduced))
     for inputs in (*example_inputs.insert_media_tokens(reduced, made), made):
         floats = [name for name, x in inputs.items() if x.is_floating_point()]

@@ -410,7 +410,7 @@ def _reduce_hidden_size(field: ConfigField, every: Sequence[ConfigField], sizes:
 
 
 def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) -> int:
-    """Return by how many parts of a head's features this field must be divided."""
+    """Return the number of parts of a head's features by which this field must be divided."""
     if any(a.value + b.value == field.value and a.value != b.value for a, b in combinations(neighbors, 2)):
         return 2
     part = next((n.value for n in neighbors if n.value in config_fields.get_rotary_features(field)), field.value)
@@ -420,7 +420,7 @@ def _count_parts_per_head(field: ConfigField, neighbors: Sequence[ConfigField]) 
 def _reduce_width_of_heads(
     field: ConfigField, neighbors: Sequence[ConfigField], kinds: Mapping[Path, FieldMeaning], small: Mapping[Path, int]
 ) -> int | None:
-    """Return the reduced value of a field that equals heads times head dim; None for other fields."""
+    """Return the reduced value of a field that equals heads times head dim, or None for other fields."""
     for heads, dim in product(neighbors, neighbors):
         if kinds.get(heads.path) is FieldMeaning.HEADS and heads.value * dim.value == field.value and heads is not dim:
             if kinds.get(dim.path) is FieldMeaning.HEAD_DIM or (dim.path not in kinds and dim.value <= MAX_HEAD_DIM):

@@ -38,15 +38,15 @@ from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import TorchDispatchMode, tree_leaves
 
 OF_DESCRIPTIONS = (
-    "A row-parallel linear reads the sharded output of a column-parallel one: shard both or neither. Use "
-    "attribute_replacement for attributes that the forward reads and that differ between ranks, such as head counts."
+    "A row-parallel linear layer reads the sharded output of a column-parallel one: shard both or neither. Set "
+    "attribute_replacement for attributes that the model reads and that differ between ranks, such as head counts."
 )
 OF_VOCABULARY = (
-    "List the token embedding in `embeddings`, the linear that computes the logits in `head`, and other large modules, "
+    "List the token embedding in `embeddings`, the layer that computes the logits in `head`, and other large modules, "
     "such as position embeddings, in `keep_replicated`."
 )
 OF_MLP = (
-    "List the linears that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
+    "List the layers that read the input in `up`, the last one in `down`, and a norm between them in `norm`. A module "
     "that mixes features between them cannot be sharded."
 )
 OF_EXPERTS = "List the weights that read the input in `up` and the last one in `down`; specify `fused` and `dims`."
@@ -58,10 +58,10 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
         heads = role.num_heads or policy.num_heads
         unlisted = _find_unlisted_attributes(policy, role, reduced)
         return (
-            "List the linears that read the input as q, k and v, or qkv, and the last one as out. Check that "
-            f"num_heads={heads!r} is the head count of the forward, and list attributes that differ per rank in "
+            "List the linear layers that read the input as q, k and v, or qkv, and the last one as out. Check that "
+            f"num_heads={heads!r} is the head count of the forward pass, and list attributes that differ per rank in "
             "local_attrs="
-            + (f". The forward reads {unlisted}, which local_attrs= does not list" if unlisted else "")
+            + (f". The forward pass reads {unlisted}, which local_attrs= does not list" if unlisted else "")
             + "."
         )
     if isinstance(role, MLP):
@@ -76,7 +76,7 @@ def suggest_fix(policy: Policy, role: Role | str | None, reduced: ReducedModel, 
 
 
 def _find_unlisted_attributes(policy: RolePolicy, role: Attention, reduced: ReducedModel) -> str:
-    """List attributes that an attention reads and ``local_attrs`` omits, if they equal its head count."""
+    """List attributes that an attention module reads and ``local_attrs`` omits, if they equal its head count."""
     numbers = trace_forward(reduced.model, reduced.run).numbers
     names = [name for name, _ in reduced.model.named_modules()]
     policy.set_model(reduced.model)
@@ -148,7 +148,7 @@ def _find_registered_policy_faults(
 
 
 def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> None:
-    """Replace classes and forwards in a reduced model as users replaced them in the model."""
+    """Replace classes and `forward` methods in a reduced model as the user replaced them in the model."""
     copied = dict(reduced.named_modules())
     for path, module in user_modules.items():
         other = copied.get(path)
@@ -162,7 +162,7 @@ def copy_user_code(reduced: nn.Module, user_modules: dict[str, nn.Module]) -> No
 
 
 def _describe_user_code(user_modules: dict[str, nn.Module]) -> set[str]:
-    """Describe the user code of each module: its class, and the function that replaced its forward."""
+    """Describe the user code of each module: its class, and the function that replaced its `forward`."""
     return {
         f"the {type(m).__name__}" + (f" with {vars(m)['forward'].__qualname__}" if "forward" in vars(m) else "")
         for m in user_modules.values()
@@ -313,7 +313,7 @@ class _PolicyTrial:
     def __init__(self, reduced: ReducedModel, policy: Policy, tensor: int) -> None:
         self._reduced, self._policy, self._tensor = reduced, policy, tensor
         try:
-            native = copy.deepcopy(reduced.model)  # some modules store results of a forward
+            native = copy.deepcopy(reduced.model)  # some modules store results of a forward pass
             first = reduced_model.ReferenceGradients.of(native, reduced.run)
             with TRACE_LOCK, _LowPrecisionDetector(native) as low_precision, torch.no_grad():
                 again = reduced_model.probe_loss(reduced.run(native)).item()
@@ -321,7 +321,7 @@ class _PolicyTrial:
         except Exception as error:
             raise _NotValidated(validation.summarize_error(error)) from error
         if not abs(first.loss - again) <= 0.01 * RELATIVE * abs(first.loss):
-            raise _NotValidated("two forwards of the model with the same batch return different outputs")
+            raise _NotValidated("two forward passes of the model with the same batch return different outputs")
         self._draws_random_numbers = _draws_random_numbers(native, reduced)
         if low_precision.seen is not None:
             dtype = low_precision.seen
@@ -392,7 +392,7 @@ class _PolicyTrial:
             return PolicyFault(f"does not run: {error.what}", remedy=error.remedy)
         except ShardFormerError as error:  # an option or input error, which the real forward will raise again
             raise _NotValidated(error.what) from error
-        except Exception as error:  # a forward with wrong shards may raise anything
+        except Exception as error:  # a forward pass with wrong shards may raise anything
             at = next((found for model in models if (found := validation.find_failing_module(error, model))), None)
             where = (f" in {at!r}" if at else "") + validation.format_user_code_location(error)
             return PolicyFault(f"does not run: {validation.summarize_error(error)}{where}", at)
@@ -413,7 +413,7 @@ class _PolicyTrial:
 
 
 def _draws_random_numbers(model: nn.Module, reduced: ReducedModel) -> bool:
-    """Return whether a forward of the model changes the random state of torch."""
+    """Return whether a forward pass of the model changes the random state of torch."""
     states: list[Tensor] = []
     model.register_forward_pre_hook(lambda *_: states.append(torch.get_rng_state()))
     model.register_forward_hook(lambda *_: states.append(torch.get_rng_state()))
@@ -442,7 +442,7 @@ def _iter_single_role_policies(policy: RolePolicy) -> Iterator[tuple[Role | str,
 
 
 def _record_module_outputs(reduced: ReducedModel) -> dict[str, Tensor]:
-    """Run one forward and return the first tensor that each module returned."""
+    """Run one forward pass and return the first tensor that each module returned."""
     model = copy_sharing_values(reduced.model)
     outputs: dict[str, Tensor] = {}
 

@@ -73,7 +73,7 @@ def format_user_code_location(error: BaseException) -> str:
 
 
 def find_failing_module(error: BaseException, model: nn.Module) -> str | None:
-    """Return the path of the innermost module whose forward raised an error, or None."""
+    """Return the path of the innermost module whose forward pass raised an error, or None."""
     paths = {id(module): path for path, module in model.named_modules()}
     seen: list[Any] = [frame.f_locals.get("self") for frame, _ in walk_tb(error.__traceback__)]
     return next((paths[id(module)] for module in reversed(seen) if paths.get(id(module))), None)
@@ -124,7 +124,7 @@ def validate_sharding(
         run_as_threads(train, **sizes, in_turn=True)
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
-    except Exception as error:  # a forward with wrong shards may raise anything
+    except Exception as error:  # a forward pass with wrong shards may raise anything
         return f"the sharded model does not run ({format_error(error)})"
     return None
 
@@ -134,7 +134,7 @@ class TrainingMismatchError(Exception):
 
 
 def compare_training(reference: ReferenceGradients, model: nn.Module) -> None:
-    """Run forward and backward of a sharded model, and compare its loss and gradients with the reference.
+    """Run the forward and backward pass of a sharded model, and compare loss and gradients with the reference.
 
     Raises:
         TrainingMismatchError: if the loss or a gradient differs.
@@ -197,7 +197,7 @@ def validate_stages(
                 _compare_stages(expected, chain, chain.stage_ranges([0, bound, count]))
     except (TrainingMismatchError, ShardFormerError) as error:
         return error.what if isinstance(error, ShardFormerError) else str(error)
-    except Exception as error:  # a forward of a partial model may raise anything
+    except Exception as error:  # a forward pass of a partial model may raise anything
         return f"in two stages it does not run ({type(error).__name__}: {' '.join(str(error).split())[:160]})"
     return None
 
@@ -227,7 +227,7 @@ def _compare_stages(reference: ReferenceGradients, chain: LayerSequence, spans: 
 
 
 def _compare_outputs(reference: ReferenceGradients, output: Any) -> None:
-    """Compare the outputs of the last stage with the outputs of the full model, and run backward on both."""
+    """Compare the outputs of the last stage with those of the full model, and run both backward passes."""
     expected, stage_outputs = _get_float_outputs(reference.run(reference.model)), _get_float_outputs(output)
     here = [at for at, x in enumerate(stage_outputs) if not is_placeholder(x)]
     if len(expected) != len(stage_outputs) or 0 not in here:
@@ -276,7 +276,7 @@ def _sum_gradients(full_model: nn.Module, models: Sequence[nn.Module]) -> dict[s
 class ContextValidation:
     """Result of validating context parallelism on a reduced model."""
 
-    failure: str | None  # why the sequence cannot be sharded; None if validation passed
+    failure: str | None  # why the sequence cannot be sharded, or None if validation passed
     findings: ContextFindings = field(default_factory=ContextFindings)  # sequence dims, modules with full sequences
 
 
@@ -292,7 +292,7 @@ def validate_context_parallel(
     Args:
         policy: policy of the model, also used for the reduced model.
         sizes: ring and Ulysses sizes of the sequence axis.
-        allow_full_attention: whether attentions may be computed for the full sequence on every rank.
+        allow_full_attention: whether attention modules may be computed for the full sequence on every rank.
     """
     sizes = RingSizes(min(sizes.ring, 2), min(sizes.group, 2), sizes.gathers)
     key = (reduced_model.make_validation_key(model), sizes.ring, sizes.group, sizes.gathers, allow_full_attention)
@@ -399,7 +399,7 @@ def _remove_duplicates(pairs: Iterable[tuple[str, str]]) -> list[tuple[str, str]
 class GridValidation:
     """Result of validating a tensor grid on a reduced model."""
 
-    failure: str | None  # why the model cannot be sharded over the grid; None if validation passed
+    failure: str | None  # why the model cannot be sharded over the grid, or None if validation passed
     samples: ArgumentSamples = field(default_factory=dict)  # attention argument -> batch dim, None without one
     unproven: Mapping[str, str] = field(default_factory=dict)  # input -> why the layout was not validated with it
 
@@ -453,7 +453,7 @@ def _validate_grid(model: nn.Module, policy: Policy, mode: str, sizes: dict[str,
 
 
 def _make_larger_batch_run(reduced: ReducedModel) -> Forward:
-    """Return a forward with one more sample than the example batch."""
+    """Return a forward pass with one more sample than the example batch."""
     count = reduced.samples
     more = {n: torch.cat((x, x[:1])) if x.dim() and len(x) == count else x for n, x in reduced.batch.items()}
     return forward_call(reduced.model, more)
@@ -480,7 +480,7 @@ def _find_batch_dims(
 def _record_argument_shapes(
     model: nn.Module, run: Forward, attentions: list[str], stacks: list[str]
 ) -> dict[Any, tuple[int, ...]]:
-    """Run one forward and return the shape of each tensor argument of attentions and first layers."""
+    """Run one forward pass and return the shape of each tensor argument of attention modules and first layers."""
     found: dict[Any, tuple[int, ...]] = {}
     layers = {path: next(model.get_submodule(path).children()) for path in stacks}
     modules = {**layers, **{path: model.get_submodule(path) for path in attentions}}

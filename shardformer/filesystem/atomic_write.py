@@ -294,7 +294,7 @@ class DirectoryWriter:
 
 
 def _can_be_renamed(target: Path) -> bool:
-    """Whether a folder can be renamed: it is not a mount point, and its parent folder is writable."""
+    """Return whether a folder can be renamed: it is not a mount point, and its parent folder is writable."""
     return os.access(target.parent, os.W_OK) and not os.path.ismount(target)
 
 

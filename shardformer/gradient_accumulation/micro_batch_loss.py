@@ -7,8 +7,9 @@ intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one 
     mean_m * n_mi / N_i             n_mi = labels counted in micro-batch m,   N_i = sum of n_mi over all micro-batches
 
 The micro-batches' losses then sum to the full batch's loss, for every sum of mean losses with constant factors. The
-first backward needs N_i before the other forwards have run (1F1B). The first forward therefore records how the i-th
-target derives from the micro-batch's tensors (``label_tracing``), and predicts the counts of the other micro-batches.
+first backward pass needs N_i before the other forward passes have run (1F1B). The first forward pass therefore records
+how the i-th target derives from the micro-batch's tensors (``label_tracing``), and predicts the counts of the other
+micro-batches.
 
 Every prediction is checked: each micro-batch must have the predicted count, and its loss must be the same linear
 combination of recorded losses. Otherwise a ConfigError asks for ``loss_weight``.
@@ -189,7 +190,7 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossTotals:
-    """Label counts of all micro-batches for the i-th loss call of a forward.
+    """Label counts of all micro-batches for the i-th loss call of a forward pass.
 
     Predicted for mean losses, observed for summed losses.
     """
@@ -203,7 +204,7 @@ class _LossTotals:
 
 @dataclass
 class _RecordedLosses:
-    """Losses recorded in the forward of one micro-batch. ``scale_loss`` frees them."""
+    """Losses recorded in the forward pass of one micro-batch. ``scale_loss`` frees them."""
 
     parts: list[Tensor] = field(default_factory=list)  # the model receives clones, which it may modify
     reductions: list[str] = field(default_factory=list)
@@ -215,7 +216,8 @@ class LossWeights:
     Call ``start(m)`` and ``stop()`` around the head of each micro-batch's forward, backward on the result of
     ``scale_loss(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
 
-    The host synchronizes with the device in the first forward and in ``finish`` only. On the CPU, checks run at once.
+    The host synchronizes with the device in the first forward pass and in ``finish`` only. On the CPU, checks run at
+    once.
 
     Args:
         micro_batches: all micro-batches; shapes may differ.
@@ -224,7 +226,7 @@ class LossWeights:
         label_forms: label forms that earlier steps found, by index of the loss. New ones are added.
         data_axis: (data axis, device for communication) if the full batch spans all data ranks. Losses are then
             multiplied by the number of ranks, because gradients are averaged. Communicates one number per loss before
-            the first backward.
+            the first backward pass.
         counts: whether to compute ``counted`` even for a single micro-batch.
     """
 
@@ -257,7 +259,7 @@ class LossWeights:
         """Whether all recorded losses are means over labels of the batch, so that samples are independent."""
 
     def start(self, index: int) -> None:
-        """Start recording the loss calls of micro-batch ``index``. Call ``stop`` after its forward."""
+        """Start recording the loss calls of micro-batch ``index``. Call ``stop`` after its forward pass."""
         self.stop()
         if self._weight_shares is not None or (self._is_full_batch and not self._counts):
             return
@@ -278,7 +280,7 @@ class LossWeights:
             watch.__exit__(None, None, None)
 
     def scale_loss(self, index: int, loss: Tensor) -> Tensor:
-        """Scale the loss of a micro-batch to the term that it adds to the loss of the full batch.
+        """Scale the loss of a micro-batch to its contribution to the loss of the full batch.
 
         Raises ConfigError if the loss is not a linear combination of the recorded losses.
         """
@@ -317,14 +319,14 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels that the loss of the full batch averages over, or None if its terms differ in it."""
+        """Number of labels that the full batch's loss is averaged over, or None if it differs between the terms."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
 
     @property
     def factors(self) -> Tensor:
-        """Hash of the factors that the model multiplies its mean losses by. It must be equal on all data ranks."""
+        """Hash of the factors by which the model multiplies its mean losses, which must be equal on all data ranks."""
         values = next(iter(self._factors.values()), torch.zeros(0, dtype=torch.float64))
         return (values * torch.arange(1, len(values) + 1, device=values.device)).sum()
 
@@ -359,7 +361,7 @@ class LossWeights:
             return part.clone()
 
     def grad_mode(self, index: int) -> AbstractContextManager[Any]:
-        """Context that enables gradients in evaluation, to compute the factors of the recorded losses."""
+        """Context manager that enables gradients in evaluation, to compute the factors of the recorded losses."""
         return torch.enable_grad() if self._is_evaluation and self._forwards[index].parts else nullcontext()
 
     def _compute_share(self, loss: _LossTotals, index: int, call: LossCall) -> Tensor:

@@ -504,7 +504,7 @@ def _split_at_rows(flat_range: slice, row_numel: int) -> Iterator[tuple[int, sli
 
 
 def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
-    """Write a gradient, divided by its divisor, into its range of a bucket whose rows are not contiguous."""
+    """Write a gradient, divided by its divisor, to its range in a bucket with rows that are not contiguous."""
     grad, parts = gradient.param.grad, list(_split_at_rows(flat_range, rows.shape[1]))
     if len(parts) == 1:
         gradient.pack(rows[parts[0][:2]], gradient.divisor)

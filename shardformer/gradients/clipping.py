@@ -237,7 +237,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model that this stage must clip without gradients, because other stages clip it."""
+    """Return the pipeline model that this stage must also clip, without gradients, because other stages clip it."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]

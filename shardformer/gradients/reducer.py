@@ -116,7 +116,7 @@ class GradientReducer(PausableReducer):
             for bucket in self._buckets:
                 bucket.reset()
         if self._hooked and not torch.is_grad_enabled():
-            return  # a forward with other adapters, whose parameters may be frozen for its duration
+            return  # a forward pass with other adapters, whose parameters may be frozen for its duration
         trainable = [g for g in self.gradients if g.param.requires_grad]
         unknown = [g for g in trainable if id(g.param) not in self._hooked]
         if not unknown and len(self._hooked) == len(trainable):
@@ -141,7 +141,8 @@ class GradientReducer(PausableReducer):
 
         Args:
             size: Size of a bucket in bytes.
-            overlaps: Whether to reduce a bucket as soon as it is full. Otherwise all follow at the end of the backward.
+            overlaps: Whether to reduce a bucket as soon as it is full. Otherwise all follow at the end of the backward
+                pass.
 
         Returns:
             The buckets, which no longer change: unfreezing a parameter raises ConfigError.
@@ -164,7 +165,7 @@ class GradientReducer(PausableReducer):
     def start(self) -> None:
         """Start to reduce the gradients that several backward passes accumulated without communication.
 
-        All ranks call it, including ranks without gradients. ``finish`` waits for the result.
+        All ranks must call it, including ranks without gradients. ``finish`` waits for the result.
         """
         while self._num_started < len(self._buckets):
             self._start_next_bucket()

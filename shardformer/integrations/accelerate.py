@@ -327,7 +327,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(gather_one, to_full_tensors(tensor), error_on_other_type=True)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
-        """Gather tensors or objects of all data-parallel ranks, without the samples that fill up the last batch."""
+        """Gather tensors or objects of all data-parallel ranks, without the samples that pad the last batch."""
         if not use_gather_object:
             try:
                 recursively_apply(lambda x: x, input_data, error_on_other_type=True)
@@ -359,7 +359,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return recursively_apply(reduce_one, to_full_tensors(tensor), error_on_other_type=True)
 
     def check_trigger(self) -> bool:
-        """Whether ``set_trigger`` was called on any of all processes. Communicates one number over all of them."""
+        """Return whether any process called ``set_trigger``. Communicates one number over all processes."""
         found: Tensor | None = getattr(self, "flag_tensor", None)
         flag = torch.zeros((), device=self.device) if found is None else found.float()
         self.flag_tensor = None
@@ -377,12 +377,12 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         return [sharded for model in self._models if (sharded := sharded_model_in(model)) is not None]
 
     def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> Any:
-        """Return the state dict with full tensors, on the CPU of every rank. All ranks call it."""
+        """Return the state dict with full tensors, on the CPU of every rank. All ranks must call it."""
         sharded = sharded_model_in(model)
         return super().get_state_dict(model, unwrap) if sharded is None else full_state_dict(sharded)
 
     def save_state(self, output_dir: str | None = None, safe_serialization: bool = True, **kwargs: Any) -> str:
-        """Save a training run, to be loaded under any layout. All ranks call it.
+        """Save a training run, to be loaded under any layout. All ranks must call it.
 
         accelerate writes the schedulers, random states and registered objects. Each sharded model and its optimizers
         are a checkpoint of ``save_checkpoint`` in the folder ``shardformer_0``, ``shardformer_1`` and so on.
@@ -398,7 +398,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def load_state(self, input_dir: str | None = None, load_kwargs: Any = None, **kwargs: Any) -> None:
         """Load a checkpoint of ``save_state``, under any layout, or of a plain ``Accelerator``.
 
-        All ranks call it.
+        All ranks must call it.
         """
         if input_dir is None and self.project_configuration.automatic_checkpoint_naming:
             folders = os.listdir(checkpoints := os.path.join(self.project_dir, "checkpoints"))
@@ -465,7 +465,7 @@ def _is_unprepared_optimizer(value: Any) -> bool:
 
 
 def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
-    """Whether an optimizer has parameters of a model."""
+    """Return whether an optimizer has parameters of a model."""
     if isinstance(optimizer, ZeroOptimizer):
         return optimizer.table is model.__dict__.get(METADATA_ATTRIBUTE)
     held = {id(p) for p in model.parameters()}

@@ -39,12 +39,12 @@ class LossMean:
 
     @property
     def has_no_samples(self) -> bool:
-        """Whether all samples of this rank only fill up the last batch."""
+        """Whether all samples of this rank only pad the last batch."""
         return self._samples == 0
 
     @contextmanager
     def of_samples(self, count: int | None) -> Iterator[None]:
-        """Set the number of samples of this rank's batch in this context; None if all ranks have as many."""
+        """Set the number of samples in this rank's batch within this context, or None if it is equal on all ranks."""
         self._samples, self._is_weighted = count, False
         try:
             yield
@@ -52,7 +52,7 @@ class LossMean:
             self._samples = None
 
     def see(self, args: Any) -> None:
-        """Remember that the loss is divided by ``items``."""
+        """Record that the loss is divided by ``items``."""
         self._is_weighted |= self.items is not None and any(each is self.items for each in args)
 
     def weigh(self, mean: Tensor, count: float) -> Tensor:

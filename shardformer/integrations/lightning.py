@@ -48,7 +48,7 @@ pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lig
 STATE_KEY = "lightning"
 """Key of Lightning's own state in ``extra`` of a checkpoint."""
 UNSUPPORTED_FIELDS = {
-    "pipe": "training_step runs the forward itself, but a pipeline runs it in a schedule. "
+    "pipe": "training_step runs the forward pass itself, but a pipeline runs it in a schedule. "
     "Use shardformer.initialize and engine.train_step(batch)",
     "micro_batches": "Use Trainer(accumulate_grad_batches=...)",
     "micro_batch_size": "Use Trainer(accumulate_grad_batches=...)",
@@ -155,7 +155,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
 
     @property
     def _name_of_model(self) -> str:
-        """Name of the attribute of the LightningModule that has its parameters."""
+        """Name of the attribute of the LightningModule that contains its parameters."""
         owners = {name.partition(".")[0] for name, _ in self.lightning_module.named_parameters(remove_duplicate=False)}
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
@@ -291,7 +291,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return output
 
     def backward(self, closure_loss: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        """Run the backward, with the loss scale of ``ParallelConfig(precision="fp16")``."""
+        """Run the backward pass, with the loss scale of ``ParallelConfig(precision="fp16")``."""
         owner = metadata_of(self.sharded_model).gradient_owner
         with nullcontext(1) if owner is None else owner.scaled() as scale:
             loss = closure_loss if scale == 1 else closure_loss.float() * scale
@@ -321,7 +321,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         return {}
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Save the model, its optimizer and Lightning's state into the directory ``filepath``. All ranks call this."""
+        """Save the model, its optimizer and Lightning's state to directory ``filepath``. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
                 f"storage_options={storage_options!r:.60} has no effect",

@@ -236,7 +236,7 @@ class ShardedTrainer:
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        """Evaluate a data set. Predictions and labels of samples that fill up the last batch are dropped.
+        """Evaluate a data set. Predictions and labels of samples that pad the last batch are dropped.
 
         Seq2SeqTrainer keeps them, because one process has none, and averages the losses over batches.
         """
@@ -294,7 +294,7 @@ class ShardedTrainer:
     ) -> Any:
         """Evaluate a batch. Gathers the logits of all ranks that share it, unless only the loss is needed.
 
-        The loss is that of the global batch, without the samples that fill up the last batch of the data set.
+        The loss is that of the global batch, without the samples that pad the last batch of the data set.
         """
         if self.has_stages:
             found = self._predict_in_stages(inputs, prediction_loss_only, ignore_keys)
@@ -338,7 +338,7 @@ class ShardedTrainer:
         return self.context.pipe.size > 1
 
     def _check_loss(self, num_stages: int) -> None:
-        """Raise ConfigError if a pipeline cannot compute the loss, because the model does not compute it itself."""
+        """Raise ConfigError if the model does not compute the loss itself, as a pipeline requires."""
         kind = type(self)
         problems = {
             "label_smoothing_factor": self.label_smoother is not None,
@@ -512,7 +512,7 @@ def _is_any_matrix_sharded(model: nn.Module) -> bool:
 
 
 def _needs_full_matrices(optimizer: Optimizer) -> bool:
-    """Whether an optimizer is not element-wise. True if a trial cannot tell."""
+    """Return whether an optimizer is not element-wise, or True if a trial cannot determine it."""
     try:
         return needs_full_matrices(optimizer)
     except ConfigError:
@@ -528,7 +528,7 @@ UNSUPPORTED = {
 }
 """Arguments of TrainingArguments that are not supported -> reason."""
 FUSED_BACKWARD = ("lomo", "adalomo", "layerwise")
-"""Parts of the names of optimizers that update parameters during the backward."""
+"""Parts of the names of optimizers that update parameters during the backward pass."""
 
 
 def check_arguments(args: Any, parallel: ParallelConfig) -> None:
@@ -547,7 +547,7 @@ def check_arguments(args: Any, parallel: ParallelConfig) -> None:
     if any(part in optim for part in FUSED_BACKWARD):
         raise ConfigError(
             f"TrainingArguments(optim={optim!r}) is not supported",
-            rule="This optimizer updates each parameter during the backward, before the ranks have reduced its "
+            rule="This optimizer updates each parameter during the backward pass, before the ranks have reduced its "
             "gradient",
             remedy="Use another optimizer, with zero_stage=2 to store fewer gradients",
         )

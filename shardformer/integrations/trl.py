@@ -40,7 +40,7 @@ from shardformer.training.initialize import initialize
 # B batch, S sequence, T tokens, H hidden, V vocabulary
 
 FUSED_ARGUMENT, FUSED_FUNCTION = "fused_lm_head", "_ChunkedLogProbFunction"
-"""Argument of a forward that TRL has replaced, and the global name of the function that it calls."""
+"""Argument of a `forward` that TRL has replaced, and the global name of the function that it calls."""
 
 
 class ShardedTRLTrainer(ShardedTrainer):
@@ -80,7 +80,7 @@ class ShardedTRLTrainer(ShardedTrainer):
         return [parameter.name for parameter in parameters]
 
     def _count_data_ranks(self) -> None:
-        """Replace what TRL has computed from the number of processes, which counts ranks that share a batch."""
+        """Replace values that TRL computed from the number of processes by values for the data-parallel ranks."""
         args, data = self.args, self.context.data
         process = int(self.accelerator.state.process_index)
         if torch.initial_seed() == args.seed + process != args.seed + data.rank:  # set_seed(..., device_specific=True)
@@ -255,7 +255,7 @@ def guard_weights(model: Any, trainer: type) -> None:
         properties = {name: property(partial(_read_guarded, name, modules)) for name in layer._parameters}
         kind = type(layer)
         layer.__class__ = type(kind.__name__, (kind,), {**properties, "__module__": kind.__module__})
-    metadata_of(model).on_adapted(model)  # the checks of the forward accept the new class
+    metadata_of(model).on_adapted(model)  # the checks of the forward pass accept the new class
 
 
 def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:

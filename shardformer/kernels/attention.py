@@ -3,7 +3,7 @@
 CUDA   flash-attn, if it is installed, for 16 bits without a mask or with a causal one
        torch's flash kernel without a mask, its memory-efficient kernel with one; an error instead of the math kernel
 CPU    torch's flash kernel, for all dtypes and masks and grouped-query attention, without dropout
-       for a trainable bias of the scores (T5), whose gradient the flash kernel does not compute: the backward
+       for a trainable bias of the scores (T5), whose gradient the flash kernel does not compute: the backward pass
        recomputes the scores of a few sequences of the batch at a time
 """
 
@@ -32,7 +32,7 @@ FLASH_ATTN_MAX_HEAD_DIM = 256
 TORCH_ATTENTION = F.scaled_dot_product_attention
 KERNELS = {"cuda": [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION], "cpu": [SDPBackend.FLASH_ATTENTION]}
 SCORES_AT_ONCE = 2**18
-"""The number of scores that a backward stores at a time (1 MB in fp32), or those of one sequence if they are more."""
+"""Number of scores that a backward pass stores at a time (1 MB in fp32), but at least those of one sequence."""
 UNSUPPORTED_ARGUMENTS = ("softcap", "s_aux", "sinks", "indices", "block_indices", "cache", "output_attentions")
 
 
@@ -261,8 +261,8 @@ def _biased_attention(
 class _BiasedAttention(Function):
     """Autograd function for flash attention on the CPU with a trainable bias of the scores.
 
-    The forward is the flash kernel, called for a few sequences of the batch at a time if their masks differ. The
-    backward recomputes the scores of these sequences: N*Q*S per sequence, at most SCORES_AT_ONCE at a time if one
+    The forward pass is the flash kernel, called for a few sequences of the batch at a time if their masks differ. The
+    backward pass recomputes the scores of these sequences: N*Q*S per sequence, at most SCORES_AT_ONCE at a time if one
     sequence has fewer.
     """
 

@@ -90,7 +90,7 @@ def check_flash_attention(model: nn.Module, device: torch.device) -> None:
 
 
 def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable[..., Any]]]:
-    """Set the ``fused_attn`` switch of timm's attentions, and run them on fused kernels.
+    """Set the ``fused_attn`` switch of timm's attention modules, and run them on fused kernels.
 
     Yields the path, the name and the replacement of each method.
     """
@@ -103,7 +103,7 @@ def _enable_sdpa_switches(model: nn.Module) -> Iterator[tuple[str, str, Callable
 
 
 def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Run a module's own forward, with ``attention`` in place of torch's attention function."""
+    """Run a module's own `forward`, with ``attention`` in place of torch's attention function."""
     with FusedAttentionMode(self):
         return type(self).forward(self, *args, **kwargs)
 
@@ -121,7 +121,7 @@ def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:
     """Return the classes that compute attention, with their source code.
 
     These are the classes on transformers' interface, and those with "attention" in their name that compute a softmax or
-    call torch's attention. Modules that only contain an attention are not included.
+    call torch's attention. Modules that only contain an attention module are not included.
     """
     classes = {type(m) for m in model.modules()}
     sources = {cls: read_class_source(cls) for cls in sorted(classes, key=lambda c: c.__name__)}  # type: ignore[arg-type]  # mypy reads __hash__ as the instances'
@@ -147,21 +147,21 @@ def _check_interface(model: nn.Module) -> None:
     if unknown:
         reason = f"computes attention in {', '.join(unknown)}"
     elif not classes:
-        reason = "has no attention on transformers' AttentionInterface"
+        reason = "has no attention module on transformers' AttentionInterface"
     elif without:
         reason = f"declares that {', '.join(without)} differs from torch's attention (_supports_sdpa=False)"
     else:
         return
     raise ConfigError(
         f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
-        rule="The supported attentions are softmax attention on transformers' AttentionInterface, and "
+        rule="ShardFormer supports softmax attention on transformers' AttentionInterface, and "
         f"{', '.join([*OVERRIDES, *SDPA])}",
         remedy="Set enable_flash_attention=False for this model",
     )
 
 
 def _check_no_dropout(model: nn.Module) -> None:
-    """Raise ConfigError if an attention has dropout, which torch's flash kernel for the CPU does not support."""
+    """Raise ConfigError if an attention module has dropout, which torch's flash kernel for the CPU does not support."""
     sources = find_attention_classes(model)
     for name, module in model.named_modules():
         for attribute in _find_dropout_attributes(module, sources.get(type(module), "")):

@@ -160,7 +160,7 @@ def _find_eps(module: nn.Module) -> float | None:
 
 @without_fake_tensors()
 def _measure_eps(module: nn.Module) -> float | None:
-    """Solve y = w (x - mean) / sqrt(variance + eps) for eps; None if the result is not a small positive number."""
+    """Solve y = w (x - mean) / sqrt(variance + eps) for eps, or None if the result is not a small positive number."""
     shape = _normalized_shape(module)
     if shape is None or module._parameters.get("bias") is not None:
         return None
@@ -205,7 +205,7 @@ BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # re
 
 @without_fake_tensors()
 def norm_kind(module: nn.Module) -> str | None:
-    """Identify a norm by its output as "layer" or one of ``RMS_KINDS``; None if no formula matches."""
+    """Identify a norm by its output as "layer" or one of ``RMS_KINDS``, or None if no formula matches."""
     shape, eps = _normalized_shape(module), _find_eps(module)
     if shape is None:
         return None
@@ -238,7 +238,7 @@ def norm_kind(module: nn.Module) -> str | None:
 
 @without_fake_tensors()
 def is_elementwise(module: nn.Module) -> bool:
-    """Whether each output feature of a module depends only on the same input feature and its parameters."""
+    """Return whether each output feature of a module depends only on the same input feature and its parameters."""
     with torch.no_grad(), torch.autocast("cpu", enabled=False), torch.device("cpu"):
         probe = _copy_with_test_parameters(module, torch.float64)
         size = next((p.shape[0] for p in probe.parameters()), 2)
@@ -364,7 +364,7 @@ class FusedActivation(DeferredTensor):
 
 
 def defer_bias(x: Tensor, bias: Tensor | None) -> Tensor:
-    """Defer the bias of a linear with output x, so that the next operation adds the bias."""
+    """Defer the bias of a linear layer with output x, so that the next operation adds the bias."""
     bias = None if bias is None else bias.to(x.dtype)
     if torch.compiler.is_compiling():  # which fuses the operations
         return x if bias is None else x + bias

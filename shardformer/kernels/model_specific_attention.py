@@ -1,6 +1,6 @@
-"""Attention of models that compute it in their own forward, on fused kernels: BLOOM, GPT-J, SAM, Swin V2 and others.
+"""Attention of models that compute it in their own `forward`, on fused kernels: BLOOM, GPT-J, SAM, Swin V2 and others.
 
-``OVERRIDES`` lists classes that compute softmax attention in their own forward. The override computes the same and
+``OVERRIDES`` lists classes that compute softmax attention in their own `forward`. The override computes the same and
 calls ``attention``; the other methods are unchanged. It reads attributes that sharding changes, such as the number of
 local heads, from the module.
 """
@@ -113,7 +113,7 @@ def swinv2_attention(
 
 
 def timm_swinv2_attention(self: Any, x: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Compute timm's Swin V2 attention, which has one linear for q, k and v and separate biases."""
+    """Compute timm's Swin V2 attention, which has one linear layer for q, k and v and separate biases."""
     if self.q_bias is None:
         qkv = self.qkv(x)
     else:

@@ -105,7 +105,7 @@ def _is_ip_address(name: str) -> bool:
 
 
 def _is_local_address(name: str) -> bool:
-    """Whether a host name resolves to an address of this machine."""
+    """Return whether a host name resolves to an address of this machine."""
     try:
         found = socket.getaddrinfo(name, 0, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

@@ -34,7 +34,7 @@ ENDED_FILE = "ended"  # file in this folder while the launcher ends all processe
 
 @contextmanager
 def register_graceful_shutdown() -> Iterator[None]:
-    """Ask the launcher, for the duration of a block, to give this process time to save after a signal."""
+    """Request time from the launcher, for the duration of a block, to save after a signal."""
     note = _registration_file(os.getpid())
     if note is not None:
         with suppress(OSError):  # the launcher then waits as for any other process
@@ -47,18 +47,18 @@ def register_graceful_shutdown() -> Iterator[None]:
 
 
 def shuts_down_gracefully(pid: int) -> bool:
-    """Whether a process has asked the launcher for time to save its work after a signal."""
+    """Return whether a process has requested time from the launcher to save after a signal."""
     note = _registration_file(pid)
     return note is not None and note.exists()
 
 
 def has_launcher() -> bool:
-    """Whether ``shardformer run`` started this process."""
+    """Return whether ``shardformer run`` started this process."""
     return FOLDER in os.environ
 
 
 def is_aborted_by_launcher() -> bool:
-    """Whether the launcher is ending this process because another process failed."""
+    """Return whether the launcher is ending this process because another process failed."""
     return has_launcher() and Path(os.environ[FOLDER], ENDED_FILE).exists()
 
 
@@ -171,7 +171,7 @@ def _finish_processes(processes: Sequence[Any], number: signal.Signals, timeout_
 
 
 def _is_ending_on_signal() -> bool:
-    """Whether the launcher is ending its processes because of a signal, which torch raises as SignalException."""
+    """Return whether the launcher ends its processes because of a signal, which torch raises as SignalException."""
     from torch.distributed.elastic.multiprocessing.api import SignalException
 
     return isinstance(sys.exc_info()[1], SignalException)

@@ -142,7 +142,7 @@ class ConsistencyMonitorProtocol(Protocol):
 
     steps: int
     training: bool
-    """Whether the current forward is a training forward."""
+    """Whether the current forward pass is part of training."""
     has_several_optimizers: bool
     """Whether several optimizers train the model; some may have no parameters on a stage."""
 
@@ -169,7 +169,7 @@ class ShardingMetadata:
     request: ShardingRequest = field(default_factory=ShardingRequest)  # options and policy of ``shard_model``
     activations: ActivationLayout = field(default_factory=ActivationLayout)  # layout of the activations between blocks
     entries: list[ParamEntry] = field(default_factory=list)  # parameters, each once
-    stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``); None without a pipeline
+    stages: Any = None  # pipeline stages (``shardformer.pipeline.stage_manager.Stages``), or None without a pipeline
     replacements: list[ReplacementRecord] = field(default_factory=list)  # replaced modules, attributes and methods
     notes: list[str] = field(default_factory=list)  # remarks for the user, such as the chosen attention kernel
     reducers: list[Reducer] = field(default_factory=list)  # gradient reducers
@@ -178,13 +178,13 @@ class ShardingMetadata:
     check_call: Callable[[nn.Module, Mapping[str, Any]], None] | None = None  # checks forward arguments
     layer_axes: Mapping[str, Axis] = field(default_factory=dict)  # axes of a model written with parallel layers
     number: int = 0  # index of the model in the order in which this process sharded or copied models
-    gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients; None if ``param.grad`` does
-    parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters; None if the model does
+    gradient_owner: GradientOwner | None = None  # optimizer that stores the gradients, or None if ``param.grad`` does
+    parameter_owner: ParameterOwner | None = None  # optimizer that stores the parameters, or None if the model does
     context_run: Any = None  # context parallel state, see ``shardformer.context_parallel``
     layer_stacks: tuple[str, ...] = ()  # paths of the stacks of layers
     compilers: list[Any] = field(default_factory=list)  # ``shardformer.sharding.compiled_layers.StackCompiler``
-    monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks; None without one
-    adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``); None without adapters
+    monitor: ConsistencyMonitorProtocol | None = None  # detector of diverging ranks, or None without one
+    adapters: Any = None  # names of PEFT's adapters on all stages (``AdaptedNames``), or None without adapters
     regions: Any = None  # finds the region of a parameter by its name (``ParameterRegions``)
     on_adapted: Callable[[nn.Module], None] = lambda _: None  # called when adapters were added or removed
 
@@ -216,7 +216,7 @@ class ShardingMetadata:
         self.replacements.append(ReplacementRecord(path, _format_name(before), _format_name(after), kind))
 
     def by_param(self) -> dict[int, ParamEntry]:
-        """Return parameter id -> entry of the parameter."""
+        """Return a dict from parameter ids to entries."""
         return {id(entry.param): entry for entry in self.entries}
 
     @property
@@ -272,7 +272,7 @@ _NUMBERS = itertools.count()
 
 
 def tables_of(params: Iterable[Tensor]) -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Group parameters by sharded model: metadata of the model -> entries of these parameters.
+    """Group parameters by sharded model, as a dict from the metadata of a model to its entries.
 
     The order is that of creation, identical on all ranks. Other models are not read, because ranks may be threads that
     change their gradients concurrently.

@@ -36,7 +36,7 @@ OverlapGroup = dict[str, MemoryRange]
 
 
 def group_overlapping(named: Iterable[tuple[str, Tensor]]) -> list[OverlapGroup]:
-    """Group tensors whose memory overlaps; each group maps name -> memory range."""
+    """Group tensors whose memory overlaps. Each group is a dict from names to memory ranges."""
     ranges = []
     for at, (name, x) in enumerate(named):
         memory = MemoryRange.of(x)

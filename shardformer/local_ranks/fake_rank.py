@@ -50,7 +50,7 @@ def fake_context(
     backend: str = "gloo",
     device: torch.device | None = None,
 ) -> ParallelContext:
-    """Build the context of the rank at ``coords``, 0 by default, whose collectives communicate nothing.
+    """Build a context for the rank at ``coords`` (0 by default) whose collectives communicate nothing.
 
     Args:
         backend: "nccl" selects the collectives that are used with NCCL, on any device.

@@ -82,7 +82,7 @@ def find_deadlock(reports: Mapping[int, Report], after_s: float) -> dict[int, in
 
 
 def message_key(group: str, rank: int) -> str:
-    """Return the key in ``Report.begun`` that counts messages to a rank over a process group."""
+    """Return the key in ``Report.begun`` under which messages to a rank over a process group are counted."""
     return f"{group}>{rank}"
 
 

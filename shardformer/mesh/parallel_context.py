@@ -1,4 +1,4 @@
-"""Process mesh with an axis for each kind of parallelism, as one process sees it."""
+"""Process mesh with an axis for each kind of parallelism, from the perspective of one process."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ class ProcessGroupTransport:
         return x.device.type == "cpu" or self._backends.get(x.device.type) == "gloo"
 
     def sends_in_turn(self, device: torch.device) -> bool:
-        """Return whether NCCL, which runs the messages between two ranks on one stream, sends from ``device``."""
+        """Return whether NCCL sends from ``device``, and therefore runs messages between two ranks one at a time."""
         return self._backends.get(device.type) == "nccl"
 
     def all_reduce(self, x: Tensor, op: str) -> Work:
@@ -331,7 +331,7 @@ class Axis:
 
     Args:
         ranks: global ranks along the axis.
-        crosses_hosts: whether the ranks are on more than one host; None if unknown.
+        crosses_hosts: whether the ranks are on more than one host, or None if unknown.
 
     Attributes:
         key: unique name of this object in the process, with which a compiled graph refers to it.
@@ -353,7 +353,7 @@ class Axis:
 
     @staticmethod
     def by_key(key: str) -> Axis:
-        """Return the axis with this ``key``, which identifies it in graphs of torch.compile."""
+        """Return the axis with this ``key``, which identifies the axis in graphs of torch.compile."""
         return _AXES[key]
 
     @property
@@ -416,8 +416,8 @@ class ParallelContext:
     Args:
         rank: global rank of this process.
         axes: axes of the mesh, followed by those of its views.
-        world: creates the transports of new axes; None for a context that cannot communicate.
-        mesh: the same mesh for FSDP2 and torch's checkpoints; None if it does not contain all processes.
+        world: creates the transports of new axes, or None for a context that cannot communicate.
+        mesh: the same mesh for FSDP2 and torch's checkpoints, or None if it does not contain all processes.
         traffic: log of the collectives of this process.
     """
 

@@ -52,7 +52,7 @@ class PeerRanks:
         """Convert torch's errors about lost connections into a LostPeerError that names the rank.
 
         Args:
-            peer: index of the peer on the axis; None if any other rank may be the cause.
+            peer: index of the peer on the axis, or None if any other rank may be the cause.
         """
         try:
             yield

@@ -127,7 +127,7 @@ class AnnouncedCalls(NamedTuple):
     """Calls that the ranks of an axis have announced, and the status of ranks that did not arrive.
 
     Args:
-        calls: the call of each rank in order; None for a rank that did not arrive.
+        calls: the call of each rank in order, or None for a rank that did not arrive.
         missing: global rank -> status of a rank that did not arrive.
     """
 

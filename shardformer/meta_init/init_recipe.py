@@ -61,7 +61,7 @@ class InitStep:
     func: Any  # a torch operator or a ``SafetensorsSource``
     args: tuple[Any, ...]  # each tensor without values is a ``TensorView``
     kwargs: dict[str, Any]
-    out: tuple[TensorView | None, ...] = ()  # output views; None for an output that is not a new tensor
+    out: tuple[TensorView | None, ...] = ()  # output views, or None for an output that is not a new tensor
     before: tuple[InitStep, ...] = ()  # the steps that wrote the inputs
     state: Tensor | None = None  # generator state before the operation, if it draws random numbers
     number: int = field(default_factory=lambda: next(_STEP_NUMBERS))

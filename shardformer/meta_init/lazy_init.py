@@ -270,7 +270,7 @@ def _slice_before_cast(func: Any, args: Any, kwargs: dict[str, Any], result: Ten
 
 
 def _find_cast_source(view: TensorView) -> TensorView | None:
-    """Return the tensor that was cast to create ``view``; None if either tensor was modified after the cast."""
+    """Return the tensor that was cast to create ``view``, or None if either tensor was modified after the cast."""
     cast = view.deferred.writer
     if cast is None or cast.func is not aten._to_copy.default:
         return None

@@ -125,7 +125,7 @@ class ActivationStore:
         self._graph, self._forward = ForwardRecord(), 0
         self._fixed: Collection[int] = ()  # storage addresses of parameters and buffers
         self._stored: WeakValueDictionary[tuple[int, int, int, int, int, bool], StoredStorage] = WeakValueDictionary()
-        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs of this forward
+        self._inputs: dict[StorageKey, tuple[StorageWeakRef, tuple[int, int], str]] = {}  # layer inputs
         self._possible_inputs: deque[tuple[int, StoredStorage]] = deque()  # (index in the forward record, storage)
         self._copying_to_host: deque[StoredStorage] = deque()
         self._prefetched: WeakKeyDictionary[StoredStorage, int] = WeakKeyDictionary()  # prefetched storages
@@ -163,7 +163,7 @@ class ActivationStore:
     def __str__(self) -> str:
         return str(self.stats())
 
-    # --- the forward
+    # --- the forward pass
 
     def enter(self, model: nn.Module, args: Any) -> None:
         """Activate the hooks for saved tensors at the start of a forward pass."""
@@ -227,7 +227,8 @@ class ActivationStore:
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
         self._offload_undecided(MAX_POSSIBLE_INPUTS)
-        # Ranks of an axis must shard the same storages, although storages of earlier forwards live on some of them.
+        # Ranks of an axis must shard the same storages, although storages of earlier forward passes live on some of
+        # them.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
         stored = self._stored.get(key)
@@ -295,7 +296,7 @@ class ActivationStore:
             self.counter.add(FETCHED, sum(size for _, size in left) - sum(size for _, size in self._read))
             self._read = left
 
-    # --- the backward
+    # --- the backward pass
 
     def _unpack(self, handle: SavedTensorHandle) -> Tensor:
         stored = handle.stored
@@ -395,7 +396,7 @@ class ActivationStore:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether an object is a strided tensor in plain memory with a version counter."""
+    """Return whether an object is a strided tensor in plain memory with a version counter."""
     return (
         type(x) in (Tensor, nn.Parameter)
         and x.layout is torch.strided
@@ -406,7 +407,7 @@ def _is_plain(x: Any) -> bool:
 
 
 def _is_cast_of_parameter(x: Tensor) -> bool:
-    """Whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
+    """Return whether a tensor is a view or a cast of a parameter, such as a weight that autocast converted."""
     node: Any = x.grad_fn
     while type(node).__name__ in PARAMETER_VIEW_NODES:
         node = node.next_functions[0][0]

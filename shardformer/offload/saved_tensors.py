@@ -82,7 +82,7 @@ class SavedTensorHooks:
 
 
 def has_foreign_hooks() -> bool:
-    """Whether saved-tensor hooks of other code are active, such as an activation checkpoint or ``save_on_cpu``."""
+    """Return whether other saved-tensor hooks are active, such as activation checkpointing or ``save_on_cpu``."""
     top = torch_compat.top_saved_tensors_hooks()
     return top is not None and _get_hooks_object(top) is None
 
@@ -109,7 +109,7 @@ def _get_hooks_object(pair: HookPair | None) -> SavedTensorHooks | None:
 
 
 ON_DEVICE, COPYING_TO_HOST, PARTITIONED, FETCHED = "kept", "leaving", "parts", "brought"
-"""Kinds of bytes on the device: not moved, being copied to the host, this rank's shards, fetched for the backward."""
+"""Kinds of bytes on the device: not moved, being copied to the host, local shards, fetched for the backward pass."""
 
 
 def _format_bandwidth(value: float | None) -> str:
@@ -227,7 +227,7 @@ class StoredStorage:
         self.count(kind, size)
 
     def keep_count_in_model(self, kind: str, size: int) -> None:
-        """Leave fetched bytes in the counter of the model when this storage is deleted."""
+        """Keep fetched bytes in the counter of the model after this storage is deleted."""
         self._counted[kind] -= size
 
     @property
@@ -280,6 +280,6 @@ def storage_range(x: Tensor) -> tuple[int, int]:
 
 
 def is_dense(x: Tensor) -> bool:
-    """Whether a tensor contains every element of its byte range in the storage exactly once."""
+    """Return whether a tensor contains every element of its byte range in the storage exactly once."""
     start, end = storage_range(x)
     return end - start == x.nbytes and 0 not in x.stride()

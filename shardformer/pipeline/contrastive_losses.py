@@ -61,8 +61,8 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     ...     images, texts = (shardformer.pipeline.gather_over_data(x, engine.context) for x in output)
     ...     return torch.nn.functional.cross_entropy(images @ texts.T, torch.arange(len(images)))
 
-    Communicates over data: in the forward one all-gather of the numbers of samples and one of the tensor, in the
-    backward one all-reduce of the gathered size.
+    Communicates over data: in the forward pass one all-gather of the numbers of samples and one of the tensor, in the
+    backward pass one all-reduce of the gathered size.
 
     Args:
         x: this rank's samples along dim 0. Their number may differ between ranks.
@@ -172,8 +172,8 @@ def make_trial(
 
     Args:
         main, ids: as in ``split_batch``.
-        needs_full_samples: whether other ranks wait for a rank whose forward fails, so that only valid batches may run.
-        uses_counts, rejects_unknown: as in ``Trial``.
+        needs_full_samples: whether other ranks wait for a rank whose forward pass fails, so that only valid batches may
+        run. uses_counts, rejects_unknown: as in ``Trial``.
     """
     try:
         size = batch_size_of(batch, main)
@@ -237,7 +237,7 @@ class TrialOutputs(LastStageOutputs):
 
 
 class _DeferredLossWeights(LossWeights):
-    """Loss weights that raise errors after the model's forward instead of inside it."""
+    """Loss weights that raise errors after the model's forward pass instead of inside it."""
 
     _first_error: Exception | None = None
 
@@ -257,7 +257,7 @@ class _DeferredLossWeights(LossWeights):
 
 @contextmanager
 def restore_after_trial(model: nn.Module, device: torch.device) -> Iterator[list[nn.Module]]:
-    """Context for a trial forward, which restores the random states, buffers and plain attributes of the model on exit.
+    """Context manager for a trial forward pass that restores the model's random states, buffers and attributes on exit.
 
     Disables the forward hooks that the user registered.
 
@@ -311,14 +311,14 @@ def report_finding(
         division: description of the parts of the batch.
         is_exact: whether the loss must equal the full batch's loss: the user did not choose a mean of the parts.
         allows_gather: whether a loss may gather the samples of all data ranks, which needs one micro-batch.
-        only_normalizes: whether samples interact only in train mode, by batch statistics.
+        only_normalizes: whether samples interact only in training mode, by batch statistics.
     """
     is_gathered = Finding.GATHERS in findings
     if (is_gathered and allows_gather) or not (is_gathered or Finding.COMPARES in findings):
         return
     if only_normalizes and is_exact:
         warnings.warn(
-            "The model computes statistics over the batch (BatchNorm in train mode), but the batch is divided "
+            "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
             f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
             "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
             "with one micro-batch. See docs/engine.md",

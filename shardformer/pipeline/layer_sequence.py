@@ -58,7 +58,7 @@ class PipelineHints:
         shared_from_first: attributes of the first layer, including modules, that the first layer of every stage needs.
         on_every_stage: paths of modules that every stage of this stack needs.
         num_outputs: number of values that a layer returns; 0 if it returns only the hidden states. None: 0 if the
-            forward is annotated to return a tensor, 1 otherwise.
+            forward pass is annotated to return a tensor, 1 otherwise.
     """
 
     with_first_layer: Sequence[str] = ()
@@ -68,7 +68,7 @@ class PipelineHints:
     num_outputs: int | None = 0
 
     def resolve_num_outputs(self, layers: nn.Module) -> PipelineHints:
-        """Return the hints with ``num_outputs=None`` replaced by the number that the forward of a layer implies."""
+        """Return the hints, with ``num_outputs=None`` replaced by the number of outputs of a layer."""
         if self.num_outputs is not None:
             return self
         forward = type(next(layers.children())).forward
@@ -92,7 +92,7 @@ class SequenceParallelHints:
 
     Args:
         gather_modules: modules without blocks that need the full sequence, such as convolutions and replicated
-            attentions. The sequence is all-gathered around them.
+            attention modules. The sequence is all-gathered around them.
         gather_with_blocks: modules that receive the full sequence together with the blocks inside them, such as an MLP
             whose experts receive tokens in another order.
         per_token_args: arguments of shape (B, S, ...) that have one entry per token, besides the hidden states. A
@@ -331,7 +331,7 @@ def _count_matrix_elements(model: nn.Module, module: nn.Module) -> float:
 def measure_layer_costs(
     model: nn.Module, chain: LayerSequence, run: Callable[[], Any], rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure the forward time of each layer call in seconds, as the minimum over ``rounds`` forwards.
+    """Measure the forward time of each layer call in seconds, as the minimum over ``rounds`` forward passes.
 
     The time between two layers counts for the second, the time after the last layer for the last.
     """

@@ -140,7 +140,7 @@ class StageExchange:
         self._incoming = {source: _MessageQueue(source, deque(order)) for source, order in enumerate(orders) if order}
 
     def send(self, action: Action, tensors: list[Tensor | None], is_sharded: Sequence[bool]) -> None:
-        """Send the activations of a forward to the next stage, or the gradients of a backward to the previous stage.
+        """Send activations to the next stage, or gradients to the previous stage.
 
         Gradients are passed for the tensors that need one; None stands for zero.
         """

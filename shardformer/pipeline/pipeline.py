@@ -33,9 +33,9 @@ from shardformer.transformers_compat import accepted_keywords, prepare_batch_wit
 
 
 def start_training(model: nn.Module) -> nn.Module:
-    """Put a model into train mode, unless some of its modules already are in train mode. Returns the model.
+    """Put a model into training mode, unless some of its modules already are in training mode. Returns the model.
 
-    ``from_pretrained`` returns models in eval mode. If some modules are in train mode, the user has chosen the modes
+    ``from_pretrained`` returns models in eval mode. If some modules are in training mode, the user has chosen the modes
     (for example a frozen BatchNorm in eval mode), and only the root module's flag is set.
     """
     if any(module.training for module in model.modules()):
@@ -46,12 +46,12 @@ def start_training(model: nn.Module) -> nn.Module:
 
 
 def modes_of(model: nn.Module) -> dict[str, bool]:
-    """Return the train mode (True) or eval mode (False) of each module by its path."""
+    """Return the training mode (True) or eval mode (False) of each module by its path."""
     return {path: module.training for path, module in model.named_modules()}
 
 
 def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
-    """Put each module into the train or eval mode that ``modes_of`` returned for its path."""
+    """Put each module into the training or eval mode that ``modes_of`` returned for its path."""
     modules = [(module, modes[path]) for path, module in model.named_modules() if path in modes]
     for module, mode in modules:  # parents first: ``train`` also sets their submodules
         if module.training != mode:
@@ -62,7 +62,7 @@ def set_modes(model: nn.Module, modes: Mapping[str, bool]) -> None:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Context that puts a model into eval mode, and restores the mode of each module on exit."""
+    """Context manager that puts a model into eval mode, and restores the mode of each module on exit."""
     before = modes_of(model)
     try:
         model.eval()
@@ -150,20 +150,20 @@ class Pipeline:
 
     @property
     def stage_manager(self) -> PipelineStageManager:
-        """Manager that assigns virtual stages to ranks and knows the stages of this process."""
+        """Manager that assigns virtual stages to ranks, including the stages of this process."""
         return self._manager
 
     def step(self, batch: Batch | Sequence[Batch]) -> Tensor:
-        """Run the forward and backward of a batch, and accumulate the gradients in ``.grad``.
+        """Run the forward and backward pass of a batch, and accumulate the gradients in ``.grad``.
 
         Does not call the optimizer.
 
-        Communicates over pipe per micro-batch and stage boundary: the activations in the forward and their gradients in
-        the backward. Additionally one small all-gather before and one broadcast after each step. In the first step, and
-        after a conversion of the model, the stages also exchange the dtypes of their parameters.
+        Communicates over pipe per micro-batch and stage boundary: the activations in the forward pass and their
+        gradients in the backward pass. Additionally one small all-gather before and one broadcast after each step. In
+        the first step, and after a conversion of the model, the stages also exchange the dtypes of their parameters.
 
         Args:
-            batch: inputs of the model's forward by name. A list of batches is treated as one large batch, in which
+            batch: inputs of the model's forward pass by name. A list of batches is treated as one large batch, in which
                 every counted token has the same weight.
 
         Returns:
@@ -207,7 +207,7 @@ class Pipeline:
         return sums[0] / sums[1]
 
     def forward(self, batch: Batch, *, gather: bool = False) -> Any:
-        """Run the forward of a batch without gradients, and return the model's output on the last stage.
+        """Run the forward pass of a batch without gradients, and return the model's output on the last stage.
 
         Args:
             gather: whether to send the output to all stages.
@@ -225,7 +225,7 @@ class Pipeline:
 
     @contextmanager
     def trace(self) -> Iterator[RunTrace]:
-        """Context that records the start and end of this rank's forwards and backwards, for a timeline."""
+        """Context manager that records the start and end of this rank's forward and backward passes, for a timeline."""
         self._runtime.trace = RunTrace()
         try:
             yield self._runtime.trace
@@ -286,7 +286,7 @@ class Pipeline:
         if self._manager.num_stages == 1:
             return
         for path, module in self._model.named_modules():
-            # the model itself, and layers whose forwards are overridden
+            # the model itself, and layers whose forward pass is overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
                     f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support",
@@ -328,7 +328,7 @@ class Pipeline:
         return [*found[:-2], loss[-2:]] if runs_trial else found
 
     def _must_run_trial(self, num_parts: int, *, backward: bool) -> bool:
-        """Return whether this step must check if the loss compares samples: the first step in train and in eval mode.
+        """Return whether this step must check if the loss compares samples: the first one in training and in eval mode.
 
         Evaluations whose loss is not averaged over data ranks are skipped, because data ranks may run them
         independently.

@@ -1,4 +1,4 @@
-"""Runs the forwards and backwards of a pipeline schedule on one rank."""
+"""Runs the forward and backward passes of a pipeline schedule on one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LastStageOutputs:
         parts, sizes: the micro-batches and their numbers of samples.
         stage_forward: forward of the last stage.
         weights: weights of the micro-batches in the loss of the batch; None to keep the outputs.
-        loss_fn: (output, micro-batch) -> loss; None for the model's own loss.
+        loss_fn: (output, micro-batch) -> loss, or None for the model's own loss.
 
     If ``checks_comparison`` is set, ``compares_samples`` becomes whether ``loss_fn`` compares samples of a micro-batch.
     """
@@ -64,7 +64,7 @@ class LastStageOutputs:
             self._weights.start(micro_batch)
 
     def end_head(self, micro_batch: int, output: Any) -> Tensor | None:
-        """Store the model's output for a micro-batch. Returns the weighted loss for the backward, or None."""
+        """Store the model's output for a micro-batch. Returns the weighted loss for the backward pass, or None."""
         if self._weights is None:
             self._outputs[micro_batch] = output
             return None
@@ -120,7 +120,7 @@ class LastStageOutputs:
         return self._weights is not None and self._weights.has_only_class_means
 
     def close(self) -> None:
-        """Stop recording loss calls, after the last forward or an error."""
+        """Stop recording loss calls, after the last forward pass or an error."""
         if self._weights is not None:
             self._weights.stop()
 
@@ -205,7 +205,7 @@ class StepInputs:
         keys: equal for micro-batches whose activations have equal shapes.
         seeds: random seed of each micro-batch, or None.
         head: collects the outputs of the last stage.
-        loss_scale: factor of the loss in the backward.
+        loss_scale: factor of the loss in the backward pass.
     """
 
     schedule: Schedule
@@ -218,7 +218,7 @@ class StepInputs:
 
 @dataclass
 class RunTrace:
-    """Measured start and end of this rank's forwards and backwards, in seconds since ``start``.
+    """Measured start and end of this rank's forward and backward passes, in seconds since ``start``.
 
     Args:
         in_flight: peak number of micro-batches in flight.
@@ -260,7 +260,7 @@ class Runtime:
         )
 
     def run(self, step: StepInputs) -> None:
-        """Run this rank's forwards and backwards of one step. Raises LostPeerError if another stage has ended."""
+        """Run this rank's forward and backward passes of one step. Raises LostPeerError if another stage has ended."""
         self._step = step
         self._in_flight.clear()
         self._weights.clear()
@@ -351,12 +351,12 @@ class Runtime:
         return [x.grad for x in inputs]
 
     def _disable_autocast(self) -> torch.autocast:
-        """Context that disables autocast in the backward, which uses the dtypes of the forward."""
+        """Context manager that disables autocast in the backward pass, which uses the dtypes of the forward pass."""
         return torch.autocast(self._exchange.device.type, enabled=False)
 
     @contextmanager
     def annotate_errors(self, where: str) -> Iterator[None]:
-        """Context that adds this stage and ``where`` (the current action) to errors as a note."""
+        """Context manager that adds this stage and ``where`` (the current action) to errors as a note."""
         where = f"stage {self._stage}, {where}"
         try:
             yield

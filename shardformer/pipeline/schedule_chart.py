@@ -38,12 +38,12 @@ def schedule_as_text(schedule: Schedule, timeline: Timeline, width: int | None =
     """Format a schedule as a text grid with a legend, the bubble and the number of micro-batches in flight.
 
     The grid has a row per rank and a column per time unit, the duration of the shortest action. ``F3`` is the forward
-    of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the number
-    names the chunk: ``F3b``.
+    pass of micro-batch 3, ``--`` its continuation, ``.`` idle time. With several chunks per rank, a letter after the
+    number names the chunk: ``F3b``.
 
     Args:
-        width: maximum line length, beyond which the grid wraps into bands; None for no limit. Of more than five bands,
-            the first two and the last two are printed, because the pattern repeats.
+        width: maximum line length, beyond which the grid wraps into bands, or None for no limit. Of more than five
+            bands, the first two and the last two are printed, because the pattern repeats.
     """
     rows, unit = _layout_cells(schedule, timeline), _shortest_action(timeline)
     cell = 1 + max(len(text) for row in rows for text in row)
@@ -171,7 +171,7 @@ def check_matplotlib(what: str) -> None:
 
 @contextmanager
 def replace_chart_file(path: Path) -> Iterator[Path]:
-    """Context that yields a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
+    """Yield a temporary file, which replaces ``path`` on success. Raises ConfigError if writing fails."""
     try:
         with replace_atomically(path) as hidden:
             yield hidden

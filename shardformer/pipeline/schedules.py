@@ -1,12 +1,12 @@
-"""Pipeline schedules: the order of forwards and backwards on each rank, and the simulation of a schedule.
+"""Pipeline schedules: the order of forward and backward passes on each rank, and the simulation of a schedule.
 
 Each rank of the pipe axis runs one or more *virtual stages*. Virtual stage 0 takes the model's inputs, the last one
 computes the loss.
 
 The zero-bubble schedules are from Qi et al., "Zero Bubble Pipeline Parallelism", 2023, and "Pipeline Parallelism with
 Controllable Memory", 2024. Interleaved ones, and zbv with few micro-batches, are built by simulation in steps of one
-forward: in each step every rank runs the runnable action with the highest priority. The result is deterministic, so all
-ranks build the same schedule.
+forward pass: in each step every rank runs the runnable action with the highest priority. The result is deterministic,
+so all ranks build the same schedule.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from shardformer.errors import ConfigError, check_choice, check_int
 
 
 class ActionKind(StrEnum):
-    """Kind of a pipeline action: forward, full backward, backward of the inputs, or backward of the weights."""
+    """Kind of a pipeline action: forward, full backward, backward of the inputs, or backward pass of the weights."""
 
     FORWARD = "F"
-    BACKWARD = "B"  # the full backward
+    BACKWARD = "B"  # the full backward pass
     INPUT = "I"  # the gradients of the stage's inputs, which the previous stage needs
     WEIGHT = "W"  # the gradients of the stage's weights, which no other stage needs
 
 
 @dataclass(frozen=True, order=True)
 class Action:
-    """Forward or backward of one micro-batch through one virtual stage.
+    """Forward or backward pass of one micro-batch through one virtual stage.
 
     >>> print(Action(ActionKind.FORWARD, stage=2, micro_batch=3))
     F3@2
@@ -49,7 +49,7 @@ class Action:
 
     @property
     def receiver_stage(self) -> int:
-        """Virtual stage that receives the result: the next one for a forward, the previous one for a backward."""
+        """Virtual stage that receives the result: the next one, or the previous one in a backward pass."""
         return self.stage + (1 if self.kind is ActionKind.FORWARD else -1)
 
     def dependencies(self, last: int) -> tuple[Action, ...]:
@@ -103,7 +103,7 @@ class _PipelineState:
 
 
 def split_backwards(orders: Sequence[RankActions], last: int) -> tuple[RankActions, ...]:
-    """Split every backward (B) into an input part (I) and a later weight part (W), to reduce idle time.
+    """Split every backward pass (B) into an input part (I) and a later weight part (W), to reduce idle time.
 
     I runs in the place of B. W runs where the rank would otherwise be idle.
     No rank keeps more activations than the largest number on any rank in ``orders``: at that limit a W precedes the
@@ -252,7 +252,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     """Build the pipeline schedule ``name`` for the given numbers of stages and micro-batches.
 
     Args:
-        chunks: virtual stages per rank; None for the schedule's default.
+        chunks: virtual stages per rank, or None for the schedule's default.
 
     Raises ConfigError if the schedule does not exist or does not support these numbers.
     """
@@ -261,7 +261,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"{micro_batches} micro-batches on {stages} stages of {chunks} chunks exceed {MAX_ACTIONS:,} forwards",
+            f"{micro_batches} micro-batches with {stages} stages of {chunks} chunks need over {MAX_ACTIONS:,} actions",
             remedy="Use fewer micro-batches, stages or chunks",
         )
     placement = assign_virtual_stages(name, stages, chunks)
@@ -279,7 +279,7 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
 
 
 def drop_backward(schedule: Schedule) -> Schedule:
-    """Return a schedule without its backwards, for evaluation."""
+    """Return a schedule without its backward passes, for evaluation."""
     forwards = (tuple(a for a in order if a.kind is ActionKind.FORWARD) for order in schedule.actions)
     return replace(schedule, actions=tuple(forwards))
 
@@ -357,11 +357,11 @@ def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int
 
 
 def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Build the GPipe schedule (Huang et al., 2019): all forwards, then all backwards.
+    """Build the GPipe schedule (Huang et al., 2019): all forward passes, then all backward passes.
 
     Each rank keeps the activations of all m micro-batches.
-    Backwards run in the order of the forwards, as in every schedule here. A stage therefore accumulates its gradients
-    in the same order under every schedule::
+    Backward passes run in the order of the forward passes, as in every schedule here. A stage therefore accumulates its
+    gradients in the same order under every schedule::
 
         p=3, m=3
 
@@ -373,9 +373,9 @@ def _build_gpipe(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
 
 
 def _build_1f1b(stages: int, micro_batches: int) -> tuple[RankActions, ...]:
-    """Build the 1F1B schedule (Narayanan et al., 2021), which alternates forwards and backwards in the full pipeline.
+    """Build the 1F1B schedule (Narayanan et al., 2021), which alternates forward and backward passes.
 
-    Rank r first runs p - 1 - r extra forwards, so it keeps the activations of p - r micro-batches instead of m::
+    Rank r first runs p - 1 - r extra forward passes, so it keeps the activations of p - r micro-batches instead of m::
 
         p=4, m=6
 
@@ -391,7 +391,7 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
     """Build the interleaved 1F1B schedule with v chunks per rank (Narayanan et al., 2021, section 2.2).
 
     Micro-batches run in groups of p. A group passes the first chunk of a rank, then the second, and so on; its
-    backwards pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::
+    backward passes pass the chunks in reverse. The bubble shrinks from the time of a stage to the time of a chunk::
 
         p=2, m=4, v=2
 
@@ -406,7 +406,7 @@ def _build_interleaved(stages: int, micro_batches: int, chunks: int) -> tuple[Ra
 def _build_rank_actions(
     stages: int, micro_batches: int, chunks: int, num_warmup_forwards: Callable[[int], int]
 ) -> tuple[RankActions, ...]:
-    """Return the actions of each rank: warm-up forwards, then alternating forwards and backwards, then backwards."""
+    """Return the actions of each rank: forward passes (warm-up), alternating passes, then backward passes."""
 
     def list_actions(kind: ActionKind, rank: int, chunk_order: range) -> list[Action]:
         return [
@@ -432,7 +432,7 @@ DURATIONS: Mapping[ActionKind, float] = {
     ActionKind.INPUT: 1.0,
     ActionKind.WEIGHT: 1.0,
 }
-"""Default durations, in units of one chunk's forward. A backward computes twice as many matrix products."""
+"""Default durations, in units of one chunk's forward pass. A backward pass computes twice as many matrix products."""
 Durations = Mapping[ActionKind, float] | Mapping[ActionKind | tuple[ActionKind, int], float]
 
 

@@ -1,4 +1,4 @@
-"""Splits a backward into an input part and a weight part, for zero-bubble schedules (Qi et al., 2023).
+"""Splits a backward pass into an input part and a weight part, for zero-bubble schedules (Qi et al., 2023).
 
 The input part runs the *chain*: the autograd nodes between the outputs and the inputs. A chain node whose gradients
 also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
@@ -12,7 +12,7 @@ also flow to trainable leaves (a matmul, to its weight) is a *branch node*::
 
 The input part stores the incoming gradients of each branch node. The weight part calls each branch node again for the
 gradients that leave the chain, then passes all of them to one autograd call. Each leaf therefore receives its full
-gradient, and its hooks run once, as in one backward.
+gradient, and its hooks run once, as in one backward pass.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ Grads = tuple[Tensor | None, ...]
 def backward_of_inputs(
     outputs: Sequence[Tensor], grads: Sequence[Tensor | None], inputs: Sequence[Tensor]
 ) -> tuple[list[Tensor | None], WeightBackward]:
-    """Compute the gradients of ``inputs`` only, and return them with the backward of the weights, to run later.
+    """Compute the gradients of ``inputs`` only, and return them with the backward pass of the weights, to run later.
 
     Some nodes cannot run twice or in part (activation checkpointing, offloading, compiled code). In this case, or if a
-    split would change the order of accumulation, the full backward runs here and the remaining one is empty. If no
-    input needs a gradient, the full backward remains.
+    split would change the order of accumulation, the full backward pass runs here and the remaining one is empty. If no
+    input needs a gradient, the full backward pass remains.
 
     Args:
         outputs: may be freed after this call.
@@ -86,6 +86,7 @@ def backward_of_inputs(
     if branches:
         release_saved_tensors(chain - {branch.node for branch in ran if branch.results is None})
     # keep the output nodes alive: a custom function's node is owned by the nodes that run before it in the backward
+    # pass pass
     return input_grads, WeightBackward(other_outputs, ran, [edge for edge, _ in output_grads])
 
 
@@ -101,7 +102,7 @@ class WeightBackward:
         self._other_outputs, self._branches, self._output_edges = other_outputs, branches or [], output_edges or []
 
     def run(self) -> None:
-        """Run the backward of the weights: accumulate their ``.grad``, then free the autograd graph.
+        """Run the backward pass of the weights: accumulate their ``.grad``, then free the autograd graph.
 
         The peak memory includes a second copy of these gradients.
         """
@@ -192,7 +193,7 @@ class _BranchNode:
         return tuple(needs and (next(indices) in self.exits) == for_exits for needs in self.needed_grads)
 
     def compute_exit_grads(self) -> None:
-        """Call the autograd node again, inside a backward towards the exits, to compute the gradients of the exits."""
+        """Call the autograd node again, in a backward pass towards the exits, to compute the gradients of the exits."""
         grads, self.grads = self.grads, ()
         if self.needed_grads is None:
             results = as_tuple(self.node(*grads))
@@ -213,7 +214,7 @@ class _BranchNode:
                 yield self._delay_accumulation(edge, grad), grad if grad.shape == shape else grad.sum_to_size(shape)
 
     def _delay_accumulation(self, edge: GradientEdge, grad: Tensor) -> GradientEdge:
-        """Return an edge for which autograd accumulates ``grad`` in the order of a full backward.
+        """Return an edge for which autograd accumulates ``grad`` in the order of a full backward pass.
 
         A leaf accumulates gradients in the order of arrival, and floating-point sums depend on the order. A gradient
         that is passed to autograd for a leaf itself arrives first. A view of the leaf, ordered like this node, delays
@@ -231,7 +232,7 @@ class _BranchNode:
 def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], list[_BranchNode], bool]:
     """Find the autograd nodes between ``starts`` and ``ends``, and the branch nodes among them.
 
-    Also returns whether a split backward accumulates gradients in the order of a full backward.
+    Also returns whether a split backward accumulates gradients in the order of a full backward pass.
 
     The order changes if a computed weight (a copy made by autocast) accumulates three or more gradients, some from
     branch nodes and some from other nodes.
@@ -267,9 +268,9 @@ def _find_chain(starts: Iterable[Node], ends: set[Node]) -> tuple[set[Node], lis
 
 
 def _run_branches(branches: Sequence[_BranchNode]) -> None:
-    """Compute the exit gradients of the branch nodes, inside a backward that requests only these gradients.
+    """Compute the exit gradients of the branch nodes, inside a backward pass that requests only these gradients.
 
-    A node queries the running backward for the gradients that it needs.
+    A node queries the running backward pass for the gradients that it needs.
     """
     with torch.enable_grad():
         start = torch.zeros((), requires_grad=True)

@@ -1,4 +1,4 @@
-"""Runs only the layers of one pipeline stage inside the model's own forward.
+"""Runs only the layers of one pipeline stage inside the model's own `forward`.
 
 Parameters of other stages are removed from their modules and replaced by placeholder attributes: one NaN, expanded to
 the parameter's shape. A placeholder needs no memory and has shape, dtype and device for code that reads them. Every
@@ -75,7 +75,7 @@ class ParameterPlaceholders:
 
     @contextmanager
     def included_in_parameters(self) -> Iterator[None]:
-        """Context in which ``module.parameters()`` includes the placeholders."""
+        """Context manager within which ``module.parameters()`` includes the placeholders."""
         before, self.is_visible = self.is_visible, True
         try:
             yield
@@ -177,14 +177,14 @@ def _make_placeholder(param: Tensor) -> Tensor:
 
 
 def compute_placeholder_output(module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
-    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear, without computing it."""
+    """Return a NaN tensor with the shape and dtype of the output of an embedding or linear layer."""
     x = next(v for v in (*args, *kwargs.values()) if isinstance(v, Tensor))
     weight: Any = module.weight
     if not isinstance(module, nn.Linear):
         width: Any = module.embedding_dim
         return make_nan_tensor(*x.shape, width, like=weight).contiguous()
     out = make_nan_tensor(*x.shape[:-1], module.out_features, like=weight).contiguous()
-    kind = x.device.type  # autocast applies to linears, not to embeddings
+    kind = x.device.type  # autocast applies to linear layers, not to embeddings
     return out.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else out
 
 
@@ -208,12 +208,12 @@ StageActivations = dict[str, Tensor]
 
 @dataclass
 class StagePass:
-    """State of the forward of one micro-batch through one pipeline stage.
+    """State of the forward pass of one micro-batch through one pipeline stage.
 
     Args:
         span: the layers of the stage.
         received: states from the previous stage.
-        seed: random seed of the micro-batch; None if the model draws no random numbers.
+        seed: random seed of the micro-batch, or None if the model draws no random numbers.
         at_end: called after the last layer of the model, before the head.
     """
 
@@ -227,14 +227,14 @@ class StagePass:
 
 
 class StageBoundaryReached(BaseException):  # not an Exception: models may catch those
-    """Raised to end a model's forward after the last layer of the stage, with the activations to send."""
+    """Raised to end a model's forward pass after the last layer of the stage, with the activations to send."""
 
     def __init__(self, payload: StageActivations) -> None:
         self.payload = payload
 
 
 class StageForward:
-    """Runs only the layers of a stage in the model's forward, by overriding the forwards of all layers.
+    """Runs only the layers of a stage in the model's forward pass, by overriding the `forward` methods of all layers.
 
     Args:
         model: the sharded model.
@@ -246,7 +246,7 @@ class StageForward:
         random_stream: returns a stack's index of the random stream; 0 if all ranks draw the same numbers.
         device: device of the stage.
         wrappers: id of a layer -> its outermost wrapper (activation checkpointing), which is overridden instead.
-        permanent: whether to override the forwards permanently, or only while ``installed`` is active.
+        permanent: whether to override the `forward` methods permanently, or only while ``installed`` is active.
     """
 
     def __init__(
@@ -280,7 +280,7 @@ class StageForward:
 
     @contextmanager
     def installed(self, model: nn.Module) -> Iterator[None]:
-        """Context that overrides the forwards of the model's layers, and restores them on exit."""
+        """Context manager that overrides the `forward` methods of the model's layers, and restores them on exit."""
         self._install(model)
         try:
             yield
@@ -292,7 +292,7 @@ class StageForward:
             self._remove_hooks = []
 
     def _install(self, model: nn.Module) -> None:
-        """Override the forwards of the model's layers. Must run after all other changes of the layers."""
+        """Override the `forward` methods of the model's layers. Must run after all other changes of the layers."""
         chain = self._chain
         for index, (stack, start) in enumerate(zip(chain.stacks, chain.starts, strict=True)):
             for path in dict.fromkeys(stack.layer_calls):
@@ -345,7 +345,7 @@ class StageForward:
     def run(
         self, model: nn.Module, stage_pass: StagePass, forward: Callable[[], Any]
     ) -> tuple[Any, StageActivations | None]:
-        """Run the model's forward up to the last layer of the stage.
+        """Run the model's forward pass up to the last layer of the stage.
 
         Returns:
             (output, None) on the last stage, (None, activations for the next stage) on the others.
@@ -386,7 +386,7 @@ class StageForward:
                 at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
             if at in stage_pass.calls:
                 raise ConfigError(
-                    f"The model ran the layers of {stack.layers} twice in one forward, which pipelines do not support",
+                    f"The model ran the layers of {stack.layers} twice in one forward pass, unsupported in pipelines",
                     remedy="Train this model without a pipeline, or run the layers once per step",
                 )
             stage_pass.calls.append(at)
@@ -490,7 +490,7 @@ class StageForward:
         self._remove_hooks.append(remove)
 
     def _override_unowned(self, module: nn.Module, owners: frozenset[int]) -> None:
-        """Override an embedding or linear outside the layers, to skip it on stages that do not need it."""
+        """Override an embedding or linear layer outside the layers, to skip it on stages that do not need it."""
         original = module.forward
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -503,7 +503,7 @@ class StageForward:
 
 
 class _ForwardOverride:
-    """Replacement for the forward of one module, which must not be copied to another module."""
+    """Replacement for the forward pass of one module, which must not be copied to another module."""
 
     def __init__(self, forward: Callable[..., Any], original: Callable[..., Any]) -> None:
         functools.update_wrapper(self, original)

@@ -247,12 +247,12 @@ class Stages:
         context: ParallelContext,
         wrappers: Mapping[int, nn.Module] = MappingProxyType({}),
     ) -> None:
-        """Override the forwards of the model's layers to run the stages, after all other changes of the layers.
+        """Override the ``forward`` methods of the model's layers to run the stages, after all other changes to them.
 
         With one stage, the patches are installed for each step only, and the model stays unchanged between steps.
 
         Args:
-            wrappers: id of a module -> the outermost wrapper around its forward.
+            wrappers: id of a module -> the outermost wrapper around its forward pass.
         """
         self.stream = stream
         copy_shared_attributes(model, self.chain, self._list_local_spans())
@@ -270,7 +270,7 @@ class Stages:
         )
 
     def installed(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Context in which the forwards of the layers are overridden. With several stages, they always are."""
+        """Context manager that overrides the layers' ``forward``. With several stages, it is always overridden."""
         assert self.stage_forward is not None
         return nullcontext() if self.manager.num_stages > 1 else self.stage_forward.installed(model)
 

@@ -28,7 +28,7 @@ from shardformer.tensor_parallel.parallel_module import GroupLike, ParallelModul
 
 @dataclass
 class Layer:
-    """Legacy description of one linear or embedding to shard, by the paths of its weight and bias.
+    """Legacy description of one linear layer or embedding to shard, by the paths of its weight and bias.
 
     Args:
         weight: path of the weight, such as ``attention.self.query.weight``.
@@ -48,7 +48,7 @@ class Layer:
 
 @dataclass
 class Col_Layer(Layer):
-    """Legacy description of a linear that is sharded along its output features (column parallel).
+    """Legacy description of a linear layer that is sharded along its output features (column parallel).
 
     Args:
         gather_output: whether every rank gets the full output.
@@ -59,7 +59,7 @@ class Col_Layer(Layer):
 
 @dataclass
 class Row_Layer(Layer):
-    """Legacy description of a linear that is sharded along its input features (row parallel)."""
+    """Legacy description of a linear layer that is sharded along its input features (row parallel)."""
 
 
 @dataclass
@@ -99,27 +99,27 @@ class LegacyPolicy:
 
     @staticmethod
     def binding_policy() -> dict[str, str] | None:
-        """Return the parameters to tie: path of a parameter -> path of the parameter that is tied to it."""
+        """Return the parameters to tie, as a dict from the path of one parameter to the path of the other."""
         return None
 
     @staticmethod
     def attn_in() -> list[Layer]:
-        """Return the linears that compute q, k and v in each attention."""
+        """Return the linear layers that compute q, k and v in each attention module."""
         return []
 
     @staticmethod
     def attn_out() -> list[Layer]:
-        """Return the output projections of the attentions."""
+        """Return the output projections of the attention modules."""
         return []
 
     @staticmethod
     def mlp_in() -> list[Layer]:
-        """Return the linears that read the input of each MLP."""
+        """Return the linear layers that read the input of each MLP."""
         return []
 
     @staticmethod
     def mlp_out() -> list[Layer]:
-        """Return the linears that compute the output of each MLP."""
+        """Return the linear layers that compute the output of each MLP."""
         return []
 
     @staticmethod
@@ -267,7 +267,7 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
 
 
 class ColumnOrEmbedding(ParallelModule):
-    """Replaces an embedding by a vocabulary-parallel embedding, and a linear by a column-parallel linear."""
+    """Replaces an embedding by a vocabulary-parallel embedding, and a linear layer by a column-parallel one."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:

@@ -41,12 +41,12 @@ LayerReplacement = SubModuleReplacementDescription
 ALIGNED = 8
 """Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
-"""Path of a linear -> arguments of its parallel replacement."""
+"""Path of a linear layer -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Converts the roles of one layer (attentions, MLPs, experts) to module descriptions.
+    """Converts the roles of one layer (attention modules, MLPs, experts) to module descriptions.
 
     Args:
         layer: the layer.
@@ -63,7 +63,7 @@ class LayerLowering:
     classes: ModeLayers = LAYERS_BY_MODE["1d"]
 
     def has_role(self, role: Role) -> bool:
-        """Whether the layer has the module that a role describes.
+        """Return whether the layer has the module that a role describes.
 
         An optional role does not exist if the layer has its module but not its exit. ``check_exits`` ensures that at
         least one layer has the exit. Raises PolicyError if a required module is missing.
@@ -143,7 +143,7 @@ class LayerLowering:
                 f"{self.path}.{experts.at} has {found}, in which {'several dims' if ways else 'no dims'} match",
                 rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
                 "elements per expert",
-                remedy=f"Pass dims={ways[0]} if the forward uses these dims"
+                remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
                 if ways
                 else "Correct the names, `fused` or `dims`",
             )
@@ -152,7 +152,7 @@ class LayerLowering:
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
     ) -> tuple[ModulePolicyDescription, BlockDescription]:
-        """Describe a tensor-parallel block and the replacement of its linears.
+        """Describe a tensor-parallel block and the replacement of its linear layers.
 
         Returns (module description, block).
         """
@@ -209,7 +209,7 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
 
 
 def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict: parameter -> dim.
+    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
 
     ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
     Several choices fit if the number of features equals the hidden size.
@@ -297,7 +297,7 @@ class HeadLayout:
         return sorted(set(self._kv_head_per_query(rank)))
 
     def map_local_kv_heads(self, rank: int) -> list[int] | None:
-        """Return the local KV head that each query head of a rank reads, if the forward cannot derive it.
+        """Return the local KV head that each query head of a rank reads, if the forward pass cannot derive it.
 
         None if all KV heads are read by the same number of query heads, so that repeating each is correct.
         """
@@ -307,13 +307,13 @@ class HeadLayout:
         return [partition * len(stored) + stored.index(h) for partition in range(self.partitions) for h in read]
 
     def get_kv_heads_read(self, rank: int) -> list[int]:
-        """Return the indices of the KV heads that the forward of a rank reads, in the order of the forward."""
+        """Return the indices of the KV heads that a rank reads, in the order in which its forward pass reads them."""
         own = self.kv_heads_of_rank(rank) if self.map_local_kv_heads(rank) is None else self._kv_head_per_query(rank)
         each = self.num_kv_heads // self.partitions
         return [partition * each + h for partition in range(self.partitions) for h in own]
 
     def count_kv_heads(self, rank: int) -> int:
-        """Return the number of KV heads that the forward of a rank reads."""
+        """Return the number of KV heads that the forward pass of a rank reads."""
         return len(self.get_kv_heads_read(rank))
 
     def query_split(self, unit: int | None = None) -> Split:
@@ -356,7 +356,7 @@ class HeadLayout:
         return Split(tuple(parts))
 
     def parameter_split(self, path: str, full: Tensor, counted: LocalAttr) -> dict[int, Split]:
-        """Return how the ranks split a parameter or buffer that ``local_attrs`` names: dim -> split."""
+        """Return a dict from dims to splits, for a parameter or buffer that ``local_attrs`` names."""
         kind, dim = (counted, None) if isinstance(counted, str) else counted
         if kind == "inside":
             return {}
@@ -481,7 +481,7 @@ class AttentionLowering:
     def _add_local_attrs(self, description: ModulePolicyDescription, key_kwargs: Mapping[str, Any]) -> dict[str, int]:
         """Add the changes for the entries of ``local_attrs`` to the description of the attention.
 
-        Returns argument of the forward -> its dim that counts heads.
+        Returns argument of `forward` -> its dim that counts heads.
 
         Args:
             key_kwargs: arguments for the replacement of the projection of k or v, which also fit a norm of k.
@@ -521,7 +521,7 @@ class AttentionLowering:
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
             f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
-            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of the forward",
+            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 

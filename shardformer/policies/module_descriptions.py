@@ -39,15 +39,15 @@ class SubModuleReplacementDescription:
 
 @dataclass
 class BlockArguments:
-    """Arguments of an attention's forward whose values differ between tensor parallel ranks.
+    """Arguments of an attention module's forward whose values differ between tensor parallel ranks.
 
     Args:
         at: path of the module.
         region_inputs: arguments that enter the tensor-parallel region on their own.
         head_dims: argument -> its dim that counts heads.
         bounds: (number of heads, first head of this rank, end of this rank's heads).
-        width: features of this rank's heads, for a forward that reads them as the last dim of its input.
-        kv_heads: (number of KV heads, indices of those that this rank's forward reads, in its order).
+        width: features of this rank's heads, for a forward pass that reads them as the last dim of its input.
+        kv_heads: (number of KV heads, indices of those that this rank's forward pass reads, in its order).
     """
 
     at: str
@@ -60,17 +60,17 @@ class BlockArguments:
 
 @dataclass
 class BlockDescription:
-    """Description of a tensor-parallel block, such as an attention or MLP: its linears, entry and exit.
+    """Description of a tensor-parallel block, such as an attention module or MLP: its linear layers, entry and exit.
 
     Args:
         entry: path of the module whose first tensor argument enters the region.
-        columns: paths of the column-parallel linears that read that argument.
-        row: path of the row-parallel linear at the exit.
-        cross_columns: paths of column-parallel linears that read another input (the states in cross-attention).
-        arguments: arguments of a forward in the block that depend on the rank.
+        columns: paths of the column-parallel linear layers that read that argument.
+        row: path of the row-parallel linear layer at the exit.
+        cross_columns: paths of column-parallel linear layers that read another input (the states in cross-attention).
+        arguments: arguments of `forward` in the block that depend on the rank.
         fuse_activation: whether an activation directly follows the columns, so that their bias can be fused with it.
-        shared_exit: path of an earlier block's row-parallel linear whose output the layer adds to this block's, so
-            that both use one collective.
+        shared_exit: path of an earlier block's row-parallel linear layer whose output the layer adds to this block's,
+            so that both use one collective.
         gather_module: path of a module that needs the full sequence outside the block, too, under sequence
             parallelism.
         replicated_terms: for a module that is a block by itself (``entry`` and ``row`` both name it, all inputs enter
@@ -95,7 +95,7 @@ class BlockDescription:
 
     @property
     def holds_exit(self) -> bool:
-        """Whether the module at the entry of the block contains the linear at the exit."""
+        """Whether the module at the entry of the block contains the linear layer at the exit."""
         return f"{self.row}.".startswith(f"{self.entry}." if self.entry else "")
 
 
@@ -110,7 +110,7 @@ class ModulePolicyDescription:
         param_replacement: functions that modify the module's parameters in place.
         sub_module_replacement: submodules and their replacements.
         method_replacement: method name -> function that replaces it.
-        blocks: replaced linears that share one entry and one exit.
+        blocks: replaced linear layers that share one entry and one exit.
         parameters: direct parameter or buffer -> dim -> split. An empty dict keeps it replicated and sums its
             gradient over the ranks, for a parameter that is read inside a block.
     """

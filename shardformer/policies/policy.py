@@ -2,7 +2,8 @@
 
 A policy has one of three forms, each converted to the next:
 
-- roles (``shardformer.policies.role_policy.RolePolicy``): a table of the model's attentions, MLPs and embeddings;
+- roles (``shardformer.policies.role_policy.RolePolicy``): a table of the model's attention modules, MLPs and
+  embeddings;
 - the legacy form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
 - ``module_policy``: changes of attributes, parameters and submodules, for each kind of module.
 """
@@ -113,7 +114,7 @@ class Policy(LegacyPolicy):
         return None
 
     def replicated(self) -> list[str] | None:
-        """Return the paths of modules and parameters that may stay replicated; None if all may."""
+        """Return the paths of modules and parameters that may stay replicated, or None if all may."""
         return None
 
 

@@ -93,7 +93,7 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
 
 
 def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
-    """Return the policy registered for the model's family and a description of its source; None without a policy."""
+    """Return the policy registered for the model's family and a description of its source, or None without a policy."""
     family = get_model_family(model)
     if not isinstance(family, str):
         return None
@@ -103,7 +103,7 @@ def find_registered_policy(model: nn.Module) -> tuple[Policy, str] | None:
 
 
 def is_user_registered(model: nn.Module) -> bool:
-    """Whether the user registered a policy for the model's family."""
+    """Return whether the user registered a policy for the model's family."""
     return get_model_family(model) in _REGISTERED
 
 

@@ -1,8 +1,9 @@
-"""``RolePolicy``, a policy in the form of a table of the model's roles (attentions, MLPs, embeddings).
+"""``RolePolicy``, a policy in the form of a table of the model's roles (attention modules, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
-attentions and MLPs to one layer, and those of their projections to that module. A leading dot makes a projection's path
-relative to the layer (BERT's output projection is outside the attention module). A trailing ``?`` marks optional paths.
+attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes a
+projection's path relative to the layer (BERT's output projection is outside the attention module). A trailing ``?``
+marks optional paths.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BETWEEN_STAGES = "the model reads the hidden states between its layers, but a st
 
 
 class RolePolicy(Policy):
-    """A policy in the form of a table of roles (attentions, MLPs, embeddings).
+    """A policy in the form of a table of roles (attention modules, MLPs, embeddings).
 
     See ``shardformer/policies/models`` for examples.
 
@@ -45,7 +46,7 @@ class RolePolicy(Policy):
         stack: the model's stack or stacks of layers.
         embeddings: vocabulary embeddings, relative to the base model.
         head: the language model head, relative to the full model. Ignored for classes without one.
-        unstacked_blocks: attentions and MLPs outside the stacks, relative to the full model.
+        unstacked_blocks: attention modules and MLPs outside the stacks, relative to the full model.
         submodels: submodules that are models themselves (a text model), relative to the full model, ``?`` if optional.
             The policy of its own model type describes each.
         keep_replicated: paths that stay replicated although they are large or inside a layer, relative to the base
@@ -95,11 +96,11 @@ class RolePolicy(Policy):
             policy.config_sanity_check()
 
     def sums_block_outputs(self) -> bool:
-        """Whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
+        """Return whether each layer directly adds the outputs of the blocks that ``shared_exit`` combines."""
         return True
 
     def reads_layer_outputs(self) -> bool:
-        """Whether the model reads the outputs of layers before the last one."""
+        """Return whether the model reads the outputs of layers before the last one."""
         return False
 
     def no_sequence_parallel_reason(self) -> str | None:
@@ -259,7 +260,7 @@ class RolePolicy(Policy):
         # a user's module in the place of a head that a table of this package names stays replicated
         own = [path for path, module in present.items() if is_from_package(self) and not paths.is_linear(module)]
         self._replicated_paths = [*self._replicated_paths, *own]
-        self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear." for path in own)]
+        self.notes = [*self.notes, *(f"{path} is replicated, because it is not a linear layer." for path in own)]
         subs += [
             LayerReplacement(p, self._parallel_classes.head, ignore_if_not_exist=True) for p in heads if p not in own
         ]
@@ -289,7 +290,7 @@ class RolePolicy(Policy):
 
 
 def is_from_package(policy: Policy) -> bool:
-    """Whether a policy is built in or derived by this package, instead of written by the user."""
+    """Return whether a policy is built in or derived by this package, instead of written by the user."""
     return type(policy).__module__.startswith("shardformer.")
 
 
@@ -316,7 +317,7 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
 
 
 def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:
-    """Whether a module after the layers, such as a final norm, processes each token separately."""
+    """Return whether a module after the layers, such as a final norm, processes each token separately."""
     is_norm_of_layers = "forward" not in vars(norm) and type(norm) in {type(module) for module in layers.modules()}
     return is_norm_of_layers or norm_kind(norm) is not None or is_elementwise(norm)
 

@@ -1,4 +1,4 @@
-"""Roles, which describe the attentions, MLPs and experts of a layer, and the stack of layers."""
+"""Roles, which describe the attention modules, MLPs and experts of a layer, and the stack of layers."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LOCAL_ATTR_KINDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionProjections:
-    """Paths of the linears of an attention, which may be fused: q, k and v, or qkv, or q and kv.
+    """Paths of the linear layers of an attention module, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
         out: the output projection.
         q, k, v, qkv, kv: the input projections. Fused ones are concatenated in the order q, k, v.
         interleaved: whether fused ones are instead grouped by KV head: its query heads, its k, its v.
-        partitions: number of equal partitions of the heads, if the forward splits the features into consecutive
+        partitions: number of equal partitions of the heads, if the forward pass splits the features into consecutive
             partitions. Each rank gets the same heads of each partition.
         gates: further projections with the same number of features for each query head.
     """
@@ -65,16 +65,16 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
 )
 @dataclass(frozen=True, kw_only=True)
 class AttentionInputs:
-    """Inputs of an attention, if they are not only the first tensor argument of its module.
+    """Inputs of an attention module, if they are not only the first tensor argument of its module.
 
     Args:
-        entry: the module whose first tensor argument is the input. For an attention that adds its residual itself,
-            the first of the projections.
-        arguments: further arguments of the forward that projections read. Each enters the tensor-parallel region.
+        entry: the module whose first tensor argument is the input. For an attention module that adds its residual
+            itself, the first of the projections.
+        arguments: further arguments of `forward` that projections read. Each enters the tensor-parallel region.
         cross_attention: whether k and v read the states of another stack.
         inner_inputs: projections that read the output of other modules inside the attention (such as a low-rank
             projection and its norm) instead of its input.
-        reads_width: whether the forward reads the features of all heads from the last dim of its input.
+        reads_width: whether the forward pass reads the features of all heads from the last dim of its input.
         full_sequence: whether the module needs the full sequence outside the block, too, because it adds its residual
             itself. Sequence parallelism gathers the sequence before the module and shards it after the module.
     """
@@ -93,11 +93,11 @@ class AttentionInputs:
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
 class Attention:
-    """Role of an attention in a layer: its projections, inputs and head counts.
+    """Role of an attention module in a layer: its projections, inputs and head counts.
 
     Args:
         at: path of the module. Its first tensor argument is the input, unless ``inputs`` specifies another.
-        projections: its linears.
+        projections: its linear layers.
         local_attrs: name -> what it counts on this rank: "heads", "kv_heads", "groups" (query heads per KV head) or
             "width" (heads times head dim). The name is that of
 
@@ -106,7 +106,7 @@ class Attention:
               that size, "inside" if no dim counts;
             - a norm over all heads between entry and exit (a norm over each head needs no entry);
             - an embedding with one column per head (relative position bias);
-            - an argument of the forward, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
+            - an argument of `forward`, with the dim that counts heads or samples times heads: ("heads", 0) (ALiBi).
         inputs: its inputs.
         num_heads, num_kv_heads: the counts, or the config fields with them; default: those of the policy. A leading dot
             names an attribute of the module (".num_heads"), for head counts that differ between layers.
@@ -143,13 +143,14 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
 class MLP:
-    """Role of an MLP in a layer: the linears that read its input, and the linear at its exit.
+    """Role of an MLP in a layer: the linear layers that read its input, and the linear layer at its exit.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
-        up: linears that read the input (gate and up). Those that end in ``?`` are optional.
-        down: the linear at the exit.
-        fused: number of blocks fused in each linear of ``up`` (2 for a fused gate and up). None derives it from sizes.
+        up: linear layers that read the input (gate and up). Those that end in ``?`` are optional.
+        down: the linear layer at the exit.
+        fused: number of blocks fused in each linear layer of ``up`` (2 for a fused gate and up). None derives it from
+            sizes.
         norm: a norm over all features between entry and exit.
         shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
             outputs directly. Both then use one collective.
@@ -205,7 +206,7 @@ Role = Attention | MLP | Experts
 
 
 def get_exit_path(role: Role) -> str | None:
-    """Return the path of the linear at the exit of a role, relative to the layer; None if there is no single linear."""
+    """Return the path of a role's last linear layer, relative to its layer, or None if there are several."""
     if isinstance(role, Experts) or "*" in role.at:
         return None
     return resolve_path(role.at, role.projections.out if isinstance(role, Attention) else role.down)
@@ -218,11 +219,11 @@ class LayerStack:
 
     Args:
         layers: path of the ModuleList, with ``*`` for an index if the model has several stages ("layers.*.blocks").
-        blocks: the attentions, MLPs and experts of one layer.
+        blocks: the attention modules, MLPs and experts of one layer.
         final_norm: the norm after the last layer.
-        cross_states: (path of a module, name of its argument) of the states that attentions with ``cross_attention``
-            read. They enter the tensor-parallel region once for all layers. A pipeline passes the states of the stack
-            before there.
+        cross_states: (path of a module, name of its argument) of the states that attention modules with
+            ``cross_attention`` read. They enter the tensor-parallel region once for all layers. A pipeline passes the
+            states of the stack before there.
         no_sequence_parallel: why sequence parallelism does not support this stack, if it supports other stacks.
         optional: whether some models do not have it.
         stages: hints for pipelines.
@@ -238,7 +239,7 @@ class LayerStack:
     stages: PipelineHints = field(default_factory=PipelineHints)
     sequence: SequenceParallelHints = field(default_factory=SequenceParallelHints)
     reads_context: bool = field(init=False, repr=False, compare=False)
-    """Whether an attention in the stack reads the states of another stack (``cross_states``)."""
+    """Whether an attention module in the stack reads the states of another stack (``cross_states``)."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads_context", False)
@@ -253,5 +254,5 @@ class LayerStack:
                     f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
                     f"stack {self.layers!r} and through the arguments {list(arguments)}",
                     rule="Their gradients would be summed over the ranks twice",
-                    remedy="Remove `arguments` from attentions with cross_attention=True",
+                    remedy="Remove `arguments` from attention modules with cross_attention=True",
                 )

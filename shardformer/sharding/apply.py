@@ -194,7 +194,7 @@ class Sharder:
         return list(stages.shared_params)
 
     def _find_unsupported_inputs(self) -> dict[str, str]:
-        """Return the names of forward arguments that the sharded model does not support -> the reason."""
+        """Return a dict from the names of unsupported arguments of ``forward`` to the reasons."""
         resolved = self._resolved
         active = {
             "tensor": self.is_tensor_parallel,
@@ -493,7 +493,7 @@ def _make_compiled_error(path: str, why: str) -> ConfigError:
 
 
 def fuse_activations(model: nn.Module, plan: ShardingPlan, state: ShardingMetadata) -> None:
-    """Replace activations by fused kernels that also add the bias of the linear before the activation."""
+    """Replace activations by fused kernels that also add the bias of the linear layer before the activation."""
     for path, native in list(model.named_modules(remove_duplicate=False)):
         if type(native).__name__ in WRITTEN_OUT:
             _replace_and_record(model, path, native, nn.GELU("tanh").train(native.training), "activation", state)

@@ -85,11 +85,11 @@ def explain_unsupported_attention(model: nn.Module) -> str | None:
     own = sorted(cls.__name__ for cls, source in classes.items() if not uses_attention_interface(source))
     if own:
         return f"implements its own attention in {', '.join(own)}"
-    return None if classes else "has no attention that uses the AttentionInterface"
+    return None if classes else "has no attention module that uses the AttentionInterface"
 
 
 def is_explicit_method(context: ParallelContext, method: str) -> bool:
-    """Whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
+    """Return whether the config fixes the method of context-parallel attention instead of leaving it to ``"auto"``."""
     return method != "auto" or (RING in context.sizes and GROUP in context.sizes)
 
 
@@ -150,7 +150,7 @@ def _get_uniform_field(config: Any, name: str) -> Any:
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:
-    """Whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
+    """Return whether every Ulysses group of this size is within one host, for ranks whose hosts are known.
 
     A Ulysses group consists of consecutive ranks of the sequence axis.
     """
@@ -167,7 +167,7 @@ class ContextFindings:
     Args:
         dims: sequence dimensions of the arguments of layers and full-sequence modules.
         gathers: (path of a stack's layers, path of a module in each layer) of modules that need the full sequence.
-        is_whole: whether the full-sequence modules include the attentions, which then stay unmodified.
+        is_whole: whether the full-sequence modules include the attention modules, which then stay unmodified.
         reads_between: whether the model reads or writes positions of the hidden states between two layers.
         unproven: name of an input with which the sequence cannot be sharded -> reason.
     """

@@ -33,7 +33,7 @@ from shardformer.transformers_compat import arguments_of, without_caches
 
 HIDDEN_STATES = "hidden states"
 ArgumentSamples = dict[tuple[str, str], int | None]
-"""(path of an attention with * for indices, name of an argument) -> its dim that counts samples, or a multiple."""
+"""(path of an attention module with * for indices, argument name) -> its dim for samples, or a multiple of them."""
 
 
 def reshape_config_to_grid(config: ShardConfig, context: ParallelContext) -> tuple[ShardConfig, TensorGrid]:
@@ -94,7 +94,7 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
 
 
 def _needs_rule(module: nn.Module, width: int) -> bool:
-    """Whether a module outside blocks needs a rule: it has direct parameters, or is a norm without parameters."""
+    """Return whether a module outside blocks needs a rule: it has direct parameters, or is a norm without any."""
     own = next(module.parameters(recurse=False), None)
     return own is not None or (not module._modules and getattr(module, "normalized_shape", None) == (width,))
 
@@ -144,7 +144,7 @@ def _add_outer_module(
         )
 
 
-# --- batch dimensions of the arguments of attentions
+# --- batch dimensions of the arguments of attention modules
 
 
 def find_full_input_modules(policy: Any) -> list[str]:
@@ -190,7 +190,7 @@ def _format_argument_path(path: Any, names: list[str]) -> str:
 def install_argument_hooks(
     model: nn.Module, plan: ShardingPlan, state: ShardingMetadata, samples: ArgumentSamples
 ) -> None:
-    """Install hooks that select this rank's samples in the additional arguments of each attention, such as masks."""
+    """Install hooks that select this rank's samples in the further arguments of attention modules, such as masks."""
     streams = [edge for edge in state.region_hooks if isinstance(edge, GridStackActivations)]
     stacks = [(f"{stack.layers}.", stream) for stack, stream in zip(plan.stacks, streams, strict=True)]
     arguments_at = [(path, BlockArguments(path)) for path in plan.full_sequence_modules]
@@ -216,7 +216,7 @@ def _remove_caches(
 
 
 class _LocalSamplesHook:
-    """Pre-forward hook of an attention that selects this rank's samples from the attention's arguments.
+    """Pre-forward hook of an attention module that selects this rank's samples from the attention's arguments.
 
     Arguments in ``region_inputs`` are selected after they enter the tensor-parallel region, all others before.
     """

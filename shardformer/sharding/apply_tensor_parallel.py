@@ -157,7 +157,7 @@ def _install_block(
     uses_random: bool,
     axis: Axis,
 ) -> InstalledBlock | None:
-    """Install one tensor-parallel block on the linears of an attention or MLP.
+    """Install one tensor-parallel block on the linear layers of an attention module or MLP.
 
     Returns None if the block needs no hooks, or if two layers share it and it is already installed.
 
@@ -320,7 +320,7 @@ class _RegionSideHook:
 def _install_region_side_hooks(
     entry: nn.Module, block: TensorParallelBlock, gradient_by_param_id: dict[int, GradientSlot]
 ) -> None:
-    """Install hooks that detect, in each forward, whether a module runs before or after the exit of its block.
+    """Install hooks that detect, in each forward pass, whether a module runs before or after the exit of its block.
 
     ALBERT's norm runs after the exit. The hooks are not needed if the stack shards the hidden states, because each rank
     then sees only its shard after the exit.

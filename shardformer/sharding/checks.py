@@ -445,7 +445,7 @@ LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
 
 def runs_library_code(module: nn.Module) -> bool:
-    """Return whether the forward of a module is defined in a library and was not replaced."""
+    """Return whether the forward pass of a module is defined in a library and was not replaced."""
     of_class: Any = inspect.unwrap(type(module).forward)
     return "forward" not in vars(module) and _get_package(of_class) in LIBRARIES
 

@@ -55,7 +55,7 @@ class StackCompiler:
         path: path of the stack's layers.
         options: ``mode``, ``options`` and ``dynamic`` of torch.compile.
         layers: paths of the layers on this rank.
-        random_device: device of the random state that the graphs contain; None if they use the generators.
+        random_device: device of the random state that the graphs contain, or None if they use the generators.
 
     Attributes:
         graphs: for each compiled graph, the path of the first layer that uses it.
@@ -72,7 +72,7 @@ class StackCompiler:
 
     def __post_init__(self) -> None:
         mode, options, dynamic = (self.options.get(name) for name in ("mode", "options", "dynamic"))
-        self.running = ""  # path of the layer whose forward runs
+        self.running = ""  # path of the layer whose forward pass runs
         self._compile = torch_compat.backend_compiler(self.backend, mode, options, dynamic)
         # torch stores graphs with the code of a function and limits their number. With a code of its own, this stack
         # does not share the limit with other models.
@@ -96,7 +96,7 @@ class StackCompiler:
         backend = torch_compat.name_of_backend(self.backend)
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
-        text += f", {count} graph{'' if count == 1 else 's'}, no graph break" if count else ", at their first forward"
+        text += f", {count} graph{'s'[: count != 1]}, no graph break" if count else ", at their first forward pass"
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 
@@ -107,19 +107,19 @@ def _call_layer(
     kwargs: dict[str, Any],
     lengths: Sequence[tuple[StackActivations, int]],
 ) -> Any:
-    """Call a layer. The lengths of the input are arguments, because each attribute needs another graph per value."""
+    """Call a layer. The lengths of the sequence are arguments, because each attribute needs another graph per value."""
     for stream, length in lengths:
-        setattr(stream, stream.length_name, length)
+        stream.full = length
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
 
 class CompiledLayer:
-    """Forward of a layer as one compiled graph. The hooks of the layer itself stay eager.
+    """Compiled ``forward`` of a layer as one graph. The hooks of the layer itself stay eager.
 
     In training, the layer does not fill the KV cache that transformers passes by default. With a KV cache in
     evaluation, or one that holds tokens (prefix tuning), the layer runs without compilation.
 
-    Raises ConfigError in the first forward if the layer cannot be compiled as one graph.
+    Raises ConfigError in the first forward pass if the layer cannot be compiled as one graph.
     """
 
     def __init__(self, layer: nn.Module, path: str, stack: StackCompiler, context: ContextParallelState | None) -> None:
@@ -138,7 +138,7 @@ class CompiledLayer:
         install_sites(layer)
 
     def remove(self) -> None:
-        """Restore the forward of the layer."""
+        """Restore the original ``forward`` of the layer."""
         del self._layer.__dict__["forward"]
         if self._before is not None:
             self._layer.forward = self._before
@@ -150,7 +150,7 @@ class CompiledLayer:
 
     def _call(self, *args: Any, **kwargs: Any) -> Any:
         if self._context is not None and current_graph_task_id() < 0 and not self._context.is_open:
-            return self._run_eagerly(args, kwargs)  # the sequence of this forward is not sharded
+            return self._run_eagerly(args, kwargs)  # the sequence of this forward pass is not sharded
         if caches := caches_in((*args, *kwargs.values())):
             if not torch.is_grad_enabled() or any(map(holds_tokens, caches)):
                 return self._run_eagerly(args, kwargs)
@@ -181,7 +181,7 @@ class CompiledLayer:
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
         args, kwargs = tree_map(hold_masks, (args, kwargs))
-        lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
+        lengths = [(stream, stream.full) for stream in self._streams if stream.is_sharded]
         return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -205,12 +205,12 @@ class CompiledLayer:
         return ConfigError(
             f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}",
             rule="A compiled layer has no graph break",
-            remedy="Set compile=False, or change what the message names in the forward of the layer",
+            remedy="Set compile=False, or change what the message names in the forward pass of the layer",
         )
 
 
 def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, options: Mapping[str, Any]) -> None:
-    """Replace the forward of each layer of the stacks by a compiled one. Torch compiles it in the first forward.
+    """Replace the `forward` of each layer of the stacks by a compiled one. Torch compiles it in the first forward pass.
 
     Raises ConfigError if the model, its layout or this computer does not support it.
     """
@@ -250,7 +250,7 @@ def compile_as_configured(
 
 
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Return path -> layer of a stack, without the layers of other pipeline stages."""
+    """Return a dict from paths to layers of a stack, without the layers of other pipeline stages."""
     layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
     return {path: layer for path, layer in layers.items() if next(layer.parameters(), None) is not None}
 
@@ -259,8 +259,13 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     problem, remedy = "", "Set compile=False"
-    name = torch_compat.name_of_backend(backend)
-    if state.context_run is not None and (reason := _why_context_is_eager(model, state)):
+    name, sizes = torch_compat.name_of_backend(backend), state.context.sizes
+    if sizes.get("row", 1) * sizes.get("column", 1) > 1:
+        problem = (
+            "The layers of tensor_parallel_mode='2d', '2.5d' and '3d' start collectives that a graph cannot contain"
+        )
+        remedy = "Use tensor_parallel_mode='1d' or compile=False"
+    elif state.context_run is not None and (reason := _why_context_is_eager(model, state)):
         problem = f"Context parallelism {reason}"
     elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
@@ -305,7 +310,7 @@ def compile_model(
         )
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            "model.compile was called on a pipeline stage, whose forward of each layer is already replaced",
+            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method",
             remedy="Set compile=True in ParallelConfig",
         )
     compile_stacks(self, state, backend, options)

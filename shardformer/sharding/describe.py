@@ -158,7 +158,7 @@ class StageRow:
         parameters: number of elements of its parameters, over all tensor ranks.
         share: share of all parameters of the model.
         cost: share of the computation, as estimated or passed for the partition.
-        checkpointed: number of its layers that recompute activations in the backward.
+        checkpointed: number of its layers that recompute activations in the backward pass.
     """
 
     stage: int
@@ -436,7 +436,7 @@ def describe_sharding(model: nn.Module) -> ShardingDescription:
 
 
 def _list_sharded_shapes(model: nn.Module) -> dict[str, dict[str, tuple[str, str]]]:
-    """Return path of a module or parameter -> path of a table row -> (full shape, local shape).
+    """Return full and local shapes, as nested dicts by path of the module or parameter and path of the table row.
 
     A module has one row with the shape of its weight. A module with several sharded parameters, other than a bias, has
     a row for each of them.

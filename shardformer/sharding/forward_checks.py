@@ -1,4 +1,4 @@
-"""Check the structure, KV caches and inputs of a sharded model before each forward.
+"""Check the structure, KV caches and inputs of a sharded model before each forward pass.
 
 A KV cache that the sharded model filled contains this rank's heads. A cache that was filled elsewhere contains all
 heads. Each rank then selects its own heads, and the gradient of the full cache is summed over the ranks.
@@ -45,7 +45,7 @@ class CacheHeadSelector:
     """Selects this rank's heads in KV caches that are passed to a sharded model.
 
     Args:
-        model: a model whose attentions have a ``layer_idx``, as in transformers.
+        model: a model whose attention modules have a ``layer_idx``, as in transformers.
         axis: the mesh axis that shards the heads.
     """
 
@@ -58,12 +58,12 @@ class CacheHeadSelector:
             arguments = block.arguments
             number = None if arguments is None else getattr(model.get_submodule(arguments.at), "layer_idx", None)
             if arguments is not None and type(number) is int and arguments.kv_heads[0]:
-                # unknown: two attentions with one index, or shards of a grid
+                # unknown: two attention modules with one index, or shards of a grid
                 is_unknown = number in self._layers or grid is not None
                 self._layers[number] = (0, ()) if is_unknown else arguments.kv_heads
 
     def select_local_heads(self, model: nn.Module, values: Sequence[Any]) -> None:
-        """Select this rank's heads in KV caches that contain all heads, before a forward.
+        """Select this rank's heads in KV caches that contain all heads, before a forward pass.
 
         Raises ConfigError for a cache with an unexpected number of heads, or of an unknown structure.
         """
@@ -73,7 +73,7 @@ class CacheHeadSelector:
             vars(cache)[LOCAL_HEADS] = True
 
     def mark_filled(self, values: Sequence[Any]) -> None:
-        """Mark the KV caches that a forward filled, which contain only this rank's heads."""
+        """Mark the KV caches that a forward pass filled, which contain only this rank's heads."""
         for cache in self._find_caches(values):
             vars(cache)[LOCAL_HEADS] = True
 
@@ -122,7 +122,7 @@ _get_hook_tables = attrgetter(*MODULE_HOOK_TABLES)
 
 
 class ModuleFingerprint:
-    """Record of a model's modules, parameters, hooks and forwards at sharding, to detect later changes.
+    """Record of a model's modules, parameters, hooks and `forward` methods at sharding, to detect later changes.
 
     Args:
         local_modules: modules whose input or output is local to this rank.
@@ -207,15 +207,15 @@ class ModuleFingerprint:
             now = (id(type(module)), _get_instance_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
-                    f"The forward of {path} ({type(module).__name__}) was replaced after the model was sharded",
-                    rule="The forward of a block is validated when the model is sharded",
-                    remedy="Replace the forward of the plain model, then shard it",
+                    f"The forward method of {path} ({type(module).__name__}) was replaced after the model was sharded",
+                    rule="The forward method of a block is validated when the model is sharded",
+                    remedy="Replace the `forward` of the plain model, then shard it",
                 )
 
 
 @dataclass(frozen=True)
 class LocalInputModule:
-    """A module whose input or output is only this rank's shard, and which hooks therefore must not read.
+    """A module whose input or output is only this rank's shard, which the user's hooks must not read.
 
     Args:
         why: what is local, as a clause for errors.
@@ -282,7 +282,7 @@ def _check_shard_shapes(model: nn.Module) -> None:
 
 
 def _get_parameter_ids(model: nn.Module) -> dict[str, int]:
-    """Return name -> id of each parameter, without placeholders for parameters of other pipeline stages."""
+    """Return a dict from parameter names to ids, without placeholders for parameters of other pipeline stages."""
     return {name: id(p) for name, p in nn.Module.named_parameters(model, remove_duplicate=False)}
 
 
@@ -291,7 +291,7 @@ def _count_by_local_name(params: dict[str, int]) -> Counter[tuple[str, int]]:
 
 
 def _get_instance_forward_id(module: nn.Module) -> int:
-    """Return the id of a forward assigned to the module; 0 if its class or a pipeline stage defines the forward."""
+    """Return the id of the ``forward`` assigned to the module, or 0 if its class or a pipeline stage defines it."""
     forward = vars(module).get("forward")
     is_ours = type(forward).__module__.partition(".")[0] == "shardformer"
     is_of_class = getattr(forward, "__func__", None) is type(module).forward
@@ -331,12 +331,12 @@ class _CompareGradients(Function):
 
 
 def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis) -> Any:
-    """Wrap the inputs so that the backward checks that all ranks compute the same gradients of them.
+    """Wrap the inputs so that the backward pass checks that all ranks compute the same gradients of them.
 
     Returns the wrapped inputs, or None if no input requires a gradient.
 
-    Communicates two numbers in the backward for each input that requires a gradient. The backward raises InputError on
-    all ranks if the gradients differ.
+    Communicates two numbers in the backward pass for each input that requires a gradient. The backward pass raises
+    InputError on all ranks if the gradients differ.
     """
 
     def requires_gradient(tensor: Any) -> bool:
@@ -356,11 +356,11 @@ def compare_gradients(args: tuple[Any, ...], kwargs: dict[str, Any], axis: Axis)
 
 
 class ForwardChecks:
-    """Forward hooks that check the structure of a sharded model and the inputs of each forward.
+    """Forward hooks that check the structure of a sharded model and the inputs of each forward pass.
 
-    Before a forward they reset regions after an error, attach gradient reducers and check the structure, caches and
-    arguments; the first time they also compare the inputs. In training, ranks with the same batch get the same random
-    state. After a forward they convert the outputs to plain tensors.
+    Before a forward pass they reset regions after an error, attach gradient reducers and check the structure, caches
+    and arguments; the first time they also compare the inputs. In training, ranks with the same batch get the same
+    random state. After a forward pass they convert the outputs to plain tensors.
     """
 
     def __init__(
@@ -396,7 +396,7 @@ class ForwardChecks:
         return compare_gradients(args, kwargs, self._state.context.tensor)
 
     def _check(self, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        if current_graph_task_id() < 0:  # not recomputation in a backward
+        if current_graph_task_id() < 0:  # not recomputation in a backward pass
             for edge in self._state.region_hooks:
                 edge.reset_after_error()
         for reducer in self._state.reducers:
@@ -421,10 +421,10 @@ class ForwardChecks:
         return resolve_deferred(output)
 
     def _should_align_random_state(self, model: nn.Module, kwargs: Mapping[str, Any]) -> bool:
-        """Whether ranks that receive the same batch synchronize their random state before this forward.
+        """Return whether ranks that receive the same batch synchronize their random state before this forward pass.
 
-        Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward's state.
-        In generation, later tokens skip the check because the first tokens were compared.
+        Not in a pipeline, where each micro-batch has a seed, nor in recomputation, which restores the forward pass's
+        state. In generation, later tokens skip the check because the first tokens were compared.
         """
         in_pipeline = self._state.stages is not None and self._state.stages.is_running
         continues = not model.training and any(map(holds_tokens, caches_in(kwargs.values())))

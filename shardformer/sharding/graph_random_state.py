@@ -1,4 +1,4 @@
-"""Random numbers in the graph of a compiled layer: the same as those of the eager layer, with every backend.
+"""Random numbers in compiled layers, which equal those of eager layers with every backend.
 
 Eager operators draw from the generators of the process, and ``LocalRandomState`` replaces the state of the generators
 inside a tensor-parallel block. A compiler may reorder or repeat such operators. In the graph of a layer, the random
@@ -78,7 +78,7 @@ def _drawing_from(state: Tensor, device: torch.device) -> Iterator[None]:
 
 
 def _draw_local_state(state: Tensor, rank: int, device: str) -> tuple[Tensor, Tensor]:
-    """Return the own state of a rank inside a block, and the state of all ranks after its seed was drawn."""
+    """Return the local random state of a rank inside a block, and the shared state after its seed was drawn."""
     where = torch.device(device)
     with _drawing_from(state, where):
         seed = int(to_list(torch.randint(2**62, (), device="cpu")))
@@ -128,7 +128,7 @@ def stateful_operator(op: Any) -> Any:
 
 
 class _RandomStateMode(TorchDispatchMode):
-    """Passes the random state through the operators that draw, while the graph of a layer is traced.
+    """Passes the random state through the operators that draw random numbers while a layer is traced.
 
     Args:
         state: the state of the generators before the layer.
@@ -167,7 +167,7 @@ class _RandomStateMode(TorchDispatchMode):
 
 
 def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compiler, device: torch.device) -> Any:
-    """Compile a graph with ``compile``, and return a function of its inputs that draws what the eager code draws."""
+    """Compile a graph with ``compile`` into a function that draws the same random numbers as the eager code."""
     draws = False
 
     def run(*inputs_and_state: Any) -> tuple[Any, ...]:
@@ -194,7 +194,7 @@ def compile_with_random_state(graph: Any, inputs: Sequence[Any], compile: Compil
 
 
 def _as_graph(run: Callable[..., Any], graph: Any) -> fx.GraphModule:
-    """Return a graph that calls ``run`` with the inputs of a graph and a state, and returns its outputs and a state."""
+    """Return a graph that calls ``run`` with inputs and a random state, and returns outputs and a random state."""
     new = fx.Graph()
     values = []
     for node in graph.graph.nodes:

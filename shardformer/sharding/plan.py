@@ -62,7 +62,7 @@ class ShardingPlan:
     per_token_args: list[tuple[str, str]] = field(default_factory=list)
 
     def sharded_parameter_ids(self) -> dict[int, str]:
-        """Return id -> name of every parameter that will be sharded."""
+        """Return a dict from id to name of every parameter that will be sharded."""
         modules = {path: self.model.get_submodule(path) for path in self.replacements}
         out = {id(p): f"{path}.{n}" for path, m in modules.items() for n, p in m.named_parameters(recurse=False)}
         return out | {id(get_at(self.model, name)): name for name, splits in self.parameters.items() if splits}
@@ -302,8 +302,8 @@ def _is_match(key: ModuleKey, path: str, module: nn.Module) -> bool:
 def _check_tied_weights(plan: ShardingPlan) -> None:
     """Raise PolicyError if a module without a rule reads a weight that is tied to a sharded weight.
 
-    A linear or embedding reads its own parameters; any other module reads those that its forward names. BERT's head
-    owns the bias of its decoder but does not read it.
+    A linear layer or embedding reads its own parameters; any other module reads those that its forward pass names.
+    BERT's head owns the bias of its decoder but does not read it.
     """
     sharded = plan.sharded_parameter_ids()
     replaced = {id(plan.model.get_submodule(path)) for path in plan.replacements}
@@ -326,7 +326,7 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
 
 
 def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
-    """Whether the forward of a module class, or a method that it calls, reads the attribute ``name``."""
+    """Return whether ``forward`` of a module class, or a method that it calls, reads the attribute ``name``."""
     waiting, seen = ["forward"], set[str]()
     while waiting:
         method = waiting.pop()

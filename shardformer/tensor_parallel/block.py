@@ -3,14 +3,14 @@
     x --> entry --> q, k, v (column-parallel) --> attention of the local heads --> o (row-parallel) --> exit
 
 A ``TensorParallelBlock`` communicates at the entry and the exit. At the entry, one tensor becomes the input of all
-column-parallel linears of the block. Its gradient is first summed over these linears, then over the ranks, in one
-collective. At the exit, the row-parallel linear sums the outputs of the ranks.
+column-parallel linear layers of the block. Its gradient is first summed over these linear layers, then over the ranks,
+in one collective. At the exit, the row-parallel linear layer sums the outputs of the ranks.
 
-The original forward calls its linears one by one, with the tensor that entered or with the input of the block. The
-first such call computes the outputs of all column-parallel linears, and the other calls return them. A linear that is
-called with any other tensor computes only its own output.
+The original forward pass calls its linear layers one by one, with the tensor that entered or with the input of the
+block. The first such call computes the outputs of all column-parallel linear layers, and the other calls return them. A
+linear layer that is called with any other tensor computes only its own output.
 
-Some forwards read the width of the heads from the shape of the input:
+Some forward passes read the width of the heads from the shape of the input:
 
     B, N, C = x.shape                                  # on one device, C is the width of all heads
     qkv = F.linear(x, self.qkv.weight, bias)           # does not call the module of the projection
@@ -18,8 +18,8 @@ Some forwards read the width of the heads from the shape of the input:
     return self.proj(x.transpose(1, 2).reshape(B, N, C))
 
 Here C must be the width of the local heads. ``LocalWidthTensor`` reports this width as its last dim, and computes a
-product with the weight of a column-parallel linear through the block. A transposed ``LocalWidthTensor`` with the same
-last dim is one too, for forwards that work on (N, B, C). All other functions see the plain tensor.
+product with the weight of a column-parallel linear layer through the block. A transposed ``LocalWidthTensor`` with the
+same last dim is one too, for forward passes that work on (N, B, C). All other functions see the plain tensor.
 """
 
 from __future__ import annotations
@@ -119,16 +119,17 @@ def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | No
     return y if bias is None else y + bias
 
 
-# B batch, S sequence, H hidden, F features of one linear; lower case: local shard (s = S / tensor, f = F / tensor)
+# B batch, S sequence, H hidden, F features of one linear layer; lower case: local shard (s = S / tensor, f = F /
+# tensor)
 
 
 @dataclass(eq=False)
 class TensorParallelBlock:
-    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linears."""
+    """State of one tensor-parallel block, shared by its entry hook and its column- and row-parallel linear layers."""
 
     stream: StackActivations
     random: bool = False  # whether the model draws random numbers in training: inside the block, each rank its own
-    width: int | None = None  # the width of the local heads, if the forward reads it from the shape of the input
+    width: int | None = None  # the width of the local heads, if the forward pass reads it from the shape of the input
     columns: list[ColumnParallel] = field(default_factory=list)
     is_flat: bool = False  # whether the last input was (B*s, H); the exit then flattens the output
     has_adapters: bool = False  # whether other modules than the columns read the block's input (``join_inputs``)
@@ -148,12 +149,12 @@ class TensorParallelBlock:
 
     @property
     def is_open(self) -> bool:
-        """Whether the running forward is between the entry and the exit of this block."""
+        """Whether the running forward pass is between the entry and the exit of this block."""
         return self._source is not None
 
     @property
     def region(self) -> TpRegion:
-        """Region that communicates in the current forward; a replicated region if no input entered the block."""
+        """Region that communicates in the current forward pass; a replicated region if no input entered the block."""
         return self._region or ReplicatedRegion(self.axis)
 
     def enter(self, x: Tensor, training: bool) -> Tensor:
@@ -181,9 +182,10 @@ class TensorParallelBlock:
         return entered
 
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
-        """Return the block's input as a full tensor, from which each linear of a compiled block computes its output.
+        """Return the full input of a compiled block, from which each linear layer of the block computes its output.
 
-        The compiler sums the gradients of the linears before the collective of the backward, as ``project`` does.
+        The compiler sums the gradients of the linear layers before the collective of the backward pass, as ``project``
+        does.
         """
         self._region = region = self.stream.select_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2
@@ -201,7 +203,7 @@ class TensorParallelBlock:
         return self._entered if x is self._source and self._entered is not None else x
 
     def register_entry(self, module: nn.Module, *, holds_exit: bool = False) -> None:
-        """Make ``module`` the entry of the block: its first tensor argument becomes the block's input."""
+        """Register ``module`` as the entry of the block, whose first tensor argument is the block's input."""
         self._entry = type(module).__name__
         self._is_watched = holds_exit
         after = self.check_no_residual if holds_exit else None
@@ -211,7 +213,7 @@ class TensorParallelBlock:
         return map_first_tensor(args, kwargs, lambda x: self.enter(x, module.training))
 
     def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
-        """Return the output (B, S, f) of a column-parallel linear of this block for its input x.
+        """Return the output (B, S, f) of a column-parallel linear layer of this block for its input x.
 
         Raises PolicyError if the entry module was not called, because its input gradient would not be summed.
         """
@@ -225,7 +227,7 @@ class TensorParallelBlock:
             return column.multiply(self.join_inputs(x))
         if id(column) not in self._outputs:
             if x is self._entered and all(c is not column for c in self.columns):
-                return column.multiply(x)  # a linear that also reads other states, which enter separately
+                return column.multiply(x)  # a linear layer that also reads other states, which enter separately
             pending = self._pending
             gathered_x = pending.computed_value if pending is not None and pending.is_pending else None
             full_x, outputs = self._project_all_columns(gathered_x)
@@ -255,14 +257,14 @@ class TensorParallelBlock:
     def _check_entry_was_called(self, column: ColumnParallel) -> None:
         if any(c is column for c in self.columns):
             raise PolicyError(
-                f"A column-parallel linear was called without {self._entry}, the entry of its block, because the model "
+                f"A column-parallel layer was called without {self._entry}, the entry of its block, because the model "
                 "replaced that module after sharding",
                 remedy="Replace the module before you shard the model. If the model replaces it (BigBird does for a "
                 "batch shorter than its attention blocks), select it in the config or pass longer sequences",
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
-        """Return the output of the column-parallel linear that has this weight, or None if no linear has it."""
+        """Return the output of the column-parallel linear layer that has this weight, or None if there is none."""
         column = next((c for c in self.columns if c.weight is weight and c.bias is None), None)
         return None if column is None else self.project(column, x)
 
@@ -276,8 +278,8 @@ class TensorParallelBlock:
     def check_no_residual(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         """Raise PolicyError if the entry module adds the block's input to its output (a residual).
 
-        Runs after the first forward with gradients of an entry module that contains the exit. Every rank would have the
-        full gradient of the residual, and the entry would sum it over the ranks.
+        Runs after the first forward pass with gradients of an entry module that contains the exit. Every rank would
+        have the full gradient of the residual, and the entry would sum it over the ranks.
         """
         if torch.compiler.is_compiling():
             return
@@ -294,7 +296,7 @@ class TensorParallelBlock:
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
                     f"{type(module).__name__} adds its input to the output of its tensor-parallel block",
-                    rule="All paths through a block end in its row-parallel linear, so the residual must be "
+                    rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
                     "added outside the block",
                     remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...)",
                 )
@@ -310,7 +312,7 @@ class TensorParallelBlock:
         self._random.is_in_graph = self._random.is_enabled
 
     def close(self, training: bool) -> None:
-        """Clear the activations of the block after its row-parallel linear, or after a forward that raised."""
+        """Clear the activations of the block after its row-parallel layer, or after an error in the forward pass."""
         self._source = self._entered = self._joined = self._pending = self._region = None
         self._outputs = {}
         if training:
@@ -324,9 +326,9 @@ HeadRange = tuple[int, int, int]  # number of heads, first local head, end of th
 
 
 def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Tensor], order: HookOrder) -> None:
-    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward.
+    """Apply ``change`` to the tensor argument ``name`` of ``module`` before each forward pass.
 
-    Raises PolicyError if the forward has no such argument.
+    Raises PolicyError if the forward pass has no such argument.
     """
     names = list(inspect.signature(module.forward).parameters)
     if name not in names and "kwargs" not in names:

@@ -1,6 +1,7 @@
-"""Parallel linears, embeddings, norms and dropout over the tensor axis (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Tensor-parallel linear layers, embeddings, norms and dropout (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-A linear stores its weight as (out, in) like nn.Linear, or as (in, out) like transformers' Conv1D (``transposed``).
+A linear layer stores its weight as (out, in) like nn.Linear, or as (in, out) like transformers' Conv1D
+(``transposed``).
 """
 
 from __future__ import annotations
@@ -100,7 +101,7 @@ class _ParallelLinear(ParallelModule):
         """Shard a full nn.Linear or transformers Conv1D over the ranks. Raises ConfigError for other classes."""
         if not is_linear(module):
             raise wrong_class_error(
-                cls, module, "Name the linear itself in the policy, not the module that contains it"
+                cls, module, "Name the linear layer itself in the policy, not the module that contains it"
             )
         check_plain_class(module, nn.Linear)
         weight = module.weight
@@ -118,19 +119,19 @@ class _ParallelLinear(ParallelModule):
 
 
 class Linear1D_Col(_ParallelLinear):
-    """Column-parallel linear: each rank computes a shard of the output features.
+    """Column-parallel linear layer: each rank computes a shard of the output features.
 
     (B, S, H) -> (B, S, f), or (B, S, F) with ``gather_output``.
 
     Communicates outside a block: backward one all-reduce of B*S*H, overlapped with the weight gradient; with
-    ``gather_output`` also one all-gather of B*S*F in the forward. In a block, the block communicates.
+    ``gather_output`` also one all-gather of B*S*F in the forward pass. In a block, the block communicates.
 
     Args:
         gather_output: return the full output on every rank.
         skip_bias_add: return (output, bias) without adding the bias, so that the caller can fuse it (Megatron).
         split: the output features of each rank; even by default.
         expand: (width, indices): return the local groups of ``width`` features in the order of ``indices``, with
-            repetitions. Used when several local query heads share a KV head that the forward expects repeated.
+            repetitions. Used when several local query heads share a KV head that the forward pass expects repeated.
     """
 
     _sharded_features = "out_features"
@@ -154,7 +155,7 @@ class Linear1D_Col(_ParallelLinear):
 
     @property
     def fused_bias(self) -> Tensor | None:
-        """Bias that the matmul adds; None if the caller or the next operation adds it."""
+        """Bias that the matmul adds, or None if the caller or the next operation adds it."""
         return None if self.skip_bias_add or self.finish is not None else self.bias
 
     def multiply(self, x: Tensor) -> Tensor:
@@ -194,7 +195,7 @@ class Linear1D_Col(_ParallelLinear):
 
 
 class FusedLinear1D_Col(Linear1D_Col):
-    """Column-parallel linear whose output concatenates ``n_fused`` projections (q, k, v; gate, up).
+    """Column-parallel linear layer whose output concatenates ``n_fused`` projections (q, k, v; gate, up).
 
     Shards each projection separately, so that every rank has a shard of each. With two ranks and q, k, v of 4
     features, rank 0 has features 0-1, 4-5, 8-9. Communicates as Linear1D_Col.
@@ -215,7 +216,7 @@ class FusedLinear1D_Col(Linear1D_Col):
 
 
 class Linear1D_Row(_ParallelLinear):
-    """Row-parallel linear: each rank multiplies its shard of the input features, and the products are summed.
+    """Row-parallel linear layer: each rank multiplies its shard of the input features, and the products are summed.
 
     (B, S, h) -> (B, S, F). Adds the bias once, after the sum.
 
@@ -227,11 +228,11 @@ class Linear1D_Row(_ParallelLinear):
             all-gather of the input, or one all-reduce if ``split`` is not the even split).
         skip_bias_add: return (output, bias) without adding the bias.
 
-    An adapter (PEFT) wraps a linear as ``leave_adapter(f(enter_adapter(x)))``, where f calls the linear. With
-    ``is_inside_adapter``, that call returns the local product, so that f adds to it before the only reduction.
+    An adapter (PEFT) wraps a linear layer as ``leave_adapter(f(enter_adapter(x)))``, where f calls the linear layer.
+    With ``is_inside_adapter``, that call returns the local product, so that f adds to it before the only reduction.
 
-    If a layer adds the outputs of two row-parallel linears, ``shared_exit`` of the first contains the second. The first
-    then returns only its bias and communicates nothing; the second reduces the sum of both products.
+    If a layer adds the outputs of two row-parallel linear layers, ``shared_exit`` of the first contains the second. The
+    first then returns only its bias and communicates nothing; the second reduces the sum of both products.
     """
 
     _sharded_features = "in_features"
@@ -292,7 +293,7 @@ class Linear1D_Row(_ParallelLinear):
         return self.bias
 
     def _reduce_partial(self, partial: Tensor, region: TpRegion) -> Tensor:
-        """Return the sum of ``partial`` over the ranks, or zeros if the linear in ``shared_exit`` adds it."""
+        """Return the sum of ``partial`` over the ranks, or zeros if the linear layer in ``shared_exit`` adds it."""
         if self.shared_exit:
             self.shared_exit[0].partial_of_other = partial
             return partial.new_zeros((*region.leading_shape(partial), self.out_features))
@@ -307,7 +308,7 @@ class Linear1D_Row(_ParallelLinear):
         return y
 
     def _multiply_and_reduce(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
-        """Return x @ weight summed over the ranks, or zeros if the linear in ``shared_exit`` adds this product."""
+        """Return x @ weight summed over the ranks, or zeros if the layer in ``shared_exit`` adds this product."""
         if self.partial_of_other is not None:
             return self._reduce_partial(linear_matmul(x, weight, None, self.transposed), region)
         if self.shared_exit:

@@ -28,7 +28,7 @@ from shardformer.torch_compat import without_fake_tensors
 STATISTICS_BUFFER = "running_mean"
 """A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
 _SAVED_PARAMETERS = "_shardformer_narrow"
-"""The attribute that keeps the 16-bit parameters of such a norm while its forward runs."""
+"""The attribute that keeps the 16-bit parameters of such a norm while its forward pass runs."""
 
 
 def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
@@ -39,7 +39,7 @@ def select_product_dtype(x: Tensor, weight: Tensor) -> torch.dtype | None:
 
 
 def is_wider(x: Any, weight: Tensor) -> bool:
-    """Whether ``x`` is a floating-point tensor wider than the 16-bit ``weight``, outside autocast."""
+    """Return whether ``x`` is a floating-point tensor wider than the 16-bit ``weight``, outside autocast."""
     if not isinstance(x, Tensor) or x.dtype == weight.dtype:
         return False
     floats = x.is_floating_point() and weight.is_floating_point()
@@ -49,7 +49,7 @@ def is_wider(x: Any, weight: Tensor) -> bool:
 def accept_wide_inputs(model: nn.Module) -> None:
     """Let ``torch.nn`` layers with 16-bit parameters take fp32 inputs and track fp32 statistics.
 
-    Leaves modules with a custom forward unchanged, and layers such as ``nn.RMSNorm`` that accept fp32 inputs already.
+    Leaves modules with a custom `forward` unchanged, and layers such as ``nn.RMSNorm`` that accept fp32 inputs already.
     """
     for module in model.modules():
         is_native = "forward" not in vars(module) and type(module).forward.__module__.startswith("torch.nn.modules.")
@@ -83,7 +83,7 @@ def _cast_wide_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 
 def _widen_parameters(module: nn.Module, args: tuple[Any, ...]) -> None:
-    """Cast a norm's weight and bias to the dtype of its running statistics for one forward."""
+    """Cast a norm's weight and bias to the dtype of its running statistics for one forward pass."""
     statistics: Any = module._buffers[STATISTICS_BUFFER]
     narrow = {n: p for n, p in module._parameters.items() if p is not None and is_wider(statistics, p)}
     module.__dict__[_SAVED_PARAMETERS] = narrow
@@ -173,13 +173,13 @@ def move_hooks(new: nn.Module, native: nn.Module) -> None:
 def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
     """Raise ConfigError if ``module`` does not compute the same as a plain module of ``kinds``.
 
-    Reasons are a custom forward, a computed weight (weight norm), and hooks.
+    Reasons are a custom `forward`, a computed weight (weight norm), and hooks.
     """
     found = None
     if module._parameters.get("weight") is None:
         found = "a weight that is computed from other parameters"
     elif type(module).forward not in [kind.forward for kind in kinds] or "forward" in vars(module):
-        found = None if _computes_plain_product(module) else "a custom forward"
+        found = None if _computes_plain_product(module) else "a custom `forward`"
     if found is None and is_linear(module) and any(attrgetter(*MODULE_HOOK_TABLES)(module)):
         found = "hooks"
     if found is not None:
@@ -194,9 +194,9 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
 
 @without_fake_tensors()
 def _computes_plain_product(module: nn.Module) -> bool:
-    """Whether a custom forward equals the forward of the plain class on test values (FalconLinear, Conv1D).
+    """Return whether a custom `forward` equals that of the plain class on test values (FalconLinear, Conv1D).
 
-    The weights may be on the meta device, so the forward runs on a copy with different values of the same shapes.
+    The weights may be on the meta device, so the forward pass runs on a copy with different values of the same shapes.
     """
     if isinstance(module, nn.Embedding):
         return embedding_scale(module) == 1
@@ -211,7 +211,7 @@ def _computes_plain_product(module: nn.Module) -> bool:
     try:
         with torch.no_grad():
             out = probe.forward(x)  # without the hooks
-    except Exception:  # the forward takes other arguments
+    except Exception:  # the forward pass takes other arguments
         return False
     if not isinstance(out, Tensor) or out.shape != expected.shape:
         return False
@@ -246,7 +246,7 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
             errors = {factor: ((out - plain * factor).abs() / (plain * factor).abs()).max() for factor in factors}
             best = min(factors, key=lambda factor: errors[factor])
             return best if out.shape == plain.shape and errors[best] <= torch.finfo(weight.dtype).eps else None
-    except Exception:  # the forward reads a meta tensor or takes other arguments
+    except Exception:  # the forward pass reads a meta tensor or takes other arguments
         return None
 
 

@@ -162,7 +162,7 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
                 f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
                 "gradient would be summed twice over the ranks",
                 remedy="Name this tensor only once in the policy: in `cross_states` of the stack, or in `inputs` "
-                "of the attentions",
+                "of the attention modules",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # follows views, which have one input
@@ -179,11 +179,11 @@ def local_length(full_length: int, axis: Axis) -> int:
     return (full_length + axis.size - 1 - axis.rank) // axis.size  # without a condition, for symbolic lengths
 
 
-# B batch, S sequence, H hidden, F features of one linear; lower case: local shard (f = F / tensor)
+# B batch, S sequence, H hidden, F features of one linear layer; lower case: local shard (f = F / tensor)
 
 
 class ColumnParallel(Protocol):
-    """Interface of a column-parallel linear that a tensor-parallel block calls."""
+    """Interface of a column-parallel linear layer that a tensor-parallel block calls."""
 
     axis: Axis
     transposed: bool
@@ -211,10 +211,10 @@ def cast_projection_operands(
 def project_columns(
     x: Tensor, region: TpRegion, columns: Sequence[ColumnParallel], gathered_x: Tensor | None = None
 ) -> tuple[Tensor, list[Tensor]]:
-    """Gather x, and return it detached, with the outputs (B, S, f) of all column-parallel linears.
+    """Gather x, and return it detached, with the outputs (B, S, f) of all column-parallel linear layers.
 
     Casts x before communication under autocast and for 16-bit weights. Communicates as the entry of the region. The
-    backward overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
+    backward pass overlaps the communication of the input gradient with the weight gradients. ``gathered_x`` is
     the full tensor of x, if it is already gathered.
     """
     x, gathered_x, weights = cast_projection_operands(x, columns, gathered_x)
@@ -228,7 +228,7 @@ def store_gathered(x: DeferredTensor, full: Tensor) -> None:
 
 
 def project_single_column(column: ColumnParallel, x: Tensor) -> Tensor:
-    """Return the output of a column-parallel linear that is outside a tensor-parallel block.
+    """Return the output of a column-parallel linear layer that is outside a tensor-parallel block.
 
     Backward: one all-reduce of x, or one reduce-scatter if x is the sharded output of a stack.
     """
@@ -308,7 +308,7 @@ def compute_bias_grad(grad: Tensor | None) -> Tensor | None:
 def _compute_input_grad(
     full_x: Tensor, weights: Sequence[Tensor], transposed: Sequence[bool], grads: Sequence[Tensor | None]
 ) -> Tensor:
-    """Return the gradient of the block input, summed over its column-parallel linears."""
+    """Return the gradient of the block input, summed over its column-parallel linear layers."""
     total = None
     for weight, t, grad in zip(weights, transposed, grads, strict=True):
         if grad is None:
@@ -320,10 +320,10 @@ def _compute_input_grad(
 
 
 class RowParallelMatmul(Function):
-    """Row-parallel linear without bias, which sums the products of all ranks.
+    """Row-parallel linear layer without bias, which sums the products of all ranks.
 
-    Communicates as the exit of the region. If the backward runs separately for the input and for the weight (as some
-    pipeline schedules do), it gathers the gradient only once.
+    Communicates as the exit of the region. If the backward pass runs separately for the input and for the weight (as
+    some pipeline schedules do), it gathers the gradient only once.
     """
 
     leaves_block = True

@@ -49,9 +49,6 @@ class StackActivations:
         random: whether the model draws random numbers in training.
     """
 
-    length_name = "full"
-    """Attribute with the number that differs between inputs."""
-
     def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
         shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None
@@ -64,19 +61,19 @@ class StackActivations:
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input
         self._is_open = False
-        self.is_restored = False  # whether the length is known in the forward of a layer, which then is not traced
+        self.is_restored = False  # whether the length is known in the forward pass of a layer, which then is not traced
         self._lengths: set[int] = set()
         self._is_length_ambiguous = False
         self._random, self._is_random = LocalRandomState(axis.rank, enabled=random and self._dim is not None), False
 
     @property
     def is_sharded(self) -> bool:
-        """Whether the activations of the current forward are sharded."""
+        """Whether the activations of the current forward pass are sharded."""
         return self._dim is not None and self._is_open
 
     @property
     def sample_sharing_axis(self) -> Axis | None:
-        """Axis of the ranks that store different positions of the same samples; None without sharding."""
+        """Axis of the ranks that store different positions of the same samples, or None without sharding."""
         return self.axis if self._dim is not None else None
 
     def select_region(self, x: Tensor) -> TpRegion:
@@ -179,7 +176,7 @@ class StackActivations:
         return None if self._dim is None else GatherSequenceHook(self, module, random)
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the stack, after a forward that raised."""
+        """Restore the random state from before the stack, after a forward pass that raised."""
         self._random.leave()
 
     # --- lengths
@@ -238,7 +235,7 @@ class GatherHook:
     _random: LocalRandomState
 
     def reset_after_error(self) -> None:
-        """Restore the random state from before the module, for example after a forward that raised."""
+        """Restore the random state from before the module, for example after a forward pass that raised."""
         self._random.leave()
 
 

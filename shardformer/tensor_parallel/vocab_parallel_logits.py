@@ -1,6 +1,6 @@
 """Logits that are sharded over the vocabulary and behave like the full logits.
 
-A model whose head returns ``shard_logits(local, axis, bounds)`` keeps its forward and its loss:
+A model whose head returns ``shard_logits(local, axis, bounds)`` keeps its forward pass and its loss:
 
     logits = model.lm_head(hidden)                      # VocabParallelLogits (B, S, V); each rank stores (B, S, v)
     logits.float().view(-1, V)                          # still sharded: views and casts use only the local shard
@@ -60,7 +60,7 @@ class VocabParallelLogits(ShardedTensor):
       is deferred, so that the loss computes in fp32 without an fp32 copy of the logits.
     - Three numbers per token: ``F.cross_entropy`` with class indices.
     - One all-gather of the full logits, which are then cached: all other functions. They return plain tensors; their
-      backward takes the local slice. In-place writes to the logits or a view gather too, and keep the local slice.
+      backward pass takes the local slice. In-place writes to the logits or a view gather too, and keep the local slice.
 
     Gradients are those of the local shard: ``retain_grad()`` keeps it, and ``grad`` and hooks see it as
     VocabParallelLogits. Call ``full_tensor()`` to copy or pickle the logits, or to pass them to code outside torch.
@@ -303,7 +303,7 @@ def _cross_entropy(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _register_hook(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
-    """Register a hook that sees, and may replace, the gradient of the logits."""
+    """Register a hook that receives, and may replace, the gradient of the logits."""
     x, hook = (*args, *kwargs.values())
     local = local_shard(x)
     # the hook must not refer to the logits: they own the graph, which would then never be freed
@@ -344,10 +344,10 @@ def _autograd_backward(func: TorchFunction, args: Args, kwargs: Kwargs) -> Any:
 
 
 def _get_local_root(x: Tensor, gradient: Any) -> tuple[Tensor, Any]:
-    """Return the local shard of x and of its gradient, from which the backward starts."""
+    """Return the local shard of x and of its gradient, from which the backward pass starts."""
     if not isinstance(x, VocabParallelLogits) or gradient is None:
         return rules.to_full_tensors(x), rules.to_full_tensors(gradient)
-    with torch.enable_grad():  # a backward may call torch.autograd.backward
+    with torch.enable_grad():  # a backward pass may call torch.autograd.backward
         local = local_shard(x)
     return local, local_slice_like(gradient, x).to(local.dtype)
 

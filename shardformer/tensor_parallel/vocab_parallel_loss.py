@@ -59,7 +59,7 @@ def vocab_parallel_cross_entropy(
     """Return ``F.cross_entropy`` of the full logits, computed from the local columns. Identical on all ranks.
 
     Computes 16-bit logits in fp32, one chunk of rows at a time, without a copy of the logits. Keeps the logits for the
-    backward, which allocates their gradient in their dtype.
+    backward pass, which allocates their gradient in their dtype.
 
     Communicates: forward one all-gather of 3*R*T numbers (4*R*T with label smoothing) in fp32, or fp64 for fp64 logits;
     backward nothing. For T=4,096 on four ranks these are 196,608 bytes; logits with V=128,000 take 2 GB.
@@ -131,7 +131,7 @@ class _CrossEntropy(Function):
 
 
 def _compute_local_statistics(logits_Tv: Tensor, column_T1: Tensor, is_local_T1: Tensor, options: _Options) -> Tensor:
-    """Return the maximum, the sum of exponentials and the label logit of the local columns, as (K, T).
+    """Return the maximum, the sum of exponentials and the label logit of the local columns in a (K, T) tensor.
 
     The label logit is 0 on other ranks. With label smoothing, also returns the sum of the logits. Both sums are
     relative to the maximum.

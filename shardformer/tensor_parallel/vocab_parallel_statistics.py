@@ -122,7 +122,7 @@ class _Statistics(Function):
 
 
 def _compute_local_numbers(logits_Tv: Tensor, label_T: Tensor, numbers: Sequence[str]) -> Tensor:
-    """Return the numbers of the local columns, as (K, T). Sums of exponentials are relative to the local maximum."""
+    """Return the statistics of the local columns, (K, T). Sums of exponentials are relative to the local maximum."""
     num_tokens, width = logits_Tv.shape
     dtype = torch.promote_types(logits_Tv.dtype, torch.float32)
     rows_of = {name: logits_Tv.new_zeros(num_tokens, dtype=dtype) for name in numbers}

@@ -267,7 +267,7 @@ IN_PLACE = Patch(
 
 
 def _adapters_in_place(model: nn.Module) -> AbstractContextManager[Any]:
-    """Keep adapters of fake tensors where they are created."""
+    """Keep adapters with fake tensors on the device on which they are created."""
     if not isinstance(next(model.parameters()), FakeTensor):
         return nullcontext()
     return temporarily(IN_PLACE, lambda: replace_attribute(nn.Module, "to", lambda self, *args, **kwargs: self))

@@ -227,7 +227,7 @@ class LoraTable(ConfigTable):
     alpha: float = _config_key("Scale of the adapters; they are multiplied by `alpha / rank`.", 16.0, gt=0)
     dropout: float = _config_key("Dropout on the inputs of the adapters.", 0.0, ge=0, lt=1)
     target_modules: str | list[str] = _config_key(
-        "Names of the linears with adapters, or `all-linear` for all except the head.", "all-linear"
+        "Names of the linear layers with adapters, or `all-linear` for all except the head.", "all-linear"
     )
     modules_to_save: list[str] | None = _config_key("Names of further modules to train and save completely.", None)
     use_rslora: bool = _config_key("Scale by `alpha / sqrt(rank)`.", False)
@@ -337,7 +337,7 @@ class TrainConfig(ConfigTable):
 
 
 def _conditions_of_keys(config: TrainConfig) -> dict[str, tuple[bool, str]]:
-    """Return for each key that some runs do not use whether this run uses it, and what it requires."""
+    """Return which of the optional keys this run uses, and what each of these keys requires."""
     task, layout = config.model.task, config.layout
     is_image_task, tensor_ranks = task == "image_classification", num_ranks(layout.tensor, "tensor")
     has_changing_rate = config.schedule.name != "constant" or 0 < config.schedule.warmup < 1

@@ -70,7 +70,7 @@ def run_training(config: TrainConfig) -> dict[str, float]:
 
 
 def export_model(config: TrainConfig, engine: Engine, directory: Path, processor: Any) -> None:
-    """Export the trained model for ``from_pretrained``, or its adapters for PEFT. All ranks call it."""
+    """Export the trained model for ``from_pretrained``, or its adapters for PEFT. All ranks must call it."""
     if config.lora is None:
         engine.export(directory, processor)
         return

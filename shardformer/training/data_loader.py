@@ -288,7 +288,7 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     ]
     if len(inputs) > len(parameters):
         raise InputError(
-            f"The batch has {len(inputs)} inputs, but the forward of {type(model).__name__} takes "
+            f"The batch has {len(inputs)} inputs, but the forward pass of {type(model).__name__} takes "
             f"{len(parameters)} inputs",
             rule="A tuple holds the forward arguments in order"
             + (", then the target of the loss" if has_target else ""),

@@ -98,7 +98,7 @@ class Engine:
         context: Process grid.
         steps: Number of training steps, including skipped steps.
         skipped: Number of steps without an update because gradients were not finite.
-        grad_norm: Global gradient norm of the last step before clipping; None if it was not computed.
+        grad_norm: Global gradient norm of the last step before clipping, or None if it was not computed.
         takes_grad_norm: Compute the gradient norm even without clipping. Must be equal on all ranks.
         listener: Function that is called with the name of each event of a step. See ``shardformer.training.hook``.
     """

@@ -217,7 +217,7 @@ class RebuildArguments:
     Args:
         meta_model: Unsharded model on the meta device, or None if the user passed a sharded model.
         snapshot: Snapshot of the sharded model, relative to which later changes are carried over.
-        example: Function that returns arguments of a forward, from which a policy may be derived.
+        example: Function that returns arguments of `forward`, from which a policy may be derived.
     """
 
     meta_model: nn.Module | None
@@ -357,7 +357,7 @@ def initialize(
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
-    """Return the arguments of a forward for the first samples of the training data, or None."""
+    """Return the arguments of `forward` for the first samples of the training data, or None."""
     batch = data.example() if data is not None else None
     if batch is None or is_batch_list(batch):
         return None

@@ -62,7 +62,7 @@ MULTIMODAL_TASKS = (
 
 
 def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
-    """Return the main model class of each transformers model type: model type -> class name for one of ``tasks``."""
+    """Return a dict from the model types of transformers to their main class names for one of ``tasks``."""
     from transformers.models.auto import modeling_auto
 
     found: dict[str, str] = {}
@@ -74,7 +74,7 @@ def main_classes(tasks: Sequence[str] = TASKS) -> dict[str, str]:
 
 @lru_cache(maxsize=1)
 def all_classes() -> Mapping[str, str]:
-    """Return model type -> main class name for all model types of transformers."""
+    """Return a dict from all model types of transformers to their main class names."""
     from transformers.models.auto import modeling_auto
 
     names = (re.fullmatch("MODEL_FOR_(.*)_MAPPING_NAMES", name) for name in dir(modeling_auto))
@@ -165,7 +165,7 @@ class ExampleBatches:
 
 
 def is_multimodal(head: str) -> bool:
-    """Whether the forward of a transformers class takes images or sounds."""
+    """Return whether the forward pass of a transformers class takes images or sounds."""
     kind = model_class(head)
     names = inspect.signature(kind.forward).parameters if kind is not None else {}
     return any(name in names for name in ("pixel_values", "input_features", "input_values"))
@@ -217,7 +217,7 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
 
 def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     needed, optional = find_unknown_inputs(model)
-    unknown = f". Its forward needs {', '.join(needed)}, whose values are unknown" if needed else ""
+    unknown = f". Its forward pass needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
         f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}",
@@ -235,7 +235,7 @@ def hub_url() -> str:
 
 
 def is_hub_reachable() -> bool:
-    """Whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
+    """Return whether the Hugging Face hub answers one request within a timeout of 5 seconds."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

@@ -208,7 +208,7 @@ _VISION_FAMILIES = ("vit", "beit", "swin", "swinv2", "sam")
 
 
 def is_vision_only(head: str) -> bool:
-    """Whether a head class takes images and no text."""
+    """Return whether a head class takes images and no text."""
     return FAMILY_OF.get(head) in _VISION_FAMILIES or head == "Blip2VisionModel"
 
 
@@ -438,7 +438,7 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
 
 
 def weights_loss_by_sample(head: str) -> bool:
-    """Whether ``sample_loss`` for a head class is a mean over samples, and not over labels.
+    """Return whether ``sample_loss`` for a head class is a mean over samples, and not over labels.
 
     The losses of micro-batches must then be weighted by ``num_samples``.
     """

@@ -77,7 +77,7 @@ class ForceFp64(TorchFunctionMode):
         return out
 
     def _backward(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Run a backward in this mode, so that activation checkpointing recomputes the forward in fp64."""
+        """Run a backward pass in this mode, so that activation checkpointing recomputes the forward pass in fp64."""
         before, _CURRENT.mode = _CURRENT.mode, self
         try:
             with temporarily(BACKWARD_PATCH, _patch_backward):
@@ -87,7 +87,7 @@ class ForceFp64(TorchFunctionMode):
 
 
 class _CurrentMode(threading.local):
-    mode: ForceFp64 | None = None  # of the backward that this thread runs
+    mode: ForceFp64 | None = None  # of the backward pass that this thread runs
 
 
 _CURRENT = _CurrentMode()
@@ -100,7 +100,7 @@ BACKWARD_PATCH = Patch(
 
 
 def _patch_backward() -> Undo:
-    """Patch autograd to run each backward in the ``ForceFp64`` mode of the thread that started it."""
+    """Patch autograd to run each backward pass in the ``ForceFp64`` mode of the thread that started it."""
     original = getattr(torch.autograd, ENGINE)
 
     @wraps(original)
@@ -154,7 +154,7 @@ def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_sha
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
             f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
-            remedy="Return the arguments of the model's forward from batch_fn",
+            remedy="Return the arguments of the model's forward pass from batch_fn",
         )
     size = batch_size_of(batch)
     if size % num_shards:
@@ -208,7 +208,7 @@ def _split_micro_batches(job: VerifyJob, part: Mapping[str, Any]) -> list[dict[s
 
 
 class PrecomputedForward(nn.Module):
-    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward returns the precomputed output."""
+    """Module that a pipeline passes to ``loss_fn`` as the model, whose forward pass returns the precomputed output."""
 
     def __init__(self, model: nn.Module, output: Any, part: Mapping[str, Any]) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ def _describe_error(error: Exception) -> str:
 
 
 MAX_NORM = 1.0
-DRAWS = 3  # Minimum number of backwards with random rounding over all steps. A single one may miss the noise of a sum
+DRAWS = 3  # Minimum number of backward passes with random rounding. A single one may miss the noise of a sum
 
 
 @dataclass(frozen=True)
@@ -318,7 +318,7 @@ class VerifyPipeline:
 
 
 StepFn = Callable[[Mapping[str, Any], int, int], Tensor]
-"""(shard of a batch, index of the backward, data rank) -> the loss, after its backward."""
+"""(shard of a batch, index of the backward pass, data rank) -> the loss, after its backward pass."""
 
 
 @dataclass(frozen=True)
@@ -548,7 +548,7 @@ def _train_sharded(job: VerifyJob, context: ParallelContext) -> tuple[TrainingTr
 
 
 def _run_backwards(job: VerifyJob, model: nn.Module, optimizer: Any, run_step: StepFn, step: int) -> Tensor:
-    """Run all forwards and backwards of a step of the sharded model, and return the mean loss."""
+    """Run all forward and backward passes of a step of the sharded model, and return the mean loss."""
     own = optimizer if isinstance(optimizer, ZeroOptimizer) else None
     rank, last = metadata_of(model).context.data.rank, job.training.backward_indices(step)[-1]
     losses = []

@@ -53,8 +53,9 @@ class VerifyTraining:
         precision: with a ZeRO stage, "bf16" or "fp16": 16-bit parameters in both models, fp32 master weights, and the
             tolerances of 16 bits.
         offload: with a ZeRO stage, "cpu" or "nvme:DIR" for master weights and optimizer state of the sharded model.
-        gradient_accumulation_steps: backwards per step, each of its own batch. All but the last run in ``no_sync``.
-        activation_checkpointing: whether the sharded model recomputes its layers in the backward.
+        gradient_accumulation_steps: backward passes per step, each of its own batch. All but the last run in
+            ``no_sync``.
+        activation_checkpointing: whether the sharded model recomputes its layers in the backward pass.
         frozen_pattern: a regular expression. Parameters whose full name matches are frozen.
     """
 
@@ -90,7 +91,7 @@ class VerifyTraining:
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
     def backward_indices(self, step: int) -> range:
-        """Return the indices of the backwards in a step, counted from the first backward of training."""
+        """Return the indices of the backward passes in a step, counted from the first backward pass of training."""
         return range(step * self.gradient_accumulation_steps, (step + 1) * self.gradient_accumulation_steps)
 
     def freeze(self, model: nn.Module) -> None:
@@ -127,7 +128,7 @@ class VerifyTraining:
 
     @property
     def loss_scale(self) -> float:
-        """Factor of the loss before the backward, above 1 only in fp16."""
+        """Factor of the loss before the backward pass, above 1 only in fp16."""
         return SCALE if self.precision == "fp16" else 1.0
 
     def zero_arguments(self) -> dict[str, Any]:
@@ -144,7 +145,8 @@ class VerifyTraining:
             return ""
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
-        more += [f"{self.gradient_accumulation_steps} backwards a step"] if self.gradient_accumulation_steps > 1 else []
+        passes = self.gradient_accumulation_steps
+        more += [f"{passes} backward passes a step"] if passes > 1 else []
         return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 

@@ -161,7 +161,7 @@ def _worst_weight_difference(
 
 
 def _is_only_rounding(plain: TrainingTrace, name: str) -> bool:
-    """Whether a gradient contains only rounding errors, as for a key bias. Its update is not compared."""
+    """Return whether a gradient contains only rounding errors, as for a key bias. Its update is not compared."""
     grads = [grad for step in plain.grads if (grad := step.get(name)) is not None and grad.numel()]
     return plain.noise.get(name, 0.0) > 1e-3 * max((float(grad.abs().max()) for grad in grads), default=0.0)
 

@@ -67,9 +67,10 @@ def export_pretrained(
 ) -> Path:
     """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
 
-    All ranks call it. It writes full weights as safetensors files with an index, the config and the generation config.
-    No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
-    for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no weights.
+    All ranks must call it. It writes full weights as safetensors files with an index, the config and the generation
+    config. No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary
+    file, as for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no
+    weights.
 
     Args:
         directory: a new directory, or one that an export wrote, which is replaced when the export is complete. Other
@@ -169,7 +170,7 @@ def _is_export(folder: Path) -> bool:
 
 
 def _distribute_tensors(index: CheckpointIndex, max_file_bytes: int) -> dict[str, list[tuple[str, IndexEntry]]]:
-    """Distribute the tensors of a model over weights files of limited size. Returns file name -> its tensors."""
+    """Distribute the tensors of a model over weights files of limited size, as a dict from file names to tensors."""
     files: list[list[tuple[str, IndexEntry]]] = []
     used = max_file_bytes
     for full, entry in sorted(index.tensors.items()):
@@ -308,7 +309,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
 def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """Save the full weights of a sharded model on the first rank, with ``save_pretrained`` of its class.
 
-    All ranks call it. Replaces the directory atomically (see ``DirectoryWriter``).
+    All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
     """
     state = metadata_of(self)
     context = state.context

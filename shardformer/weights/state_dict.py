@@ -107,7 +107,7 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
 
 
 def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) -> bool | None:
-    """Whether a value of the state dict is a full tensor rather than a shard; None if both have the same shape."""
+    """Return whether a value of a state dict is a full tensor, not a shard, or None if both have the same shape."""
     if value.shape == local.shape:
         return None if spec.shape == tuple(local.shape) else False
     if tuple(value.shape) == spec.shape:

@@ -1,4 +1,4 @@
-"""A trial that decides whether an optimizer is element-wise, or needs full matrices as Muon and Adafactor do."""
+"""Trial that detects whether an optimizer is element-wise, or needs full matrices like Muon and Adafactor."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ class FlatShard:
         self._sum = reduced if self._sum is None else self._sum.add_(reduced)
 
     def set_optimizer_gradients(self) -> None:
-        """Set ``.grad`` of the optimizer's parameters, or None for parameters without a gradient on any rank."""
+        """Set ``.grad`` of the optimizer's parameters, to None for parameters that have no gradient on any rank."""
         total = self.sum
         for param_slice in self.slices:
             has_one = total is not None and self.has_gradient[param_slice.number]
@@ -276,7 +276,7 @@ class FlatShard:
     # --- gradients as the user sees them between backward and zero_grad
 
     def show_gradients_to_user(self) -> None:
-        """Set ``.grad`` of the model's parameters to views of the reduced gradients, and that of the optimizer's.
+        """Set ``.grad`` of the model's and the optimizer's parameters to views of the reduced gradients.
 
         On a GPU, missing gradients are zeros.
         """
@@ -358,7 +358,7 @@ class FlatShard:
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
 
     def has_full_gradient(self, number: int) -> bool:
-        """Whether this rank stores the full gradient of a parameter."""
+        """Return whether this rank stores the full gradient of a parameter."""
         return self.axis.size == 1 and not self.gradients[number].is_shared
 
     def local_slice_of(self, number: int, x: Tensor) -> Tensor:

@@ -93,7 +93,7 @@ class ShardedGradient(Tensor):
             self.owner.record_edit(self.param_index, str(func))
 
     def slice_operand(self, x: Tensor, func: Any) -> Tensor:
-        """Return the slice of another operand of a function that matches this rank's slice of the gradient."""
+        """Return the slice of an operand that matches this rank's slice of the gradient."""
         local = self.local
         if isinstance(x, ShardedGradient):
             if not x.is_gradient_of(self.owner, self.param_index):

@@ -223,7 +223,7 @@ def sharded_grad_norm(
 
 
 def _flag_different_edits(total: Tensor, count: int) -> Tensor:
-    """Set the error flag in the summed numbers if ``count`` ranks edited gradients differently.
+    """Set the error flag in the summed values if ``count`` ranks edited gradients differently.
 
     The fingerprints x of the edits differ if count * sum(x^2) > sum(x)^2.
     """
@@ -232,7 +232,7 @@ def _flag_different_edits(total: Tensor, count: int) -> Tensor:
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Whether this rank adds a gradient to the norm: it is the first of the ranks that store the same values."""
+    """Return whether this rank adds a gradient to the norm, as the first of the ranks that store the same values."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:
@@ -247,7 +247,7 @@ def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int)
 
 
 def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: Tensor) -> InputError:
-    """Create the error that names the first parameter with a non-finite gradient, and its rank. All ranks call it."""
+    """Create the error that names the first parameter with a nonfinite gradient, and its rank. Call it on all ranks."""
     order = {id(entry): number for number, entry in enumerate(table.entries)}
     found = [
         (order[id(p.entry)], table.context.rank, p.entry.name)

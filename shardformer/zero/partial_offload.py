@@ -67,7 +67,7 @@ class DevicePlacement:
             self._move_shards(on_device * sum(shard.length for shard in shards), [shard.length for shard in shards])
 
     def after_step(self) -> None:
-        """After the first step, move shards and layers into the free GPU memory.
+        """Move shards and layers into the free GPU memory, after the first step.
 
         Communicates, once, one number over each axis, and with ``on_device="free"`` one for each offloaded shard.
         """

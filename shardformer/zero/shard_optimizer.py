@@ -226,9 +226,9 @@ def shard_optimizer(
         on_nonfinite: Action of ``step`` if a gradient is NaN or infinite: "raise" InputError on all ranks before the
             update, "skip" the step, or "ignore". With fp16 the step is skipped and the loss scale reduced.
         keep_frozen: Whether stage 3 leaves frozen parameters unsharded.
-        reshard_after_forward: Whether stage 3 frees a layer after its forward and gathers it again for the backward.
-            False gathers once per step. None means True, or False in a pipeline. A number of bytes keeps that much of
-            the last layers for the backward. "free" uses the GPU memory that was free after the first step.
+        reshard_after_forward: Whether stage 3 frees a layer after its forward pass and gathers it again for the
+            backward pass. False gathers once per step. None means True, or False in a pipeline. A number of bytes keeps
+            that much of the last layers gathered. "free" uses the GPU memory that was free after the first step.
         bucket_bytes: Bytes of gradients per bucket. None uses the value of ``shard_model``, by default 25 MB.
         overlap: Whether communication of gradients and of stage 3 layers overlaps with computation.
         context: Mesh of a model that was not sharded. None uses all processes as data-parallel ranks.

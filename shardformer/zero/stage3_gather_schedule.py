@@ -240,7 +240,7 @@ class GatherScheduler:
             self._saving = self._caller = None
 
     def gather(self, param: Tensor) -> None:
-        """Gather the parameter group that contains a parameter, and free the other groups. All ranks call it."""
+        """Gather the parameter group that contains a parameter, and free the other groups. All ranks must call it."""
         wanted = param.__dict__.get(GROUP_ATTRIBUTE)
         for unit in self.units:
             if unit is not wanted:
@@ -383,7 +383,7 @@ class GatherScheduler:
         self.reducer.end_pass()
 
     def _record_plan(self, previous: GatherOrder | None) -> GatherOrder:
-        """Return the order of all-gathers that the ranks negotiated in this pass, for the next passes of its kind."""
+        """Return the order of all-gathers that the ranks negotiated in this pass, for later passes of the same kind."""
         assert self._kind is not None
         reports = all_gather_objects((self._read_indices, self._last_arrivals), self.axis)
         plan = create_gather_order(self._record.units, previous, reports)
@@ -398,7 +398,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
-        """Save the position of a gathered tensor in its group in place of the tensor. Return None for other tensors."""
+        """Save the position of a gathered tensor in its group instead of the tensor. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.memory_of(x))
         if place is None:
             return None

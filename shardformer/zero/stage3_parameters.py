@@ -372,12 +372,12 @@ class ParamGroupReducer(PausableReducer):
         self._arrived(unit)
 
     def is_complete(self, unit: ParamGroup) -> bool:
-        """Whether all parameters of a group received gradients on this rank, and none were reduced yet."""
+        """Return whether all parameters of a group received gradients on this rank, and none were reduced yet."""
         found = self._buckets.get(unit.index, ())
         return bool(found) and unit.index not in self.sent and all(g.arrived for b in found for g in b.gradients)
 
     def has_unreduced_gradients(self, unit: ParamGroup) -> bool:
-        """Whether a group has gradients on this rank that were not reduced yet."""
+        """Return whether a group has gradients on this rank that were not reduced yet."""
         return any(
             gradient.is_unreduced for bucket in self._buckets.get(unit.index, ()) for gradient in bucket.gradients
         )
@@ -385,7 +385,7 @@ class ParamGroupReducer(PausableReducer):
     def send(self, unit: ParamGroup) -> None:
         """Start to reduce the gradients of a parameter group.
 
-        All ranks call it for the same groups in the same order. Communicates one reduce-scatter for each bucket.
+        All ranks must call it for the same groups in the same order. Communicates one reduce-scatter for each bucket.
         """
         self.wait()
         self.sent.add(unit.index)

@@ -287,7 +287,7 @@ class ZeroOptimizer(Optimizer):
         return sharded_grad_norm(self.shards, self.table, self._stage, problem, only, in_stage=in_stage)
 
     def agree(self) -> None:
-        """Reduce the gradients that backward passes within ``no_sync`` accumulated. All ranks call it."""
+        """Reduce the gradients that backward passes within ``no_sync`` accumulated. All ranks must call it."""
         for reducer in self.table.reducers:
             if reducer.was_paused:
                 reducer.start()
@@ -310,7 +310,8 @@ class ZeroOptimizer(Optimizer):
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
         """Return the 2-norm of the gradients of some parameters, or of all parameters for None.
 
-        The norm is identical on all ranks. All ranks call it. Communicates one all-reduce of four numbers per axis.
+        The norm is identical on all ranks. All ranks must call it. Communicates one all-reduce of four numbers per
+        axis.
         """
         if norm_type != 2.0:
             raise ConfigError(
@@ -379,7 +380,7 @@ class ZeroOptimizer(Optimizer):
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        """Attribute that ``torch.amp.GradScaler`` reads before a step, which raises because ZeRO scales the loss."""
+        """Attribute that ``torch.amp.GradScaler`` reads before a step. Raises, because ZeRO scales the loss."""
         raise ConfigError(
             "A GradScaler was used with the optimizer that shard_optimizer returned",
             remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step()",
@@ -422,7 +423,7 @@ class ZeroOptimizer(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load the optimizer state that the same rank saved with ``state_dict`` under the same layout.
 
-        All ranks call it.
+        All ranks must call it.
 
         Raises:
             ConfigError: The state does not belong to this rank. Raised on all ranks, with nothing changed.

@@ -182,7 +182,7 @@ def test_inputs_saved_by_a_checkpoint_are_sharded(on: str) -> None:
 
     for own, other in zip(run_as_threads(run, tensor=2), expected, strict=True):
         assert equal(own, other)
-        assert own[3] is not None and own[3].count("all_gather", purpose=PURPOSE) == 2 * 2 * 2  # forwards, layers
+        assert own[3] is not None and own[3].count("all_gather", purpose=PURPOSE) == 2 * 2 * 2  # forward passes, layers
 
 
 def test_inputs_that_differ_between_ranks_raise_on_all_ranks() -> None:

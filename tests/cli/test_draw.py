@@ -69,7 +69,7 @@ def test_a_terminal_shows_each_action_as_one_colored_block(
     cells = re.findall(r"\x1b\[([\d;]+)m( *[FB-][\d-])\x1b", said)
     of_kind = {kind: {style for style, cell in cells if cell.startswith(kind)} for kind in "FB"}
     assert len(of_kind["F"]) == len(of_kind["B"]) == 1 and of_kind["F"] != of_kind["B"]
-    # the second half of a backward, with the gap before it, also at the start of a band
+    # the second half of a backward pass, with the gap before it, also at the start of a band
     assert {style for style, cell in cells if "--" in cell} == of_kind["B"]
     assert {cell for _, cell in cells if "--" in cell} == {" --", "--"}
 

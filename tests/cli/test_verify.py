@@ -244,7 +244,7 @@ def test_one_stage_accumulates_micro_batches(run: Run) -> None:
         (["bert", "--tensor", "1", "--data", "2", "--sequence-parallel"], "--sequence-parallel has no effect without"),
         (["bert", "--context-parallel", "ring"], "--context-parallel ring has no effect without --sequence"),
         (["bert", "--average-loss-over", "tokens"], "--average-loss-over tokens has no effect without --data"),
-        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "exceed 1,048,576 forwards"),
+        (["bert", "--pipe", "2", "--micro-batches", "1000000"], "need over 1,048,576 actions"),
         (
             ["bert", "--pipe", "2", "--schedule", "interleaved", "--num-model-chunks", "10000"],
             "The limit is 256 layers",

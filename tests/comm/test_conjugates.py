@@ -1,4 +1,4 @@
-"""Each collective's backward is the transpose of its forward: <f(x), y> = <x, f'(y)>, summed over the ranks.
+"""Each collective's backward is the transpose of its forward pass: <f(x), y> = <x, f'(y)>, summed over the ranks.
 
 The inner product of a replicated side is counted once, because the ranks hold one tensor.
 """

@@ -123,10 +123,6 @@ SEQUENCE = {"enable_sequence_parallelism": True}
         ({"sequence": 2}, {"context_parallel": "ulysses", "checkpointing": True}),
         ({"sequence": 2, "tensor": 2}, SEQUENCE),
         ({"sequence": 2}, {"context_parallel": "ring", "lengths": EVERY_LENGTH, "graphs": 2}),
-        ({"tensor": 4}, {"tensor_parallel_mode": "2d"}),
-        ({"tensor": 4}, {"tensor_parallel_mode": "2d", "family": "gpt2", "checkpointing": True}),
-        ({"tensor": 8}, {"tensor_parallel_mode": "2.5d"}),
-        ({"tensor": 8}, {"tensor_parallel_mode": "3d"}),
     ],
     ids=[
         "tensor",
@@ -142,10 +138,6 @@ SEQUENCE = {"enable_sequence_parallelism": True}
         "ulysses",
         "ring and sequence",
         "ring of every length",
-        "2d",
-        "2d and checkpointing",
-        "2.5d",
-        "3d",
     ],
 )
 def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[str, Any]) -> None:
@@ -158,7 +150,7 @@ def test_recomputation_after_a_forward_of_another_length() -> None:
         def gradients(**options: Any) -> Values:
             model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
             losses = [model(**RandomBatches("LlamaForCausalLM", sequence=n)(0)).loss for n in (13, 10)]
-            for loss in losses:  # recomputes the first forward after the second
+            for loss in losses:  # recomputes the first forward pass after the second
                 loss.backward()
             return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
@@ -258,7 +250,7 @@ def test_model_compile_compiles_the_layers_and_describes_them() -> None:
     for difference, texts in run_as_threads(do, in_turn=True, tensor=2):
         assert difference < BOUND
         assert texts == [
-            "Compiled with aot_eager: 2 layers of model.layers, at their first forward.",
+            "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass.",
             "Compiled with aot_eager: 2 layers of model.layers, 1 graph, no graph break.",
         ]
 
@@ -326,11 +318,16 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
+        (
+            {"tensor": 4},
+            {"compile": BACKEND, "tensor_parallel_mode": "2d"},
+            "Use tensor_parallel_mode='1d' or compile=False",
+        ),
         ({"sequence": 2}, {"compile": BACKEND, "family": "t5"}, "computes the relative position bias of this model in"),
         ({"tensor": 2}, {"compile": "inductr"}, "compile='inductr' is not one of .* Did you mean 'inductor'"),
         ({"tensor": 2}, {"compile": 1}, "compile=1"),
     ],
-    ids=["context", "backend", "type"],
+    ids=["grid", "context", "backend", "type"],
 )
 def test_unsupported_options_are_refused(sizes: dict[str, int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -403,7 +400,7 @@ def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
         assert model is plain
         (stack,) = compiled_stacks(model)
         assert stack.options["dynamic"] is True
-        assert str(stack) == "Compiled with aot_eager: 2 layers of model.layers, at their first forward."
+        assert str(stack) == "Compiled with aot_eager: 2 layers of model.layers, at their first forward pass."
         with pytest.raises(ConfigError, match=r"not what torch.compile\(model\) returned"):
             shardformer.full_state_dict(torch.compile(model, backend=BACKEND))
         found = train(model, context)

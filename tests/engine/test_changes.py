@@ -27,7 +27,7 @@ class Settings:
 
 
 class Model(nn.Module):
-    """Model whose forward reads many kinds of attributes."""
+    """Model whose forward pass reads many kinds of attributes."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -337,7 +337,7 @@ def _misused(engine: Engine, how: str) -> None:
         engine.backward(engine(batch) / 2)
     elif how == "no batch":
         engine.step()
-    elif how == "no backward":
+    elif how == "no backward pass":
         engine(batch)
         engine.step()
     elif how == "twice":
@@ -355,7 +355,7 @@ def _misused(engine: Engine, how: str) -> None:
     [
         ("another loss", "is not the last loss of the engine"),
         ("no batch", "without a batch"),
-        ("no backward", "before backward"),
+        ("no backward pass", "before backward"),
         ("twice", r"engine\(\[first, second\]\)"),
         ("saved between", "in the middle of a step"),
         ("a word", "batch of type str is not supported"),

@@ -100,7 +100,7 @@ def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> No
 
 
 def test_a_submodule_in_train_mode_returns_to_it_after_evaluation() -> None:
-    """A dropout in train mode stays active in ``evaluate`` of a model in eval mode."""
+    """A dropout in training mode stays active in ``evaluate`` of a model in eval mode."""
     engine = engine_of(model())
     engine.eval()
     engine.model.drop.train()

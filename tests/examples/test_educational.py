@@ -70,7 +70,7 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_on_two_ranks(tmp_p
         assert losses(output) == [pytest.approx(MLP_LOSSES[0], rel=2e-5), pytest.approx(MLP_LOSSES[1], abs=1e-3)]
         assert "[[-0.7231, 0.7115, -0.2774, ..." in output
         assert "[[2.4085, 1.6419, 0.8216, ..." in output
-        # forward: one all-reduce of the (8, 128) output, twice on the wire; no backward, because the input is data
+        # forward: one all-reduce of the (8, 128) output, twice on the wire; no backward pass, because the input is data
         assert collectives(output) == [("all-reduces", 1, 2 * 8 * 128 * 4, "block")] * cut
         assert weights_here(output) == 2 * 128 * 128 // (1 + cut)
     assert "of 2 runs" in output

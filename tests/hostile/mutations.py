@@ -94,7 +94,7 @@ def patched(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 def wrapped(model: Any, draw: Draw, seen: list[Any]) -> None:
-    """Wrap a forward to move its inputs, as accelerate does."""
+    """Wrap a `forward` to move its inputs, as accelerate does."""
     module = draw.module(model)
     if "forward" not in dir(module) or isinstance(module, nn.ModuleList):
         return
@@ -195,7 +195,7 @@ def pruned(model: Any, draw: Draw, seen: list[Any]) -> None:
 
 
 class Adapted(nn.Module):
-    """A linear with two small ones added to it, as in adapters."""
+    """A linear layer with two small ones added to it, as in adapters."""
 
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
@@ -265,7 +265,7 @@ CHANGES: dict[str, Change] = {
     "a hook on a parameter": parameter_hook,
     "a patched forward": patched,
     "a wrapped forward": wrapped,
-    "a subclass of a linear": subclassed,
+    "a subclass of a linear layer": subclassed,
     "a subclass of a block": subclassed_block,
     "a shared module": shared,
     "a tied parameter": tied,

@@ -122,7 +122,7 @@ def trained(
         optimizer: SGD by default.
         step: runs a step and returns the loss of a batch. By default the usual loop.
         before: called before each step.
-        between: called between the backward and the optimizer step.
+        between: called between the backward pass and the optimizer step.
     """
     trace = Trace()
     optimizer = optimizer or sgd(model)

@@ -50,12 +50,12 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"parameter": ("target_parameters",), "tokens": ("TrainableTokensWrapper",)},
         ),
         Refusal(
-            "`modules_to_save` with a linear inside an attention or MLP, under tensor parallelism",
+            "`modules_to_save` with a linear layer inside an attention module or MLP, under tensor parallelism",
             "Use an adapter for it",
             {"saved in a block": ("inside a block",)},
         ),
         Refusal(
-            "`lora_bias=True` on a row-parallel linear; DoRA on embeddings; variants of LoRA other than DoRA, under "
+            "`lora_bias=True` on a row-parallel layer; DoRA on embeddings; variants of LoRA other than DoRA, under "
             "tensor parallelism",
             "Not implemented",
             {
@@ -65,7 +65,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             },
         ),
         Refusal(
-            "DoRA or IA3 on a linear whose bias `enable_jit_fused` fuses",
+            "DoRA or IA3 on a linear layer whose bias `enable_jit_fused` fuses",
             "The fused operation adds the bias later",
             {"fused bias": ("a fused operation adds later",)},
         ),
@@ -131,7 +131,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
         Refusal(
             '`optim="lomo"`, `"adalomo"`, and layer-wise optimizers',
             "They update parameters before the ranks have reduced the gradients",
-            {"lomo": ("optim='lomo'", "during the backward")},
+            {"lomo": ("optim='lomo'", "during the backward pass")},
         ),
         Refusal(
             "with `pipe`: label smoothing, `compute_loss_func`, your own `compute_loss`, `predict_with_generate`, "
@@ -216,7 +216,7 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
     "lightning": (
         Refusal(
             "`pipe`",
-            "`training_step` runs the forward itself; use `shardformer.initialize`",
+            "`training_step` runs the forward pass itself; use `shardformer.initialize`",
             {"pipe": ("pipe=2",)},
         ),
         Refusal(

@@ -20,7 +20,7 @@ class Row:
     """Largest relative differences from one process.
 
     Args:
-        loss: difference of a loss; None if the layout refuses the feature.
+        loss: difference of a loss, or None if the layout refuses the feature.
         gradient: difference of a gradient, or of the weights where ZeRO shards the gradients.
         files: difference of the files that the library writes and reads, or which files were read back.
         note: the reason of a refusal.

@@ -85,7 +85,7 @@ def class_rows(count: int = 32, length: int = 11, seed: int = 1) -> list[dict[st
 
 
 def full_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Return the full weights of a plain or a sharded model. All ranks call it."""
+    """Return the full weights of a plain or a sharded model. All ranks must call it."""
     from shardformer.integrations.accelerate import sharded_model_in
 
     sharded = sharded_model_in(model)

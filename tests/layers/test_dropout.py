@@ -120,7 +120,7 @@ def test_recomputation_draws_the_same_mask(pool2: WorkerPool, use_reentrant: boo
 
 
 class Mlp(nn.Module):
-    """Dropout before the row-parallel linear, as a module and as a function, and after it."""
+    """Dropout before the row-parallel linear layer, as a module and as a function, and after it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -161,7 +161,7 @@ def masks_of_a_block(train: bool, random: bool) -> tuple[list[Tensor], Tensor]:
 def test_masks_in_a_block_differ_by_rank(pool2: WorkerPool) -> None:
     (ours, after), (theirs, theirs_after) = pool2.run(masks_of_a_block, True, True)
     assert not torch.equal(ours[0], theirs[0]) and not torch.equal(ours[2], theirs[2]), "inside"
-    assert not torch.equal(ours[0], ours[2]), "the next forward draws other numbers"
+    assert not torch.equal(ours[0], ours[2]), "the next forward pass draws other numbers"
     assert torch.equal(ours[1], theirs[1]) and torch.equal(ours[3], theirs[3]), "after the exit"
     assert torch.equal(after, theirs_after), "outside"
 
@@ -178,7 +178,7 @@ def test_a_block_without_dropout_draws_no_random_numbers(pool2: WorkerPool) -> N
 def block_recomputed(use_reentrant: bool | None, copied: bool) -> tuple[dict[str, Tensor], Tensor]:
     mlp = sharded_mlp(axis_here())
     x = torch.linspace(-1, 1, 4 * 9 * 6).double().view(4, 9, 6).requires_grad_()
-    if copied:  # after a forward and a backward of the original
+    if copied:  # after a forward and a backward pass of the original
         checkpoint(mlp, x, use_reentrant=False).sum().backward()
         x.grad = None
         mlp = copy.deepcopy(mlp)

@@ -188,7 +188,7 @@ def test_fused_layer_norm_is_an_instance_of_layer_norm() -> None:
 
 
 class Slow(nn.LayerNorm):
-    """A norm that calls ``before`` at the start of its forward."""
+    """A norm that calls ``before`` at the start of its forward pass."""
 
     before: Callable[[], Any]
 

@@ -128,7 +128,7 @@ def test_every_rank_has_the_kv_heads_of_its_query_heads(kv: int, group: int, ran
         held = layout.kv_heads_of_rank(rank)
         seen = [held[i] for i in layout.map_local_kv_heads(rank) or range(len(held))]
         repeated = [h for h in seen for _ in range(layout.count_local_values(rank)["groups"])]
-        assert repeated == wanted  # what the forward pairs with each local query head
+        assert repeated == wanted  # what the forward pass pairs with each local query head
     assert layout.kv_split().full == kv * width and all(c >= 1 for c in layout.kv_split().multiplicity)
 
 

@@ -315,7 +315,7 @@ def test_a_linear_subclass_with_another_computation_is_refused() -> None:
         same, turned = Same(8, 8), Turned(8, 8)
     Linear1D_Col.from_native_module(same)
     for kind in (Linear1D_Col, Linear1D_Row):
-        with pytest.raises(ConfigError, match="custom forward"):
+        with pytest.raises(ConfigError, match="custom `forward`"):
             kind.from_native_module(turned)
 
 

@@ -106,7 +106,7 @@ def in_a_hook(model: nn.Module, optimizer: Any, rank: int) -> None:
 OWN = {
     "autograd": (of_autograd, "cannot update 0.weight: ranks have different gradients"),
     "one rank": (on_one_rank, "cannot update 0.weight: only some ranks have a gradient"),
-    "hook": (in_a_hook, "was called during a backward"),
+    "hook": (in_a_hook, "was called during a backward pass"),
 }
 
 
@@ -147,7 +147,7 @@ def test_extra_step_on_one_rank_raises_on_all_ranks() -> None:
         return str(caught.value)
 
     first, _ = run_as_threads(over, data=2)
-    assert "Rank 0 called SGD.step, without a backward since its last step" in first
+    assert "Rank 0 called SGD.step, without a backward pass since its last step" in first
 
 
 def test_equal_gradients_assigned_on_all_ranks_are_used() -> None:

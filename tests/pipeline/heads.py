@@ -84,7 +84,7 @@ def at_once(model: nn.Module, batch: Batch, loss_of: LossOf = own_loss) -> tuple
 def in_parts(
     model: nn.Module, weights: LossWeights, parts: Sequence[Batch], loss_of: LossOf = own_loss
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Run each backward before the next forward, as the last stage of 1F1B does."""
+    """Run each backward pass before the next forward pass, as the last stage of 1F1B does."""
     losses = []
     for index, part in enumerate(parts):
         with weighing(weights, index):

@@ -15,7 +15,7 @@ def grid_rows(schedule: Schedule, timeline: Timeline) -> list[str]:
 
 
 def find_problems(schedule: Schedule) -> list[str]:
-    """Missing, duplicate, misplaced and deadlocking actions. A schedule without backwards is valid."""
+    """Missing, duplicate, misplaced and deadlocking actions. A schedule without backward passes is valid."""
     done = Counter(action for order in schedule.actions for action in order)
     kinds = {action.kind for action in done} | {ActionKind.FORWARD}
     found = []

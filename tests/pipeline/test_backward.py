@@ -1,4 +1,4 @@
-"""The input part and the weight part equal one backward bitwise, and each hook runs once."""
+"""The input part and the weight part equal one backward pass bitwise, and each hook runs once."""
 
 from __future__ import annotations
 
@@ -483,7 +483,7 @@ def test_gradients_are_all_reduced_once() -> None:
     reducer = Counted(gradients, bucket_bytes=1 << 30)
     plainly(plain, some(2, H))
     in_parts(model, some(2, H))[1]()
-    assert ends == [1] and reducer is not None  # what it sends at the end of a backward goes out once
+    assert ends == [1] and reducer is not None  # what it sends at the end of a backward pass goes out once
     for key, grad in grads_of(plain).items():
         found = grads_of(model)[key]
         assert (found is None) == (grad is None) and (found is None or torch.equal(found, grad * 4))

@@ -220,5 +220,5 @@ class Twice(nn.Module):
 def test_layers_that_run_twice_raise() -> None:
     model, chain = Twice(), LayerSequence((StackDescription("layers", layer_calls=("layers.0", "layers.1")),))
     stage = make_stage(model, chain, LayerRange(0, 2))
-    with pytest.raises(ConfigError, match="twice in one forward"):
+    with pytest.raises(ConfigError, match="twice in one forward pass"):
         stage.run(model, StagePass(LayerRange(0, 2), {}), partial(model, torch.zeros(1, 4)))

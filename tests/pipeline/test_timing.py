@@ -58,7 +58,7 @@ def test_action_on_wrong_rank_is_reported() -> None:
 @pytest.mark.parametrize(
     ("name", "rank", "one", "other"),
     [
-        ("1f1b", 0, Action(F, 0, 0), Action(B, 0, 0)),  # a backward before its forward
+        ("1f1b", 0, Action(F, 0, 0), Action(B, 0, 0)),  # a backward pass before its forward pass
         ("interleaved", 0, Action(F, 0, 0), Action(F, 2, 0)),  # a chunk before the one before
         ("zbv", 1, Action(F, 1, 0), Action(F, 2, 0)),  # the bottom of the V, on one rank
         ("zbv", 1, Action(INPUT, 2, 0), Action(INPUT, 1, 0)),
@@ -76,7 +76,7 @@ def test_impossible_order_is_reported(name: str, rank: int, one: Action, other: 
 
 
 def test_deadlock_between_ranks_is_reported() -> None:
-    """Each list is valid alone: rank 0 runs a backward before the forward that rank 1 needs."""
+    """Each list is valid alone: rank 0 runs a backward pass before the forward pass that rank 1 needs."""
     orders = (
         (Action(F, 0, 0), Action(B, 0, 0), Action(F, 0, 1), Action(B, 0, 1)),
         (Action(F, 1, 0), Action(F, 1, 1), Action(B, 1, 0), Action(B, 1, 1)),

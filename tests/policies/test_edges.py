@@ -91,9 +91,9 @@ def with_hook() -> nn.Module:
 @pytest.mark.parametrize(
     ("make", "what"),
     [
-        (with_squared_embedding, "Squared has a custom forward"),
-        (with_doubled_linear, "Doubled has a custom forward"),
-        (with_patched_linear, "a custom forward"),
+        (with_squared_embedding, "Squared has a custom `forward`"),
+        (with_doubled_linear, "Doubled has a custom `forward`"),
+        (with_patched_linear, "a custom `forward`"),
         (with_hook, "has hooks"),
     ],
     ids=lambda value: getattr(value, "__name__", ""),

@@ -1,4 +1,4 @@
-"""An attention and an MLP whose outputs the layer adds share one collective."""
+"""An attention module and an MLP whose outputs the layer adds share one collective."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PARALLEL = {"gptj": {}, "falcon": {}, "falcon of one KV head": {"new_decoder_arc
 
 
 def collectives(family: str, changes: dict[str, Any], training: bool = True, **options: bool) -> Counter[str]:
-    """Return the collectives of the blocks in one forward."""
+    """Return the collectives of the blocks in one forward pass."""
     models: list[nn.Module] = [SmallModel(family, changes=changes)().train(training) for _ in range(2)]
 
     def forward(context: ParallelContext) -> Counter[str]:

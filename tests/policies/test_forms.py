@@ -74,7 +74,7 @@ def test_norm_after_the_exit_of_a_block_trains_correctly(pool2: WorkerPool, conf
 
 
 class Flat(nn.Module):
-    """A layer with the linears of its MLP as direct children, as in OPT."""
+    """A layer with the linear layers of its MLP as direct children, as in OPT."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -29,7 +29,7 @@ def test_each_query_head_is_on_one_rank_with_its_kv_head(sizes: tuple[int, int, 
     for rank in range(ranks):
         heads = layout.query_split().length(rank) // head_dim
         assert heads == layout.count_query_heads(rank) == layout.query_split(1).length(rank) >= 1
-        # The forward repeats each KV head for the same number of query heads, in order.
+        # The forward pass repeats each KV head for the same number of query heads, in order.
         held, expand = layout.kv_heads_of_rank(rank), layout.map_local_kv_heads(rank)
         seen = held if expand is None else [held[i] for i in expand]
         values = layout.count_local_values(rank)

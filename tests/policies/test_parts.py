@@ -1,4 +1,4 @@
-"""Direct parameters of attentions, heads whose width is read from the input, and replicated parameters."""
+"""Direct parameters of attention modules, heads whose width is read from the input, and replicated parameters."""
 
 from __future__ import annotations
 

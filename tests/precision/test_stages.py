@@ -178,7 +178,7 @@ def test_different_autocast_settings_raise_on_all_stages() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zbv"])
 def test_backward_pass_runs_outside_autocast(schedule: str) -> None:
-    """Tensors that a forward computes in fp32 without autocast are returned in fp32."""
+    """Tensors that a forward pass computes in fp32 without autocast are returned in fp32."""
     torch.manual_seed(0)
     model = deep("llama")().float().train()
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)

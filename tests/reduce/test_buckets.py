@@ -66,10 +66,10 @@ def _simple(case: str) -> float:
     reducer = _reducer(model, axis)
     plain = _Net()
     mine, both = _data(axis.rank), [_data(0), _data(1)]
-    if case == "one backward":
+    if case == "one backward pass":
         model(mine).backward()
         return _worst(model, _want(plain, [plain(x) for x in both]))
-    if case == "two backwards":
+    if case == "two backward passes":
         model(mine).backward()
         model(mine * 2).backward()
         return _worst(model, _want(plain, [plain(x) + plain(x * 2) for x in both]))
@@ -108,7 +108,7 @@ def _simple(case: str) -> float:
 
 
 CASES = [
-    "one backward", "two backwards", "first paused", "unused on one rank", "unused on one rank later",
+    "one backward pass", "two backward passes", "first paused", "unused on one rank", "unused on one rank later",
     "first paused, unused on one rank later", "paused, then thrown away", "unused on all ranks", "reentrant",
     "not reentrant",
 ]  # fmt: skip
@@ -136,7 +136,7 @@ def _unfrozen() -> tuple[float, float]:
 
 
 def _frozen_for_a_reference() -> float:
-    """Freeze a module between a forward and its backward, for a forward without gradients of a reference model."""
+    """Freeze a module between a forward and its backward pass, for a pass without gradients of a reference model."""
     axis = Axis.of(None)
     model = _Net()
     plain, reducer = deepcopy(model), _reducer(model, axis)

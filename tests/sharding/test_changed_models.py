@@ -42,7 +42,7 @@ def llama() -> Any:
 
 
 class Adapted(nn.Module):
-    """A linear with a hand-written low-rank adapter."""
+    """A linear layer with a hand-written low-rank adapter."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -151,7 +151,7 @@ def test_replicated_head_is_noted() -> None:
     pages = run_as_threads(
         lambda c: str(shardformer.describe_sharding(shard_model(copy.deepcopy(plain), context=c))), tensor=2
     )
-    assert "lm_head is replicated, because it is not a linear." in pages[0]
+    assert "lm_head is replicated, because it is not a linear layer." in pages[0]
 
 
 @pytest.mark.reduced(one_in=3, first=1)

@@ -75,7 +75,7 @@ def train(
     """Return the losses of some steps, and the gradients of the first step."""
 
     def loss_of(model: nn.Module, batch: dict[str, Any]) -> Tensor:
-        with ForceFp64() if casts is None else nullcontext():  # its backward supports only one thread
+        with ForceFp64() if casts is None else nullcontext():  # its backward pass supports only one thread
             return sample_loss(model, batch)
 
     return train_steps(model, batches, loss_of, LEARNING_RATE, **pipeline)

@@ -43,7 +43,7 @@ def of_ranks(layout: dict[str, Any], run: Any) -> None:
 
 
 def perturbed(model: Any) -> tuple[Tensor, Tensor]:
-    """Run the backward of embeddings from the model's table plus a perturbation. Returns the perturbation."""
+    """Run the backward pass of embeddings from the model's table plus a perturbation. Returns the perturbation."""
     delta = torch.zeros(2, 8, 32, dtype=torch.float64, requires_grad=True)
     loss = model(inputs_embeds=model.get_input_embeddings()(IDS) + delta, labels=IDS).loss
     loss.backward()

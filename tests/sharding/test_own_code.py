@@ -47,7 +47,7 @@ class Around(nn.Module):
 
 
 def with_method(change: Callable[[Tensor], Tensor]) -> Any:
-    """Replace the forward of each MLP by a method."""
+    """Replace the `forward` of each MLP by a method."""
 
     def forward(self: Any, x: Tensor) -> Tensor:
         return change(type(self).forward(self, x))
@@ -59,7 +59,7 @@ def with_method(change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def with_function(change: Callable[[Tensor], Tensor]) -> Any:
-    """Wrap the forward of each MLP in a function."""
+    """Wrap the `forward` of each MLP in a function."""
     model = llama()
     for layer in model.model.layers:
         layer.mlp.forward = partial(_changed, layer.mlp.forward, change)

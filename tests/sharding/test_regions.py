@@ -190,7 +190,7 @@ def test_additional_arguments_are_sharded_with_checkpointing_too(
     batches = [(torch.randn(2, n, 6).double(), torch.randn(1, 6).double()) for n in lengths]
 
     def train(model: nn.Module) -> None:
-        """Run both forwards before the backward, which recomputes the layers."""
+        """Run both forward passes before the backward pass, which recomputes the layers."""
         torch.stack([model(*batch).square().mean() for batch in batches]).sum().backward()
 
     alone = copy.deepcopy(plain)

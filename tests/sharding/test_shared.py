@@ -95,7 +95,7 @@ class NormedAttention(SelfAttention):
 
 
 class AttentionsOnly(nn.Module):
-    """A model whose layers are attentions."""
+    """A model whose layers are attention modules."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -36,7 +36,7 @@ from tests.verify.variants import VARIANTS, Changed
 EVERY_HEAD = {head: Changed(family, {}, head) for head, family in FAMILY_OF.items()}
 EVERYTHING = {**EVERY_HEAD, **VARIANTS}
 
-# Parameters that a head, or a variant, has and its forward does not use, and why.
+# Parameters that a head, or a variant, has and its forward pass does not use, and why.
 UNUSED = {
     "ChatGLMForSequenceClassification": r"transformer\.output_layer\.",  # the head of the language model
     "SwinBackbone": r"swin\.layernorm\.",  # each of its feature maps has a norm of its own

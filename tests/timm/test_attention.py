@@ -72,7 +72,7 @@ def test_dropout_of_weights_is_refused_on_the_cpu(timm_worker: WorkerPool, name:
 
 
 def held_by(name: str) -> tuple[set[str], bool, str]:
-    """Return the operations of a training step, whether scores are saved for the backward, and the note for CUDA."""
+    """Return the operations of a step, whether scores are saved for the backward pass, and the note for CUDA."""
     called: set[tuple[int, int, int]] = set()
     held: list[tuple[int, ...]] = []
     attention = F.scaled_dot_product_attention

@@ -103,7 +103,7 @@ def plain_of(job: VerifyJob) -> TrainingTrace | None:
 
 
 class Casts(torch.autograd.Function):
-    """Function whose backward casts its input, and waits for an event."""
+    """Function whose backward pass casts its input, and waits for an event."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, seen: list[torch.dtype], wait: Callable[[], Any]) -> Tensor:
@@ -118,7 +118,7 @@ class Casts(torch.autograd.Function):
 
 
 def test_a_backward_in_another_thread_keeps_its_casts() -> None:
-    """Two comparisons and a plain backward overlap in time, and end one after the other."""
+    """Two comparisons and a plain backward pass overlap in time, and end one after the other."""
     meeting, ends = threading.Barrier(3), [threading.Event() for _ in range(3)]
     before = torch.autograd.backward
 

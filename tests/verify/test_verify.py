@@ -61,7 +61,7 @@ def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Any:
 
 
 def left_out(owner: Any, name: str, alone: Callable[..., Tensor], *, backward: bool) -> Any:
-    """Skip a collective of ``owner`` in the forward or the backward. ``alone`` computes the local result."""
+    """Skip a collective of ``owner`` in the forward or the backward pass. ``alone`` computes the local result."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def maybe(*args: Any, **kwargs: Any) -> Any:
@@ -108,7 +108,7 @@ def ring_of_one(x: Tensor, axis: Axis, full: int, use: Callable[[Tensor, int, in
 
 
 def with_bias(times: Callable[[Axis], int]) -> Any:
-    """Add the bias of a row-parallel linear ``times`` times. Adding it before the all-reduce adds it once per rank."""
+    """Add the bias of a row-parallel layer ``times`` times. Adding it before the all-reduce adds it once per rank."""
 
     def make(original: Callable[..., Any]) -> Callable[..., Any]:
         def forward(self: Linear1D_Row, x: Tensor) -> Tensor:

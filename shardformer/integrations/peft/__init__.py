@@ -29,7 +29,7 @@ def shard_with_adapters(
 
 
 def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``peft.get_peft_model`` for a sharded or plain model. All ranks call it."""
+    """Call ``peft.get_peft_model`` for a sharded or plain model. All ranks must call it."""
     import peft
 
     install_entry_points()
@@ -37,7 +37,7 @@ def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 
 def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """Call ``PeftModel.from_pretrained`` for a sharded or plain model. All ranks call it and read the files."""
+    """Call ``PeftModel.from_pretrained`` for a sharded or plain model. All ranks must call it and read the files."""
     import peft
 
     install_entry_points()

@@ -1,7 +1,7 @@
-"""Adapters of PEFT on parallel linears: which of their parameters are sharded, and how their forward communicates.
+"""Adapters of PEFT on parallel linear layers: the sharding of their parameters and their communication.
 
-An adapter follows the linear that it belongs to, its ``base_layer``. Its forward runs on local tensors, between the
-entry and the exit of that linear:
+An adapter follows the linear layer that it belongs to, its ``base_layer``. Its forward pass runs on local tensors,
+between the entry and the exit of that linear layer:
 
     x --> base.enter_adapter --> PEFT's forward of the adapter, which calls base (local product) --> base.leave_adapter
 
@@ -64,9 +64,9 @@ class AdapterDropout(nn.Module):
     Communicates nothing.
 
     Args:
-        split: the features of each rank; None if each rank has all features.
+        split: the features of each rank, or None if each rank has all features.
         axis: the axis of the split.
-        sequence: the state of context parallelism; None if each rank has all positions.
+        sequence: the state of context parallelism, or None if each rank has all positions.
     """
 
     def __init__(self, p: float, split: Split | None, axis: Axis, sequence: ContextParallelState | None) -> None:
@@ -103,12 +103,12 @@ class AdapterDropout(nn.Module):
 
 
 def has_complete_gradients(tuner: nn.Module) -> bool:
-    """Whether every rank computes the full gradients of an adapter, which are not summed over the tensor axis."""
+    """Return whether every rank computes an adapter's full gradients, which are not summed over the tensor axis."""
     return isinstance(tuner, _FromFull)
 
 
 class _InBase:
-    """Mixin of an adapter that runs between the entry and the exit of its parallel linear."""
+    """Mixin of an adapter that runs between the entry and the exit of its parallel linear layer."""
 
     def forward(self: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         base: ParallelLinear = self.get_base_layer()
@@ -161,7 +161,7 @@ class _FullDelta:
 
 
 class _FromFull:
-    """Mixin of an adapter whose method reads all values and gradients of its parameters on every rank (AdaLoRA).
+    """Mixin of an adapter that reads the full values and gradients of its parameters on every rank (AdaLoRA).
 
     The parameters stay replicated. Forward: this rank selects its features. Backward: one all-gather or all-reduce of
     each parameter, so that every rank has the complete gradients.
@@ -220,7 +220,7 @@ class _TraceableWeight:
 
 
 class _PlainBase:
-    """A base whose weight PEFT reads with ``dequantize``, instead of looking at the class of the weight."""
+    """Base layer whose weight PEFT reads with ``dequantize`` instead of inspecting the class of the weight."""
 
     W_q = None  # PEFT calls dequantize of bases with this attribute
 
@@ -245,7 +245,7 @@ def _mix_in(module: nn.Module, *mixins: type) -> None:
 
 
 def shard_adapter(tuner: Any, path: str, sequence: ContextParallelState | None) -> None:
-    """Shard the parameters of an adapter in place, and make its forward call its parallel base.
+    """Shard the parameters of an adapter in place, and make its ``forward`` call the parallel base layer.
 
     Adapters that were sharded before stay unchanged. Communicates nothing.
 
@@ -310,7 +310,7 @@ def _replace_dropout(tuner: Any, split: Split | None, axis: Axis, sequence: Cont
 
 
 def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: str) -> None:
-    """Give the adapter its own slice of a matrix that all layers share (VeRA), in the features that base shards."""
+    """Assign the adapter a slice of a matrix that all layers share (VeRA), along the features that ``base`` shards."""
     dim = 1 if table == "vera_A" else 0
     if (kind == "in") != (table == "vera_A"):
         return
@@ -319,7 +319,7 @@ def _select_shared_matrix(tuner: Any, table: str, base: ParallelLinear, kind: st
 
 
 class _LocalSlices(Mapping[str, Tensor]):
-    """The matrices of a table, with the indices of this rank along ``dim``."""
+    """Matrices of a table, reduced to this rank's indices along ``dim``."""
 
     def __init__(self, table: Any, dim: int, indices: Tensor) -> None:
         self._table, self._dim, self._indices = table, dim, indices
@@ -370,7 +370,7 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
     elif isinstance(base, EMBEDDINGS) and base.factor != 1:
         why = "the embedding scales its vectors"
     elif isinstance(base, Linear1D_Row) and any(getattr(tuner, "lora_bias", {}).values()):
-        why = "lora_bias=True on a row-parallel linear would be added once per rank"
+        why = "lora_bias=True on a row-parallel linear layer would be added once per rank"
     elif isinstance(base, Linear1D_Col) and base.bias is not None and base.fused_bias is None:
         scales = any(name in ("lora_magnitude_vector", "ia3_l") for name, _, _ in found)
         why = "it scales the output with its bias, which a fused operation adds later" if scales else None
@@ -380,14 +380,14 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
         return found
     raise ConfigError(
         f"The {kind} on {path} cannot be sharded: {why}",
-        rule="An adapter follows the tensor-parallel linear that it belongs to",
+        rule="An adapter follows the tensor-parallel linear layer that it belongs to",
         remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO instead "
         "of the tensor axis",
     )
 
 
 def release_base(tuner: Any) -> None:
-    """Let the parallel base of an adapter run without the adapter."""
+    """Make the parallel base layer of an adapter run without the adapter."""
     base = tuner.get_base_layer()
     if isinstance(base, Linear1D_Col | Linear1D_Row):
         base.is_inside_adapter = False

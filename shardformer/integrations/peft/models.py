@@ -31,9 +31,9 @@ NEEDS_NO_VALUES = ("ADALORA", "IA3", "LOHA", "LOKR", "VERA")
 
 
 def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
-    """Call a function of PEFT that adds adapters while the model looks like the plain model, then shard the adapters.
+    """Call a function of PEFT that adds adapters to the temporarily plain model, then shard the adapters.
 
-    All ranks call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
+    All ranks must call it. Communicates one all-gather of each targeted weight if the adapters are computed from the
     weights (PiSSA, DoRA).
 
     Args:
@@ -96,7 +96,7 @@ def _needs_values(config: Any) -> bool:
 
 
 def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
-    """Return the parallel linears and embeddings by path, including those inside adapters."""
+    """Return the parallel linear layers and embeddings by path, including those inside adapters."""
     return {
         path: module
         for path, module in model.named_modules()
@@ -105,7 +105,7 @@ def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 
 def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
-    """Return the plain layer that a parallel layer replaced, with its values or with one value in the full shape."""
+    """Return the plain layer that a parallel layer replaced, with full values, or with one repeated value."""
     if isinstance(layer, EMBEDDINGS):
         plain: Any = nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
     elif layer.transposed:
@@ -130,7 +130,7 @@ def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.M
 
 
 def _adopt(layer: ParallelModule, plain: nn.Module, state: ShardingMetadata) -> None:
-    """Apply the changes of PEFT to a plain layer (values, ``requires_grad``, hooks) to its parallel layer."""
+    """Copy PEFT's changes of a plain layer (values, ``requires_grad``, hooks) to the parallel layer."""
     for name, param in layer._parameters.items():
         full = plain._parameters[name]
         if param is None or full is None:
@@ -155,7 +155,7 @@ def install_methods(model: Any) -> None:
 
 
 class _ForwardThroughHooks:
-    """Forward of a tuner that calls ``model.forward`` (AdaLoRA): makes it call the model with its hooks."""
+    """Replacement for ``forward`` of a tuner (AdaLoRA), which calls the model with its hooks."""
 
     def __init__(self, tuner: nn.Module) -> None:
         self._tuner = tuner
@@ -218,7 +218,7 @@ def _load_adapter(self: Any, model_id: Any, adapter_name: str, is_trainable: boo
 
 @contextmanager
 def _full_parameters(model: Any, value_of: Callable[[str, Tensor], Tensor]) -> Iterator[dict[str, nn.Parameter]]:
-    """Show full parameters in place of those that ZeRO stage 3 shards, and yield them by name.
+    """Temporarily replace the parameters that ZeRO stage 3 shards by full parameters, and yield them by name.
 
     The modules that have them run without hooks, because those of ZeRO communicate.
 
@@ -255,7 +255,7 @@ def _delete_adapter(self: Any, adapter_name: str) -> None:
 
 
 def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
-    """Save the adapters in PEFT's files on the first rank. All ranks call it.
+    """Save the adapters in PEFT's files on the first rank. All ranks must call it.
 
     Communicates one all-gather per sharded adapter parameter, and with a pipeline one broadcast per parameter.
     """
@@ -279,7 +279,7 @@ def _save_pretrained(self: Any, save_directory: Any, **options: Any) -> None:
 
 @contextmanager
 def _all_adapters(self: Any) -> Iterator[None]:
-    """Show the adapters of other pipeline stages, because PEFT saves the layers that it finds."""
+    """Temporarily add the adapters of other pipeline stages, because PEFT saves only the layers that it finds."""
     inner = inner_model(self)
     elsewhere = metadata_of(self).adapters.elsewhere
     hidden = {path: inner.get_submodule(path) for path in elsewhere}
@@ -294,7 +294,7 @@ def _all_adapters(self: Any) -> Iterator[None]:
 
 @contextmanager
 def _plain_embeddings(self: Any) -> Iterator[None]:
-    """Show plain layers inside the adapters on embeddings and heads, whose base PEFT saves by its class."""
+    """Temporarily use plain base layers for adapters on embeddings and heads, because PEFT checks their class."""
     state, shown = metadata_of(self), []
     for tuner in _embeddings_of(inner_model(self)):
         if sharding.is_wrapper(tuner) and isinstance(layer := sharding.wrapped_module(tuner), ParallelModule):

@@ -52,7 +52,7 @@ HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_for
 
 
 def has_adapters(model: nn.Module) -> bool:
-    """Whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
+    """Return whether PEFT, which the process has imported, has wrapped the model or some of its modules."""
     return _is_peft_model(model) or any(map(is_wrapper, model.modules()))
 
 
@@ -82,7 +82,7 @@ def is_tuner_model(module: nn.Module) -> bool:
 
 
 def calls_model(tuner: nn.Module) -> bool:
-    """Whether the forward of a tuner only calls the model."""
+    """Return whether the forward pass of a tuner only calls the model."""
     from peft.tuners.tuners_utils import BaseTuner
 
     return is_tuner_model(tuner) and type(tuner).forward is BaseTuner.forward
@@ -175,7 +175,7 @@ class AdaptedNames:
         return owner or None
 
     def adapter_of(self, name: str) -> str:
-        """Return the name of the adapter that has a parameter: that of its entry in a table of the wrapper."""
+        """Return the name of the adapter to which a parameter belongs, from its entry in a table of the wrapper."""
         parts = name.removeprefix(f"{self.wrapper_of(name)}.").split(".")
         return parts[1] if len(parts) > 1 else ""
 
@@ -225,7 +225,7 @@ def _check_quantized(model: nn.Module) -> None:
 
 
 def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:
-    """Map the children of a PEFT model that also belong to its inner model to their path there (word_embeddings)."""
+    """Map the children of a PEFT model that the inner model also contains to their inner path (word_embeddings)."""
     paths = {id(module): path for path, module in inner.named_modules() if path}
     return {name: paths[id(child)] for name, child in model._modules.items() if id(child) in paths}
 
@@ -280,7 +280,7 @@ def put_on_adapters(
 
 
 class _WrappedModule(nn.Module):
-    """Takes the place of a wrapped module, and marks it among the names of the wrapper's tensors."""
+    """Placeholder for a wrapped module, which marks it among the names of the wrapper's tensors."""
 
     MARK = "wrapped_module"
 
@@ -304,7 +304,7 @@ def _draws_random_numbers(module: nn.Module) -> bool:
 
 
 def _check_forward(model: Any, state: ShardingMetadata) -> None:
-    """Raise ConfigError for a pipeline, which does not call PEFT's forwards, if one of them changes the result."""
+    """Raise ConfigError for a pipeline if a ``forward`` of PEFT, which a pipeline never calls, changes the result."""
     if state.context.pipe.size == 1 or not _is_peft_model(model):
         return
     is_prompt = getattr(model, "_is_prompt_learning", False)
@@ -439,7 +439,7 @@ def _record_names(
 def _plain_order(
     found: list[str], names: AdaptedNames, own: Collection[str], tensors: Mapping[str, Mapping[str, Any]]
 ) -> list[str]:
-    """Return the names in the order of the plain model, in which those of an adapter are next to its base's."""
+    """Return the names in the order of the plain model, with those of an adapter next to those of its base layer."""
     of_base: dict[str, list[str]] = {path: [] for path in tensors}
     for name in found:
         if name not in own and (path := names.wrapper_of(name)) in of_base:
@@ -532,7 +532,7 @@ def forget_adapter(model: nn.Module, sharded: nn.Module, adapter_name: str) -> N
 
 @contextmanager
 def released(sharded: nn.Module) -> Iterator[None]:
-    """Context in which PEFT removes its adapters from a sharded model, as ``merge_and_unload`` does."""
+    """Context manager within which PEFT removes its adapters from a sharded model, as ``merge_and_unload`` does."""
     wrappers = find_wrappers(sharded)
     yield
     state = metadata_of(sharded)

@@ -29,6 +29,6 @@ class BloomPolicy(RolePolicy):
         if config.slow_but_exact and config.pretraining_tp > 1:
             raise ConfigError(
                 f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding",
-                rule="With these settings, the linears multiply slices of their weights themselves",
+                rule="With these settings, the linear layers multiply slices of their weights themselves",
                 remedy="Build the model with slow_but_exact=False, which differs only by rounding",
             )

@@ -5,8 +5,8 @@
     weights   all-gather of hidden over rows          the same; partial products reduce-scattered over depth
     exit      reduce-scatter of hidden over columns   all-gather of samples over depth, reduce-scatter over columns
 
-In the backward, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
-again in the backward. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
+In the backward pass, each all-gather becomes a reduce-scatter and vice versa. Only local shards are saved, and gathered
+again in the backward pass. The axes may have different sizes (Xu et al. 2021, "An efficient 2D method for training
 super-large deep learning models"; Wang et al. 2021, "2.5-dimensional distributed model training"; Bian et al. 2021,
 "Maximizing parallelism in distributed training for huge neural networks").
 """
@@ -27,7 +27,6 @@ from shardformer.comm.autograd_collectives import (
     gather_from_sp_region,
     once_differentiable,
     reduce_from_tp_region,
-    reduce_scatter_to_sp_region,
 )
 from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor
@@ -54,7 +53,6 @@ from shardformer.tensor_parallel.region import (
     compute_weight_grad,
     linear_matmul,
     local_length,
-    with_backward,
 )
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
@@ -110,34 +108,6 @@ class GridRegion:
         local = local_chunk(full, self.grid.depth, full.dim() - 1)
         return reduce_scatter(local, self.grid.column, self._sample_dim(full))
 
-    # --- communication of a compiled block, whose gathers autograd reverses
-
-    def enter_full(self, x: Tensor) -> Tensor:
-        """Return the full input (b, S, H) of a compiled block for a local activation x."""
-        return with_backward(x, self._gather_hidden, self._reduce_gradient)
-
-    def gather_input(self, x: Tensor) -> Tensor:
-        """Return the operand of the column-parallel products: x with all features, or on a 3D grid all samples."""
-        dim = self._sample_dim(x) if self.is_3d else -1
-        full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
-        return gather_from_sp_region(x, self.grid.column, dim, full)
-
-    def multiply(self, x: Tensor, column: ColumnParallel) -> Tensor:
-        """Return the output of a column-parallel linear for the result x of ``gather_input``."""
-        weight, dim = column.weight, hidden_dim(column.transposed)
-        weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
-        y = linear_matmul(x, weight, None, column.transposed)
-        y = reduce_scatter_to_sp_region(y, self.grid.contraction, self._sample_dim(y))
-        return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
-
-    def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
-        """Return the local activations for the input x of a row-parallel linear without bias."""
-        contraction, dim = self.grid.contraction, self._sample_dim(x)
-        weight = gather_from_sp_region(weight, self.grid.row, 1 - hidden_dim(transposed), self.num_row_features)
-        gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
-        y = linear_matmul(gathered, weight, None, transposed)
-        return reduce_scatter_to_sp_region(y, self.grid.column, dim if self.is_3d else -1)
-
     # --- communication of the column- and row-parallel products
 
     def start_input_gather(self, x: Tensor) -> PendingCollective:
@@ -166,7 +136,7 @@ class GridRegion:
         return all_gather(x, self.grid.contraction, self._sample_dim(x))
 
 
-# b local samples, S sequence, H hidden, F features of one linear; lower case: local shard
+# b local samples, S sequence, H hidden, F features of one linear layer; lower case: local shard
 
 
 def project_grid_columns(
@@ -247,9 +217,9 @@ class _GridColumnProjections(Function):
 
 
 class GridRowParallelMatmul(Function):
-    """Row-parallel linear without bias on a tensor grid, which sums the products of a row of ranks.
+    """Row-parallel linear layer without bias on a tensor grid, which sums the products of a row of ranks.
 
-    If the backward runs separately for the input and for the weight, it gathers the output gradient only once.
+    If the backward pass runs separately for the input and for the weight, it gathers the output gradient only once.
     """
 
     leaves_block = True
@@ -306,18 +276,8 @@ class GridTensorParallelBlock(TensorParallelBlock):
             return project_grid_columns(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
-    def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
-        region = self._region
-        reads_input = self._source is not None and (x is self._source or x is self._entered)
-        if not torch.compiler.is_compiling() or not isinstance(region, GridRegion) or not reads_input:
-            return super().project(column, x)
-        if self._joined is None:
-            assert self._source is not None
-            self._joined = region.gather_input(self._source)
-        return region.multiply(self._joined, column)
 
-
-# --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linears that work without a block.
+# --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linear layers that work without a block.
 # b local samples, S sequence, H hidden, F features; lower case: local shard
 
 
@@ -346,7 +306,7 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
 
 
 class _GridLinear(GridModule):
-    """Mixin that turns a 1D tensor-parallel linear into a linear on a tensor grid."""
+    """Mixin that turns a 1D tensor-parallel linear layer into a linear layer on a tensor grid."""
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: Any = None, **kwargs: Any) -> nn.Module:
@@ -359,7 +319,7 @@ class _GridLinear(GridModule):
 
 
 class GridLinear_Col(_GridLinear, Linear1D_Col):
-    """Column-parallel linear on a tensor grid: (b, S, H) -> (b, S, f).
+    """Column-parallel linear layer on a tensor grid: (b, S, H) -> (b, S, f).
 
     Shards its weight along F over columns, by the split of its role, and along H over rows (in 3D first over depth).
     In a block, the block communicates. Outside a block it gathers its weight (backward: a reduce-scatter).
@@ -377,7 +337,7 @@ class GridLinear_Col(_GridLinear, Linear1D_Col):
 
 
 class GridLinear_Row(_GridLinear, Linear1D_Row):
-    """Row-parallel linear on a tensor grid: (b, S, f) -> the local activations (b, S, h).
+    """Row-parallel linear layer on a tensor grid: (b, S, f) -> the local activations (b, S, h).
 
     Shards its weight like ``GridLinear_Col``, and its bias along H like the activations.
     """
@@ -396,8 +356,6 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
     def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         if isinstance(region, GridRegion):
-            if torch.compiler.is_compiling():
-                return region.multiply_and_reduce(x, weight, self.transposed)
             y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, region)
             return y
         weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)
@@ -420,12 +378,12 @@ def gather_weight(weight: Tensor, grid: TensorGrid, dim: int, full: int) -> Tens
 class ModeLayers:
     """Layer classes of one tensor-parallel mode, by their role in a model."""
 
-    column: type[ParallelModule]  # the first linears of a block
+    column: type[ParallelModule]  # the first linear layers of a block
     row: type[ParallelModule]  # the last linear of a block
     norm: type[ParallelModule]  # a norm over sharded features inside a block
     bias_table: type[ParallelModule]  # an embedding inside a block whose columns are heads
     embedding: type[ParallelModule]  # the vocabulary embedding
-    head: type[ParallelModule]  # the linear that computes logits
+    head: type[ParallelModule]  # the linear layer that computes logits
 
 
 _1D = ModeLayers(Linear1D_Col, Linear1D_Row, ShardedNorm, Embedding1D, VocabParallelEmbedding1D, VocabParallelLMHead1D)

@@ -36,10 +36,8 @@ class GridStackActivations(StackActivations):
     """Sharding of the activations between the blocks of a stack, over samples and hidden features.
 
     Pads a batch that does not divide with copies of its last sample, and drops their outputs. Outside training, a
-    forward that reads or returns cached keys and values is replicated over the ranks.
+    forward pass that reads or returns cached keys and values is replicated over the ranks.
     """
-
-    length_name = "samples"
 
     def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
         super().__init__(ActivationLayout(), grid.column)
@@ -57,16 +55,9 @@ class GridStackActivations(StackActivations):
         return self.grid.hidden
 
     def select_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
-        self.restore_length(x)
+        if current_graph_task_id() >= 0:
+            self._is_open = True  # only forward passes in training are recomputed
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
-
-    def restore_length(self, x: Tensor) -> None:
-        """Restore the batch size in a recomputation under activation checkpointing."""
-        if self.is_restored or current_graph_task_id() < 0:
-            return
-        self._is_open = True  # only forwards in training are recomputed
-        if x.dim() > 2:
-            self.samples = self.find_batch_size(x.shape[self.batch_dim]) or self.samples
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
         register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
@@ -109,7 +100,7 @@ class GridStackActivations(StackActivations):
         if self._is_random:
             self._random.leave()
         samples = self.find_batch_size(x_bSh.shape[self.batch_dim])
-        assert samples is not None  # the input of this forward was recorded
+        assert samples is not None  # the input of this forward pass was recorded
         grid, dim, width = self.grid, self.batch_dim, self.width
 
         def pad_and_shard(grad: Tensor) -> Tensor:
@@ -121,7 +112,7 @@ class GridStackActivations(StackActivations):
         return with_backward(x_bSh, lambda x: _gather_samples_and_features(x, grid, dim, samples, width), pad_and_shard)
 
     def register_full_sequence(self, module: nn.Module, random: bool) -> GatherHiddenHook:
-        """Gather all hidden features for ``module``. One all-gather in the forward, and one in the backward."""
+        """Gather all hidden features for ``module``, with one all-gather each in the forward and the backward pass."""
         return GatherHiddenHook(self, module, random)
 
     def shard_samples(self, x: Tensor, dim: int, num_local: int) -> Tensor:
@@ -135,8 +126,8 @@ class GridStackActivations(StackActivations):
         return local.flatten(dim, dim + 1)
 
     def find_batch_size(self, num_local: int) -> int | None:
-        """Return the batch size of the current or recomputed forward that has ``num_local`` local samples."""
-        if self.is_restored or current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
+        """Return the batch size of the current or recomputed forward pass that has ``num_local`` local samples."""
+        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
         return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
 

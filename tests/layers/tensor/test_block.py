@@ -35,7 +35,7 @@ Forward = Callable[["Gate", Tensor], Tensor]
 
 
 class Gate(nn.Module):
-    """Two column-parallel linears and a row-parallel one, which a forward that is passed combines."""
+    """Two column-parallel linear layers and a row-parallel one, which a forward pass that is passed combines."""
 
     def __init__(self, body: Forward) -> None:
         super().__init__()
@@ -46,7 +46,8 @@ class Gate(nn.Module):
         return self.body(self, hidden_states)
 
 
-# ---------------------------------------------------------------------------------------------- supported forwards
+# ---------------------------------------------------------------------------------------------- supported forward
+# passes
 
 
 def straight(m: Gate, x: Tensor) -> Tensor:
@@ -71,7 +72,7 @@ def one_called_twice(m: Gate, x: Tensor) -> Tensor:
 
 
 def of_something_else(m: Gate, x: Tensor) -> Tensor:
-    """Call the column-parallel linears with a function of the block input."""
+    """Call the column-parallel linear layers with a function of the block input."""
     out: Tensor = m.down(torch.tanh(m.gate(2 * x)) * m.up(x.sin()))
     return out
 
@@ -82,7 +83,7 @@ def one_of_something_else(m: Gate, x: Tensor) -> Tensor:
 
 
 def beside_the_columns(m: Gate, x: Tensor) -> Tensor:
-    """Use the block input also outside the linears."""
+    """Use the block input also outside the linear layers."""
     out: Tensor = m.down(torch.tanh(m.gate(x)) * m.up(x) * x.square().mean(-1, keepdim=True))
     return out
 
@@ -137,7 +138,7 @@ def checkpointed_reentrant(block: nn.Module, x: Tensor) -> Tensor:
 
 
 def after_a_failure(block: nn.Module, x: Tensor) -> Tensor:
-    """Run after a forward that raised inside the block."""
+    """Run after a forward pass that raised inside the block."""
     down = block.get_submodule("down")
     handle = down.register_forward_pre_hook(_fail)
     with suppress(ArithmeticError):
@@ -342,7 +343,7 @@ def test_inputs_without_gradient_cost_no_backward_communication(pool2: WorkerPoo
 
 
 def test_a_function_of_the_block_input_costs_one_more_collective(pool2: WorkerPool) -> None:
-    """A linear with another input computes its own product, and the gradient of the entry is one more collective."""
+    """A linear layer with another input computes its own product, and the entry's gradient is one more collective."""
     for _, backward in pool2.run(sent, "plain", one_of_something_else):
         assert backward == [("all_reduce", WHOLE)] * 2
 
@@ -366,7 +367,7 @@ def test_an_input_of_another_length_raises_on_all_ranks(pool2: WorkerPool) -> No
 
 
 def left_behind(mode: str, call: Callable[[nn.Module, Tensor], Tensor]) -> list[bool]:
-    """Return whether the input of the block is freed after the backward."""
+    """Return whether the input of the block is freed after the backward pass."""
     axis = ParallelContext.from_world({}).tensor
     stack = Stack(straight, call)
     block = cut(stack, axis, mode)

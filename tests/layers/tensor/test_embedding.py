@@ -209,7 +209,7 @@ class AlmostScaled(Scaled):
 
 @pytest.mark.parametrize("kind", [Squared, OneToken, AlmostScaled])
 def test_embedding_with_another_forward_raises(kind: type[nn.Embedding]) -> None:
-    with pytest.raises(ConfigError, match="a custom forward"):
+    with pytest.raises(ConfigError, match="a custom `forward`"):
         VocabParallelEmbedding1D.from_native_module(kind(V, H))
 
 

@@ -1,4 +1,4 @@
-"""Linears sharded over the tensor axis equal the plain linear: values, gradients, initialization, communication."""
+"""Linear layers sharded over the tensor axis equal the plain one: values, gradients, initialization, communication."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ def sharded_loss(
 
 
 def recorded_traffic(logits_TV: Tensor, targets_T: Tensor, **options: Any) -> list[tuple[str, str, int]]:
-    """Return (kind, purpose, bytes) of each collective in the forward and the backward."""
+    """Return (kind, purpose, bytes) of each collective in the forward and the backward pass."""
     axis = Axis.of(None)
     bounds = even_bounds(logits_TV.shape[1], axis.size)
     local_Tv = logits_TV[:, bounds[axis.rank] : bounds[axis.rank + 1]].clone().requires_grad_()

@@ -1,4 +1,4 @@
-"""Faults of pipelines: schedules, weights of micro-batches, hand-over between stages, split backwards."""
+"""Faults of pipelines: schedules, weights of micro-batches, hand-over between stages, split backward passes."""
 
 from functools import partial
 

@@ -81,7 +81,7 @@ MUTANTS = [
         "shardformer/policies/models/bloom.py",
         "if config.slow_but_exact and config.pretraining_tp > 1:",
         "if config.slow_but_exact and config.pretraining_tp < 1:",
-        "BLOOM with slow_but_exact=True is sharded though its forward slices whole weights.",
+        "BLOOM with slow_but_exact=True is sharded though its forward pass slices whole weights.",
         first=("tests/verify/test_families.py::test_models_that_slice_weights_in_the_forward_raise",),
     ),
     mutant(

@@ -1,4 +1,4 @@
-"""Faults of tensor parallelism: linears, embeddings, norms, random numbers, gradients, grids."""
+"""Faults of tensor parallelism: linear layers, embeddings, norms, random numbers, gradients, grids."""
 
 from functools import partial
 
@@ -12,7 +12,7 @@ MUTANTS = [
         "shardformer/tensor_parallel/layers.py",
         "return y if bias is None else y + bias",
         "return y if bias is None else y + self.axis.size * bias",
-        "A row-parallel linear adds its bias once for each rank: GPT-2, BERT and OPT give other outputs.",
+        "A row-parallel linear layer adds its bias once for each rank: GPT-2, BERT and OPT give other outputs.",
         first=("tests/layers/tensor/test_linear.py::test_sharded_linear_equals_the_plain_linear",),
     ),
     mutant(
@@ -28,7 +28,7 @@ MUTANTS = [
         "shardformer/sharding/apply_tensor_parallel.py",
         "multiplicity = 1 if self.block.is_open else self.block.axis.size",
         "multiplicity = 1",
-        "An attention that applies its norm after its output projection trains it with a multiple of its gradient.",
+        "Attention that applies its norm after its output projection trains it with a multiple of its gradient.",
         first=(
             "tests/policies/test_forms.py::test_norm_after_the_exit_of_a_block_trains_correctly",
             "tests/sharding/test_shared.py::test_norms_in_a_layer_that_is_an_attention_train_correctly",
@@ -99,7 +99,7 @@ MUTANTS = [
         "shardformer/tensor_parallel/layers.py",
         "return copy_to_tp_region(x, self.axis).index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
         "return x.index_select(-1, self.split.indices(self.axis.rank).to(x.device))",
-        "A row-parallel linear with parallel_input=False and its own split passes back a part of the gradient.",
+        "A row-parallel linear layer with parallel_input=False and its own split passes back a part of the gradient.",
         first=("tests/layers/tensor/test_linear.py::test_row_parallel_input_follows_a_custom_split",),
     ),
     mutant(
@@ -107,7 +107,7 @@ MUTANTS = [
         "shardformer/tensor_parallel/layers.py",
         "bias = bias.to(torch.get_autocast_dtype(y.device.type))",
         "bias = bias.to(torch.float32)",
-        "Under autocast a row-parallel linear with a bias returns fp32 where the plain one returns bf16.",
+        "Under autocast a row-parallel linear layer with a bias returns fp32 where the plain one returns bf16.",
         first=("tests/layers/tensor/test_linear.py::test_autocast_computes_and_communicates_in_16_bits",),
     ),
     mutant(

@@ -58,7 +58,7 @@ MUTANTS = [
         "shardformer/offload/host.py",
         "self._sum = self._sum.add_(part) if self._has_sum else self._sum.copy_(part)",
         "self._sum = self._sum.copy_(part)",
-        "Gradient accumulation with offload steps with the last backward alone.",
+        "Gradient accumulation with offload steps with the last backward pass alone.",
         first=("tests/optim/test_offload.py::test_offload_gives_bitwise_equal_weights",),
     ),
     mutant(
@@ -96,7 +96,7 @@ MUTANTS = [
         "shardformer/zero/zero_optimizer.py",
         "        self.agree()\n        problem = self._apply_gradient_edits()\n        for",
         "        problem = self._apply_gradient_edits()\n        for",
-        "Where all backwards of a step ran in no_sync, their gradients are not used.",
+        "Where all backward passes of a step ran in no_sync, their gradients are not used.",
         first=(
             "tests/optim/test_zero.py::test_step_reduces_gradients_accumulated_in_no_sync",
             "tests/optim/test_zero.py",

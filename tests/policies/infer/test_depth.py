@@ -40,7 +40,7 @@ REFUSED = {
     "xlm": ("XLMWithLMHeadModel", "another stage has the parameters that compute it"),
     "pvt_v2": ("PvtV2ForImageClassification", "in two stages it does not run"),
 }
-"""Models with attentions and MLPs in separate lists, or with layers that return several outputs."""
+"""Models with attention modules and MLPs in separate lists, or with layers that return several outputs."""
 
 
 def compute_reference(family: str, name: str) -> ReferenceGradients:

@@ -1,4 +1,4 @@
-"""Derived policies shard the expected attentions and experts of reduced models with random weights."""
+"""Derived policies shard the expected attention modules and experts of reduced models with random weights."""
 
 from __future__ import annotations
 

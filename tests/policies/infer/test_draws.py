@@ -1,4 +1,4 @@
-"""Models that draw random numbers in their forward are validated with identical draws."""
+"""Models that draw random numbers in their forward pass are validated with identical draws."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.policies.toy import ToyLM, toy_batch
 
 
 class Masked(ToyLM):
-    """Masks random positions in each forward, also in eval mode."""
+    """Masks random positions in each forward pass, also in eval mode."""
 
     how = "torch"
 

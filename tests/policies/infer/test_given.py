@@ -130,7 +130,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
     "no counts": (
         ToyLM,
         table(Attention("attn", AttentionProjections(q="q", k="k", v="v", out="o")), FEED_FORWARD),
-        ("the Attention 'attn'", "The forward reads num_heads=5, which local_attrs= does not list"),
+        ("the Attention 'attn'", "The forward pass reads num_heads=5, which local_attrs= does not list"),
     ),
     "heads that tear": (
         with_attention(TornHeads),
@@ -244,7 +244,7 @@ class Counting(ToyLM):
 
 
 class Seeding(ToyLM):
-    """A layer that seeds the random generator, which all threads share, in its forward."""
+    """A layer that seeds the random generator, which all threads share, in its forward pass."""
 
     def forward(self, ids: Tensor) -> Tensor:
         torch.manual_seed(0)
@@ -281,7 +281,7 @@ def squared(self: nn.Module, x: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     ("make", "policy", "why"),
     [
-        (Counting, ToyPolicy, "two forwards of the model with the same batch return different outputs"),
+        (Counting, ToyPolicy, "two forward passes of the model with the same batch return different outputs"),
         (Seeding, ToyPolicy, "the model draws random numbers"),
         (Casting, ToyPolicy, "the model computes in torch.bfloat16 internally"),
         (TwoTensors, ToyPolicy, "no copy of TwoTensors can be run"),

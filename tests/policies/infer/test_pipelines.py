@@ -41,7 +41,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning"),
 ]
-XLM = "XLMWithLMHeadModel"  # its attentions and MLPs are in two lists
+XLM = "XLMWithLMHeadModel"  # its attention modules and MLPs are in two lists
 
 
 @dataclass(frozen=True)

@@ -24,7 +24,7 @@ def native(model_type: str, name: str, **settings: object) -> nn.Module:
 
 
 def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
-    """Return the last two path components of each linear that the policy shards in all layers."""
+    """Return the last two path components of each linear layer that the policy shards in all layers."""
     policy.set_model(model)
     policy.set_shard_config(ShardConfig(context=ParallelContext.of({"tensor": 2})))
     sharded = make_plan(model, policy).sharded_parameter_ids()
@@ -40,7 +40,11 @@ def list_sharded_linears(model: nn.Module, policy: RolePolicy) -> set[str]:
         ("musicgen_decoder", "MusicgenForCausalLM", {"input_ids": (8, 9)}),  # a row for each of four codes
         ("siglip2", "Siglip2ForImageClassification", {"pixel_values": (2, 9, 768), "spatial_shapes": (2, 2)}),
         ("voxtral_realtime", "VoxtralRealtimeForConditionalGeneration", {"input_features": (2, 8, 72)}),
-        ("perceiver", "PerceiverForMaskedLM", {"input_ids": (2, 9)}),  # its layers are self-attentions of a block
+        (
+            "perceiver",
+            "PerceiverForMaskedLM",
+            {"input_ids": (2, 9)},
+        ),  # its layers are self-attention modules of a block
         ("vibevoice_asr", "VibeVoiceAsrForConditionalGeneration", {"input_ids": (2, 9)}),
         ("neomme", "NeoMMEForMaskedLM", {"input_ids": (2, 9)}),  # a quarter of its heads is turned, by fours
         ("levit", "LevitForImageClassification", {"pixel_values": (2, 3, 64, 64)}),

@@ -42,7 +42,7 @@ class Fed(nn.Module):
 
 
 class Convolved(nn.Module):
-    """A model without linears that feed each other."""
+    """A model without linear layers that feed each other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Convolved(nn.Module):
 
 
 class Attending(nn.Module):
-    """A layer that is an attention with its residual, optionally followed by an MLP.
+    """A layer that is an attention module with its residual, optionally followed by an MLP.
 
     Args:
         heads: shape of the heads for unflatten.

@@ -147,7 +147,7 @@ def test_a_passed_policy_is_validated_on_user_code() -> None:
 
 
 def wrap(module: nn.Module) -> None:
-    """Wrap a forward as accelerate does: copies of the module share the wrapper and the original module."""
+    """Wrap a `forward` as accelerate does: copies of the module share the wrapper and the original module."""
     forward = module.forward
 
     @wraps(forward)
