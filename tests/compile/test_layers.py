@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 import shardformer
@@ -362,36 +361,25 @@ def test_layer_keeps_its_signature_and_other_forwards_are_found() -> None:
 def test_engine_compiles_again_after_resharding() -> None:
     """The first layout compiles what ``torch.compile(model)`` requests, the second what its config does."""
 
-    def plain_and_optimizer() -> tuple[Any, torch.optim.Optimizer]:
-        torch.manual_seed(0)
-        plain = SmallModel("llama")().double().train()
-        return plain, torch.optim.SGD(plain.parameters(), lr=0.1)
+    def do(context: ParallelContext) -> float:
+        def losses(backend: str) -> list[Tensor]:
+            torch.manual_seed(0)
+            plain = SmallModel("llama")().double().train()
+            optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+            passed = torch.compile(plain, backend=backend) if backend else plain
+            parallel = shardformer.ParallelConfig(tensor=2)
+            engine = shardformer.initialize(passed, optimizer, parallel=parallel, context=context)
+            assert engine.model is plain
+            found = [engine.train_step(RandomBatches("LlamaForCausalLM")(0))]
+            assert [bool(stack.graphs) for stack in compiled_stacks(engine.model)] == [True] * bool(backend)
+            engine.reshard(shardformer.ParallelConfig(data=2, compile=backend or False))
+            found.append(engine.train_step(RandomBatches("LlamaForCausalLM")(1)))
+            assert [bool(stack.graphs) for stack in compiled_stacks(engine.model)] == [True] * bool(backend)
+            return [loss.detach() for loss in found]
 
-    batches = [RandomBatches("LlamaForCausalLM")(step) for step in range(2)]
+        return max(abs(float(a - b)) for a, b in zip(losses(BACKEND), losses(""), strict=True))
 
-    def do(context: ParallelContext) -> list[float]:
-        plain, optimizer = plain_and_optimizer()
-        parallel, compiled = shardformer.ParallelConfig(tensor=2), torch.compile(plain, backend=BACKEND)
-        engine = shardformer.initialize(compiled, optimizer, parallel=parallel, context=context)
-        found = [float(engine.train_step(batches[0]))]
-        assert all(stack.graphs for stack in compiled_stacks(engine.model))
-        engine.reshard(shardformer.ParallelConfig(data=2, compile=BACKEND))
-        found.append(float(engine.train_step(batches[1])))
-        assert compiled_stacks(engine.model)
-        assert all(stack.graphs for stack in compiled_stacks(engine.model))
-        return found
-
-    plain, optimizer = plain_and_optimizer()
-    expected = []
-    for batch in batches:
-        logits = plain(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
-        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())  # in fp64
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        expected.append(float(loss.detach()))
-    for found in run_as_threads(do, tensor=2, in_turn=True):
-        assert found == pytest.approx(expected, rel=BOUND)
+    assert max(run_as_threads(do, tensor=2, in_turn=True)) < BOUND
 
 
 def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
