@@ -107,9 +107,9 @@ def _call_layer(
     kwargs: dict[str, Any],
     lengths: Sequence[tuple[StackActivations, int]],
 ) -> Any:
-    """Call a layer. The lengths of the sequence are arguments, because each attribute needs another graph per value."""
+    """Call a layer. The lengths of the input are arguments, because each attribute needs another graph per value."""
     for stream, length in lengths:
-        stream.full = length
+        setattr(stream, stream.length_name, length)
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
 
@@ -181,7 +181,7 @@ class CompiledLayer:
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
         args, kwargs = tree_map(hold_masks, (args, kwargs))
-        lengths = [(stream, stream.full) for stream in self._streams if stream.is_sharded]
+        lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
         return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -259,13 +259,8 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
     problem, remedy = "", "Set compile=False"
-    name, sizes = torch_compat.name_of_backend(backend), state.context.sizes
-    if sizes.get("row", 1) * sizes.get("column", 1) > 1:
-        problem = (
-            "The layers of tensor_parallel_mode='2d', '2.5d' and '3d' start collectives that a graph cannot contain"
-        )
-        remedy = "Use tensor_parallel_mode='1d' or compile=False"
-    elif state.context_run is not None and (reason := _why_context_is_eager(model, state)):
+    name = torch_compat.name_of_backend(backend)
+    if state.context_run is not None and (reason := _why_context_is_eager(model, state)):
         problem = f"Context parallelism {reason}"
     elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"

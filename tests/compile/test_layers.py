@@ -123,6 +123,10 @@ SEQUENCE = {"enable_sequence_parallelism": True}
         ({"sequence": 2}, {"context_parallel": "ulysses", "checkpointing": True}),
         ({"sequence": 2, "tensor": 2}, SEQUENCE),
         ({"sequence": 2}, {"context_parallel": "ring", "lengths": EVERY_LENGTH, "graphs": 2}),
+        ({"tensor": 4}, {"tensor_parallel_mode": "2d"}),
+        ({"tensor": 4}, {"tensor_parallel_mode": "2d", "family": "gpt2", "checkpointing": True}),
+        ({"tensor": 8}, {"tensor_parallel_mode": "2.5d"}),
+        ({"tensor": 8}, {"tensor_parallel_mode": "3d"}),
     ],
     ids=[
         "tensor",
@@ -138,6 +142,10 @@ SEQUENCE = {"enable_sequence_parallelism": True}
         "ulysses",
         "ring and sequence",
         "ring of every length",
+        "2d",
+        "2d and checkpointing",
+        "2.5d",
+        "3d",
     ],
 )
 def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[str, Any]) -> None:
@@ -318,16 +326,11 @@ def test_cache_is_not_filled_in_training_and_generation_is_eager() -> None:
 @pytest.mark.parametrize(
     ("sizes", "options", "message"),
     [
-        (
-            {"tensor": 4},
-            {"compile": BACKEND, "tensor_parallel_mode": "2d"},
-            "Use tensor_parallel_mode='1d' or compile=False",
-        ),
         ({"sequence": 2}, {"compile": BACKEND, "family": "t5"}, "computes the relative position bias of this model in"),
         ({"tensor": 2}, {"compile": "inductr"}, "compile='inductr' is not one of .* Did you mean 'inductor'"),
         ({"tensor": 2}, {"compile": 1}, "compile=1"),
     ],
-    ids=["grid", "context", "backend", "type"],
+    ids=["context", "backend", "type"],
 )
 def test_unsupported_options_are_refused(sizes: dict[str, int], options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
