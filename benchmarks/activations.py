@@ -94,13 +94,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--sequence", type=int, default=256)
-    parser.add_argument("--vocabulary", type=int, default=2000)
-    parser.add_argument("--batch", type=int, default=4)
-    return parser.parse_args(argv)
+    return common.arguments(
+        __doc__, seconds=60.0, hidden=512, layers=8, sequence=256, vocabulary=2000, batch=4
+    ).parse_args(argv)
 
 
 if __name__ == "__main__":

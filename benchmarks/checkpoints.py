@@ -181,12 +181,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
-    parser.add_argument("--hidden", type=int, default=768)
-    parser.add_argument("--layers", type=int, default=10)
-    parser.add_argument("--sequence", type=int, default=32)
-    parser.add_argument("--vocabulary", type=int, default=12000)
-    parser.add_argument("--batch", type=int, default=1)
+    parser = common.arguments(__doc__, seconds=60.0, hidden=768, layers=10, sequence=32, vocabulary=12000, batch=1)
     parser.add_argument("--zero", type=int, default=None, help="two data ranks with this ZeRO stage")
     parser.add_argument("--folder", default=None, help="output folder (default: the temporary folder of the machine)")
     return parser.parse_args(argv)

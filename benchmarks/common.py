@@ -74,6 +74,16 @@ class Llama:
 
 
 @dataclass(frozen=True)
+class Setting:
+    """A model and its batch, and how often or for how many seconds a step is measured."""
+
+    model: Llama
+    batch: int
+    repetitions: int
+    seconds: float
+
+
+@dataclass(frozen=True)
 class Timing:
     """The times of one variant's steps, each on the slowest rank, and its losses."""
 
@@ -186,8 +196,8 @@ def two_processes(threads: int = 1) -> WorkerPool:
     return processes(2, threads)
 
 
-def arguments(description: str | None, seconds: float) -> argparse.ArgumentParser:
-    """Return a parser with the options of all benchmarks."""
+def arguments(description: str | None, seconds: float, **sizes: int) -> argparse.ArgumentParser:
+    """Return a parser with the options of all benchmarks, and with those in ``sizes``: name -> default."""
     parser = argparse.ArgumentParser(
         description=(description or "").split("\n", 1)[0], formatter_class=argparse.ArgumentDefaultsHelpFormatter
     )
@@ -197,6 +207,8 @@ def arguments(description: str | None, seconds: float) -> argparse.ArgumentParse
     parser.add_argument("--seconds", type=float, default=seconds, help="time per setting, for at least a few steps")
     parser.add_argument("--threads", type=int, default=1, help="torch threads per process")
     parser.add_argument("--json", action="store_true", help="print all measurements as JSON instead of tables")
+    for name, default in sizes.items():
+        parser.add_argument(f"--{name}", type=int, default=default)
     return parser
 
 

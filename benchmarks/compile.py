@@ -216,16 +216,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=40.0)
+    parser = common.arguments(__doc__, seconds=40.0, hidden=512, layers=4, vocabulary=1000, batch=2, sequence=256)
     parser.add_argument("--models", nargs="+", choices=["llama", "gpt2"], default=["llama", "gpt2"])
     parser.add_argument("--layouts", nargs="+", choices=list(LAYOUTS), default=["one process", "tensor"])
     parser.add_argument("--whole", action="store_true", help=f"measure {WHOLE}, too")
     parser.add_argument("--backend", default="inductor", help="the compiler")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=256)
     return parser.parse_args(argv)
 
 

@@ -28,13 +28,9 @@ WORST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
+class Setting(common.Setting):
     head: str
-    batch: int
     options: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
 
 def measure(setting: Setting) -> dict[str, Timing]:
@@ -57,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             common.progress(f"measuring N_CTX {sequence}")
             size = Llama(64 * args.heads, args.intermediate, args.heads, sequence, args.layers, args.vocabulary)
             options = tuple(name.replace("-", "_") for name in args.options)
-            setting = Setting(size, args.head, args.batch, options, args.repetitions, args.seconds)
+            setting = Setting(size, args.batch, args.repetitions, args.seconds, args.head, options)
             results[sequence] = pool.run(measure, setting)[0]
     differences = [common.largest_difference(timings, SINGLE)[1] for timings in results.values()]
     if args.json:
@@ -124,13 +120,9 @@ def draw(results: Mapping[int, Mapping[str, Timing]], path: Path) -> None:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=40.0)
+    parser = common.arguments(__doc__, seconds=40.0, batch=4, layers=4, intermediate=1376, vocabulary=1000)
     parser.add_argument("--n-ctx", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096], help="sequence lengths")
-    parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--heads", type=int, default=8, help="number of heads of size 64")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--intermediate", type=int, default=1376)
-    parser.add_argument("--vocabulary", type=int, default=1000)
     parser.add_argument("--head", default="LlamaForSequenceClassification", help="class of transformers")
     parser.add_argument("--options", nargs="*", default=[], help="options of ShardConfig, such as sequence-parallelism")
     parser.add_argument("--png", type=Path, help="plot the times into this file (needs matplotlib)")

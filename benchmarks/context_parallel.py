@@ -271,7 +271,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=20.0)
+    parser = common.arguments(__doc__, seconds=20.0, hidden=256, layers=4, vocabulary=2000)
     parser.add_argument("--attention", action="store_true", help="attention only, compared with torch's ring")
     parser.add_argument("--model", action="store_true", help="a LLaMA only")
     parser.add_argument("--lengths", type=int, nargs="+", default=[4096, 8192])
@@ -280,9 +280,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--keys", type=int, default=4, help=f"key heads in --attention, of {HEADS} query heads")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32", help="dtype in --attention")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=2000)
     return parser.parse_args(argv)
 
 

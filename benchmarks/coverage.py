@@ -155,7 +155,7 @@ def look(model: nn.Module, run: Callable[[nn.Module], Any]) -> tuple[str, set[st
 
 
 def is_layer(model: nn.Module, path: str) -> bool:
-    """Whether a module is an element of a list, at any depth, and more than a linear layer (one of several heads).
+    """Return whether a module is in a list, at any depth, and more than a linear layer (one of several heads).
 
     The outermost called module is the layer.
     """

@@ -76,11 +76,11 @@ def page(
     lines = [
         "# Coverage",
         "",
-        "Results of `python benchmarks/coverage.py --out coverage.jsonl --table` for every model type of transformers "
+        "This page shows which share of its weights ShardFormer shards for each model type of transformers "
         f"{transformers.__version__} with a class for causal or masked language modeling, sequence to sequence, or "
-        "image or audio classification. Each model has its default config. Its policy is registered, or derived and "
-        "validated on a reduced model with threads as ranks. The share is the part of the linear and stacked expert "
-        "weights in the forward pass that is sharded.",
+        "image or audio classification. `python benchmarks/coverage.py --out coverage.jsonl --table` measures it for "
+        "the default config of each type. The policy is registered, or derived and validated on a reduced model. The "
+        "share counts the linear and stacked expert weights that the forward pass uses.",
         "",
         "| kind of model | can be built | any part sharded | at least 80 % of its linear weights |",
         "|---|---|---|---|",
@@ -113,7 +113,7 @@ def page(
     lines += in_layouts(built, layouts) if layouts else []
     for kind in KINDS:
         rest = [r for r in built if r.kind == kind and not r.reached]
-        lines += ["", f"## Below 80 %: {kind}", "", "| type | share | why |", "|---|---|---|"] if rest else []
+        lines += ["", f"## Below 80 %: {kind}", "", "| type | share | reason |", "|---|---|---|"] if rest else []
         lines += [f"| {r.type} | {r.share:.0%} | {cell(r.reason)} |" for r in rest]
     lines += [
         "",
@@ -135,9 +135,9 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         "",
         "## Stages of a pipeline",
         "",
-        "Results of `python benchmarks/coverage_stages.py --out stages.jsonl`: `shardformer.verify` compares the "
-        "reduced model of each type over two stages in two processes, with unsharded layers, over three steps of two "
-        "micro-batches (one for models with batch norms) with padding and ignored labels.",
+        "`python benchmarks/coverage_stages.py --out stages.jsonl` compares the reduced model of each type in two "
+        "pipeline stages with the plain model. `shardformer.verify` runs three steps of two micro-batches (one for "
+        "models with batch norms), with padding and ignored labels.",
         "",
         "| kind of model | compared | equal |",
         "|---|---|---|",
@@ -148,7 +148,7 @@ def in_stages(built: Sequence[Record], stages: Mapping[str, Mapping[str, Any]]) 
         passed = sum(line["passed"] for line in of)
         lines.append(f"| {kind} | {len(of)} | {passed} ({passed / max(len(of), 1):.0%}) |")
     rest = [line for line in stages.values() if line["passed"] is False and line["type"] in {r.type for r in built}]
-    lines += ["", "| type | why not |", "|---|---|"] if rest else []
+    lines += ["", "| type | reason |", "|---|---|"] if rest else []
     why = {line["type"]: re.sub(r"^pipe=\d+ does not work with \w+: ", "", line["said"]) for line in rest}
     return lines + [f"| {name} | {cell(why[name])} |" for name in sorted(why)]
 
@@ -164,9 +164,9 @@ def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> l
         "",
         "## Sequence parallelism and grids",
         "",
-        "Results of `python benchmarks/coverage_layouts.py --out layouts.jsonl`: `shardformer.verify` compares the "
-        "reduced model of each type that tensor parallelism shards, over each layout in two or four processes, over "
-        "three steps. Each cell has the number of equal types, of types that raise an error, and of others.",
+        "`python benchmarks/coverage_layouts.py --out layouts.jsonl` compares the reduced model of each type that "
+        "tensor parallelism shards with the plain model, in each layout on two or four processes, over three steps. "
+        "Each cell contains the number of equal types, of types that raise an error, and of other types.",
         "",
         f"| layout | {' | '.join(KINDS)} |",
         f"|---|{'---|' * len(KINDS)}",
@@ -182,7 +182,7 @@ def in_layouts(built: Sequence[Record], found: Sequence[Mapping[str, Any]]) -> l
         why: dict[str, list[str]] = {}
         for line in rest:
             why.setdefault(reason(line["said"]), []).append(line["type"])
-        lines += ["", f"Not over {layout.title}:", "", "| why not | types |", "|---|---|"] if rest else []
+        lines += ["", f"Types that fail with {layout.title}:", "", "| reason | types |", "|---|---|"] if rest else []
         lines += [f"| {cell(text)} | {', '.join(types)} |" for text, types in sorted(why.items())]
     return lines
 

@@ -40,10 +40,10 @@ from shardformer.verify.verification import verify
 
 POOL_S = 120.0
 WHY = {
-    "phimoe": "it draws experts at random while it trains: micro-batches draw other ones than the whole batch",
-    "nllb-moe": "an expert takes as many tokens as the batch has: of micro-batches it drops others than of the whole",
-    "levit": "its batch norms over three samples amplify the last bit; the first step is equal to the bit",
-    "neomme": "of its lambdas, whose gradient is 0 but for rounding",
+    "phimoe": "it selects experts at random in training, so micro-batches select other experts than the batch",
+    "nllb-moe": "the capacity of experts depends on the batch size, so micro-batches drop other tokens than the batch",
+    "levit": "its batch norms over three samples amplify rounding errors; the first step is bitwise equal",
+    "neomme": "its lambdas differ: their gradient is 0 except for rounding errors",
 }
 """Known reasons of types that differ."""
 

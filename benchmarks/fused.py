@@ -130,14 +130,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=45.0)
+    parser = common.arguments(
+        __doc__, seconds=45.0, hidden=512, heads=8, layers=4, vocabulary=1000, batch=2, sequence=512
+    )
     parser.add_argument("--families", nargs="+", choices=list(LANGUAGE_MODEL), default=list(LANGUAGE_MODEL))
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--heads", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1000)
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--sequence", type=int, default=512)
     return parser.parse_args(argv)
 
 

@@ -158,13 +158,10 @@ def report(results: dict[int, dict[str, list[Memory]]], args: argparse.Namespace
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=0.0)
+    parser = common.arguments(
+        __doc__, seconds=0.0, hidden=1024, intermediate=2752, heads=16, layers=6, vocabulary=16000
+    )
     parser.add_argument("--tensor", type=int, nargs="+", default=[1, 2, 4], help="tensor parallel sizes")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2752)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=16000)
     parser.add_argument("--allow", type=float, default=ALLOWANCE, help="maximum ratio of the lazy variants")
     return parser.parse_args(argv)
 

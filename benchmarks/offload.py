@@ -260,13 +260,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=40.0)
+    parser = common.arguments(__doc__, seconds=40.0, hidden=512, layers=6, vocabulary=8000, sequence=128)
     parser.add_argument("--bandwidth", type=float, default=0.5, help="GB per second in each direction (0: unlimited)")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--batch", type=int, default=2, help="samples per rank")
-    parser.add_argument("--sequence", type=int, default=128)
     parser.add_argument("--folder", default=None, help="folder for offloaded files (default: the temporary folder)")
     parser.add_argument("--timeline", type=Path, default=None, metavar="PNG")
     parser.add_argument("--memory", type=Path, default=None, metavar="PNG")

@@ -112,14 +112,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(
+        __doc__, seconds=60.0, hidden=1024, intermediate=2736, heads=16, layers=4, vocabulary=1000
+    )
     shapes = ["1x128", "2x128", "2x512"]
     parser.add_argument("--shapes", nargs="+", default=shapes, metavar="BxS", help="batch x sequence")
-    parser.add_argument("--hidden", type=int, default=1024)
-    parser.add_argument("--intermediate", type=int, default=2736)
-    parser.add_argument("--heads", type=int, default=16)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=1000)
     return parser.parse_args(argv)
 
 

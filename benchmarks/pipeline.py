@@ -26,7 +26,7 @@ from typing import Any
 import common
 import pipeline_cost
 import pipeline_timeline
-from common import Llama, Timing
+from common import Timing
 from hand_cut import HandCut
 
 import shardformer
@@ -43,13 +43,9 @@ PARTS = ("against_torch", "bubble", "memory", "bytes")
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
-    batch: int
+class Setting(common.Setting):
     micro_batches: int
     schedules: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
     def __str__(self) -> str:
         m = self.model
@@ -196,20 +192,17 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
             for micro_batches in args.micro_batches:
                 size = common.llama(hidden, sequence, args.layers, args.vocabulary)
                 names = tuple(args.schedules)
-                yield Setting(size, args.batch, micro_batches, names, args.repetitions, args.seconds)
+                yield Setting(size, args.batch, args.repetitions, args.seconds, micro_batches, names)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(__doc__, seconds=60.0, batch=8, layers=8, vocabulary=8000)
     for part in PARTS:
         parser.add_argument(
             f"--{part.replace('_', '-')}", action="store_true", help="run this part, and other specified parts"
         )
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 256])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--micro-batches", type=int, nargs="+", default=[4, 8])
     parser.add_argument("--schedules", nargs="+", choices=SCHEDULES, default=list(SCHEDULES), metavar="NAME")
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 2, 4], help="numbers of stages in --memory")

@@ -133,12 +133,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=10.0)
+    parser = common.arguments(__doc__, seconds=10.0, hidden=256, layers=4, sequence=64, vocabulary=500)
     parser.add_argument("--batch", type=int, nargs="+", default=[4, 16, 64], help="samples per batch")
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--sequence", type=int, default=64)
-    parser.add_argument("--vocabulary", type=int, default=500)
     parser.add_argument("--formula", type=int, nargs="+", default=[], metavar="RANKS", help="print the formulas only")
     return parser.parse_args(argv)
 

@@ -41,12 +41,8 @@ WORST_DIFFERENCE = 1e-4
 
 
 @dataclass(frozen=True)
-class Setting:
-    model: Llama
-    batch: int
+class Setting(common.Setting):
     variants: tuple[str, ...]
-    repetitions: int
-    seconds: float
 
     def __str__(self) -> str:
         m = self.model
@@ -226,7 +222,7 @@ def settings(args: argparse.Namespace) -> Iterator[Setting]:
         for sequence in args.sequence:
             num_heads = args.heads or heads(hidden)
             size = Llama(hidden, intermediate(hidden), num_heads, sequence, args.layers, args.vocabulary)
-            yield Setting(size, args.batch, tuple(args.variants), args.repetitions, args.seconds)
+            yield Setting(size, args.batch, args.repetitions, args.seconds, tuple(args.variants))
 
 
 def intermediate(hidden: int) -> int:
@@ -240,15 +236,12 @@ def heads(hidden: int) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(__doc__, seconds=60.0, batch=2, layers=4, vocabulary=8000)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 1024])
     parser.add_argument("--sequence", type=int, nargs="+", default=[128, 512])
-    parser.add_argument("--batch", type=int, default=2)
-    parser.add_argument("--layers", type=int, default=4)
     parser.add_argument(
         "--heads", type=int, default=0, help="number of heads (0: 8, or from hidden 512 on heads of size 64)"
     )
-    parser.add_argument("--vocabulary", type=int, default=8000)
     parser.add_argument("--variants", nargs="+", choices=list(VARIANTS), default=list(VARIANTS), metavar="NAME")
     return parser.parse_args(argv)
 

@@ -196,12 +196,8 @@ def joined(times: Mapping[str, float]) -> dict[str, float]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.arguments(__doc__, seconds=30.0)
+    parser = common.arguments(__doc__, seconds=30.0, sequence=128, layers=4, vocabulary=8000, batch=8)
     parser.add_argument("--hidden", type=int, nargs="+", default=[256, 512])
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=list(LAYOUTS))
     args = parser.parse_args(argv)
     results: dict[str, Any] = {}

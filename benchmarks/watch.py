@@ -67,12 +67,7 @@ def _gradients(reducer: Any) -> list[Any]:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = common.arguments(__doc__, seconds=30.0)
-    parser.add_argument("--hidden", type=int, default=256)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--vocabulary", type=int, default=8000)
-    parser.add_argument("--batch", type=int, default=2)
+    parser = common.arguments(__doc__, seconds=30.0, hidden=256, sequence=128, layers=4, vocabulary=8000, batch=2)
     args = parser.parse_args(argv)
     size = common.llama(args.hidden, args.sequence, args.layers, args.vocabulary)
     results, rows = {}, []

@@ -196,12 +196,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = common.arguments(__doc__, seconds=60.0)
+    parser = common.arguments(__doc__, seconds=60.0, hidden=512, layers=6, sequence=128, vocabulary=12000)
     parser.add_argument("--model", choices=("llama", "bert"), default="llama")
-    parser.add_argument("--hidden", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--sequence", type=int, default=128)
-    parser.add_argument("--vocabulary", type=int, default=12000)
     parser.add_argument("--batch", type=int, default=2, help="samples per process")
     parser.add_argument("--tensor", type=int, default=1, help="tensor ranks of ShardFormer")
     parser.add_argument("--variants", nargs="*", default=(), help="variants whose names contain one of these words")

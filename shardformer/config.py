@@ -249,21 +249,21 @@ class ParallelConfig:
     Raises ConfigError for values and combinations that are not supported.
     """
 
-    data: Annotated[int | None, "Data parallel size. None: the number of processes divided by the other sizes."] = None
+    data: Annotated[int | None, "Data parallel size. None: the number of processes divided by all other sizes."] = None
     pipe: Annotated[int, "Pipeline parallel size: the number of stages."] = 1
     sequence: Annotated[
-        int | Sequence[int], "Context parallel size. Two numbers: a ring of groups, with Ulysses in each group."
+        int | Sequence[int], "Context parallel size. Two numbers: the sizes of the ring and of a Ulysses group."
     ] = 1
     tensor: Annotated[
-        int | Sequence[int], "Tensor parallel size. Two or three numbers: the grid of `tensor_parallel_mode`."
+        int | Sequence[int], "Tensor parallel size. Two or three numbers: the shape of a grid of ranks."
     ] = 1
-    tensor_parallel_mode: Annotated[str, 'How weights are sharded: "1d", or on a grid: "2d", "2.5d" or "3d".'] = "1d"
-    sequence_parallel: Annotated[bool, "Shard activations between blocks along the sequence, over tensor."] = False
+    tensor_parallel_mode: Annotated[str, 'Mode of tensor parallelism: "1d", or on a grid "2d", "2.5d" or "3d".'] = "1d"
+    sequence_parallel: Annotated[bool, "Shard activations between blocks over the tensor axis, by sequence."] = False
     sequence_overlap: Annotated[bool, "Overlap the communication of `sequence_parallel` with matrix products."] = False
     context_parallel: Annotated[
         str,
-        'How attention accesses the other ranks of the sequence axis: "ring" passes keys and values around, "ulysses" '
-        'exchanges heads for positions, "gather" gathers keys and values, "auto" selects the one that sends least.',
+        'Method of context-parallel attention: "ring" passes keys and values between ranks, "ulysses" '
+        'exchanges heads for positions, "gather" all-gathers keys and values, "auto" selects the cheapest method.',
     ] = "auto"
     flash_attention: Annotated[bool, "Use torch's fused attention, or flash-attn if it supports the model."] = False
     fused_normalization: Annotated[bool, "Use torch's fused layer norm and RMS norm."] = False
@@ -277,14 +277,14 @@ class ParallelConfig:
     ] = None
     partition: Annotated[
         str | Sequence[int],
-        'Layers of the stages: "balanced" by cost, "uniform" by number, or the number for each virtual stage.',
+        'How to divide the layers into stages: "balanced" by cost, "uniform" by number, or the number of each stage.',
     ] = "balanced"
     layer_costs: Annotated[
         Sequence[float] | None, "Cost of each layer, in any unit. None: estimated from the weights used per token."
     ] = None
     recompute_layers: Annotated[
         int | Sequence[int] | None,
-        "Layers of each virtual stage with activation checkpointing: one number, or one per stage.",
+        "Number of layers with activation checkpointing in each virtual stage, or a list of numbers per stage.",
     ] = None
     activation_offload: Annotated[
         str, 'Where activations are stored: "device", "host", "tensor" (sharded over that axis) or "tensor+host".'
@@ -294,7 +294,7 @@ class ParallelConfig:
     zero_stage: Annotated[
         int | None,
         "ZeRO stage: 1 shards the optimizer state over the data axis, 2 also the gradients, 3 also the parameters. "
-        "None: off, or 0 if `precision` or `offload` needs it.",
+        "None: no ZeRO, or stage 0 if `precision` or `offload` requires it.",
     ] = None
     precision: Annotated[
         str | MixedPrecision,
@@ -311,8 +311,8 @@ class ParallelConfig:
         "ZeRO stage 3: free the full parameters of a layer after its forward pass. False: gather once per step. A size "
         'in bytes, or "free" for the free GPU memory: keep that much of the last layers. None: false in a pipeline.',
     ] = None
-    bucket_bytes: Annotated[int | None, "Bytes of gradients per reduction bucket. None: 25 MB."] = None
-    max_grad_norm: Annotated[float | None, "Clip the norm of all gradients to this value."] = None
+    bucket_bytes: Annotated[int | None, "Size of a gradient bucket in bytes. None: 25 MB."] = None
+    max_grad_norm: Annotated[float | None, "Maximum norm of all gradients. Clip larger gradients."] = None
     on_nonfinite: Annotated[
         str,
         'Action if gradients are not finite: "raise", "skip" or "ignore". Without ZeRO, they are checked when their '
@@ -322,7 +322,7 @@ class ParallelConfig:
     check_consistency: Annotated[bool, "Detect ranks with diverging batches, modes, optimizers or weights."] = True
     average_loss_over: Annotated[
         str,
-        '"tokens": every label (or sample) has the same weight in the loss, as on one device. "ranks": the loss is the '
+        '"tokens": each label (or sample) has the same weight in the loss, as on one device. "ranks": the loss is the '
         "mean of the losses of the data ranks.",
     ] = "tokens"
 

@@ -11,8 +11,10 @@ import re
 from collections.abc import Iterable
 from difflib import SequenceMatcher, get_close_matches
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from textwrap import indent
+from typing import Any
 
 TRACEBACK_VARIABLE = "SHARDFORMER_TRACEBACK"
 
@@ -192,11 +194,11 @@ def first_line(error: BaseException) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0].rstrip(".")
 
 
-def did_you_mean(name: object, known: Iterable[str], count: int = 3) -> str:
+def did_you_mean(name: object, known: Iterable[str]) -> str:
     """Return a suggestion such as ``Did you mean 'tensor'?`` for a misspelled name, or a list of known names."""
     names, text = sorted(set(known)), str(name)
     same = [n for n in names if n.lower() == text.lower()]
-    close = same or get_close_matches(text, names, n=count, cutoff=0.7 if len(text) <= 4 else 0.4)
+    close = same or get_close_matches(text, names, n=3, cutoff=0.7 if len(text) <= 4 else 0.4)
     similarity = [SequenceMatcher(None, n, text).ratio() for n in close]  # in descending order
     close = [n for n, ratio in zip(close, similarity) if ratio > similarity[0] - 0.2]
     if close:
@@ -224,3 +226,30 @@ def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
 
 def _with_full_stop(part: str) -> str:
     return part if part.endswith((".", "\n", "!", "?")) else f"{part}."
+
+
+def import_optional(module: str, what: str, extra: str, instead: str = "", library: str | None = None) -> Any:
+    """Import a module of an optional library. Raises ConfigError if the library is not installed.
+
+    Args:
+        what: what needs the library.
+        extra: the extra of this package that installs it.
+        instead: what to do instead of installing it, as an infinitive.
+        library: name of the library, if it is not the first part of ``module``.
+    """
+    try:
+        import_module(module.partition(".")[0])
+        return import_module(module)
+    except ImportError as error:
+        raise ConfigError(
+            f"{what} requires {library or module.partition('.')[0]}, which is not installed",
+            remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {instead}" if instead else ""),
+        ) from error
+
+
+def format_bytes(value: float) -> str:
+    """Format a number of bytes with a unit, as in 2.1 GB for 2.1e9."""
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
+        if value >= scale:
+            return f"{value / scale:,.1f} {unit}"
+    return f"{value:,.0f} B"

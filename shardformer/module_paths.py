@@ -10,6 +10,9 @@ from torch import Tensor, nn
 
 from shardformer.errors import PolicyError, did_you_mean
 
+LIBRARIES = ("torch", "transformers", "timm", "shardformer")
+"""Libraries whose modules are known: their dropout is a module, ``drop_prob`` or a config field."""
+
 
 def is_transposed(module: nn.Module) -> bool:
     """Return whether a linear layer stores its weight as (in_features, out_features), as transformers' Conv1D does."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import get_worker_info
 
-from shardformer.module_paths import find_configs
+from shardformer.module_paths import LIBRARIES, find_configs
 from shardformer.torch_compat import DropoutBase, to_list, without_fake_tensors
 
 SPLITMIX64 = (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
@@ -266,20 +266,14 @@ class SharedEpochRandomness:
                 part.generator = generator
 
 
-LIBRARIES_WITH_KNOWN_DROPOUT = ("torch", "transformers", "timm", "shardformer")
-"""Libraries whose dropout is a module, an attribute ``drop_prob``, or a field of the config."""
-
-
 def uses_dropout(model: nn.Module) -> bool:
     """Return whether the forward pass of a model may draw random numbers in training, for example for dropout.
 
-    For classes of known libraries, this follows from dropout modules and config fields. Any other class may call a
-    dropout function.
+    For classes of ``LIBRARIES``, this follows from dropout modules, ``drop_prob`` and config fields. Any other class
+    may call a dropout function.
     """
     for module in model.modules():
-        if type(module).__module__.partition(".")[0] not in LIBRARIES_WITH_KNOWN_DROPOUT or getattr(
-            module, "drop_prob", None
-        ):
+        if type(module).__module__.partition(".")[0] not in LIBRARIES or getattr(module, "drop_prob", None):
             return True
         if isinstance(module, DropoutBase) and module.p > 0:
             return True

@@ -19,7 +19,8 @@ from shardformer.discovery.example_inputs import UnknownInputsError
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
-from shardformer.integrations.peft import has_adapters, install_entry_points, shard_with_adapters
+from shardformer.integrations.peft import has_adapters, shard_with_adapters
+from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -34,7 +35,15 @@ from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
-from shardformer.weights.save_pretrained import install_saving_and_loading
+from shardformer.torch_patches import call_after_import
+from shardformer.weights.save_pretrained import (
+    num_parameters,
+    raise_load_adapter_error,
+    raise_resize_error,
+    raise_submodule_save_error,
+    save_pretrained,
+)
+from shardformer.weights.state_dict import load_state_dict
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -49,33 +58,16 @@ def shard_in_place(
     finish: Callable[[nn.Module], object] = lambda _: None,
     example: Example = lambda: None,
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place, with the adapters that PEFT added to it. See ``_shard_plain_model``.
+    """Shard a model in place: find and validate its policy, apply the policy, and replace methods of the model.
 
-    The wrapper of ``torch.compile(model)`` is removed, and the layers of the sharded model are compiled as it would.
-    """
-    model, compiler = unwrap_compiled(model)
-    if "peft" in sys.modules and has_adapters(model):
-        shard = partial(_shard_plain_model, config=config, policy=policy, example=example, compiler=compiler)
-        return shard_with_adapters(model, shard, finish)
-    return _shard_plain_model(model, config, policy, finish, example, compiler)
-
-
-def _shard_plain_model(
-    model: nn.Module,
-    config: ShardConfig,
-    policy: Policy | type[Policy] | None = None,
-    finish: Callable[[nn.Module], object] = lambda _: None,
-    example: Example = lambda: None,
-    compiler: Mapping[str, Any] = {},
-) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    """Shard a model in place: find and validate its policy, apply the policy, and install saving and loading.
+    Adapters that PEFT added to the model are sharded too. The wrapper of ``torch.compile(model)`` is removed, and the
+    layers of the sharded model are compiled with its arguments.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
         policy: your policy, as an instance or a class. None uses the registered or derived policy.
         finish: called with the sharded model. If it raises, the model is restored.
         example: returns a small batch, to derive a policy for a model whose inputs cannot be generated.
-        compiler: arguments of the wrapper of torch.compile around the model, from ``unwrap_compiled``.
 
     Returns:
         The sharded model, and the parameters that several pipeline stages share (see ``Sharder.shard``).
@@ -83,6 +75,22 @@ def _shard_plain_model(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
+    model, compiler = unwrap_compiled(model)
+    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example, compiler=compiler)
+    if "peft" in sys.modules and has_adapters(model):
+        return shard_with_adapters(model, shard, finish)
+    return shard(model, finish=finish)
+
+
+def _shard_without_adapters(
+    model: nn.Module,
+    *,
+    config: ShardConfig,
+    policy: Policy | type[Policy] | None,
+    example: Example,
+    finish: Callable[[nn.Module], object],
+    compiler: Mapping[str, Any],
+) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     sharder = Sharder(model, config, compiler=compiler)
 
     def plan() -> ShardingPlan:
@@ -95,12 +103,36 @@ def _shard_plain_model(
     with sharder.restoring_on_error():
         explain = partial(check_same_files, model, sharder.context)
         shared_params = sharder.shard(collective_call(sharder.context, plan, sharder.lines_to_compare, explain=explain))
-        install_saving_and_loading(sharder.model, sharder.state)
-        sharder.model.__dict__["extra_repr"] = sharded_extra_repr.__get__(sharder.model)
-        install_entry_points()
-        sharder.model.__dict__["compile"] = compile_model.__get__(sharder.model)
+        _replace_methods(sharder.model)
+        call_after_import(*PEFT_ENTRY_POINTS)
+        if hasattr(sharder.model, "save_pretrained"):
+            sharder.state.notes.append("save_pretrained writes full weights. resize_token_embeddings is not supported.")
         finish(sharder.model)
     return sharder.model, shared_params
+
+
+METHODS: Mapping[str, Callable[..., Any]] = {
+    "load_state_dict": load_state_dict,
+    "save_pretrained": save_pretrained,
+    "num_parameters": num_parameters,
+    "extra_repr": sharded_extra_repr,
+    "compile": compile_model,
+}
+"""Methods of a sharded model that replace those of its class. They read and write full weights."""
+METHODS_OF_MODULES: Mapping[str, Callable[..., Any]] = {
+    "save_pretrained": raise_submodule_save_error,
+    "resize_token_embeddings": raise_resize_error,
+    "load_adapter": raise_load_adapter_error,
+}
+"""Methods that raise ConfigError, on every module that has them."""
+
+
+def _replace_methods(model: nn.Module) -> None:
+    for module in model.modules():
+        methods = {**METHODS_OF_MODULES, **METHODS} if module is model else METHODS_OF_MODULES
+        for name, method in methods.items():
+            if hasattr(module, name):
+                module.__dict__[name] = method.__get__(module)
 
 
 NO_POLICY, DERIVED = "no policy", "a derived and validated policy"

@@ -234,3 +234,11 @@ def _has_unfinished_on_any_rank(self: Any, this_peer_finished: bool, *args: Any,
     _, any_rank = self.__dict__[_DECODE_HOOKS]
     is_unfinished: bool = any_rank(not this_peer_finished)
     return is_unfinished
+
+
+def get_uniform_field(config: Any, name: str) -> Any:
+    """Return a field of a config, or None if it is missing or its value differs between layers."""
+    try:
+        return getattr(config, name, None)
+    except Exception:  # transformers raises an error for a value that differs between layers
+        return None

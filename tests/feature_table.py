@@ -185,8 +185,9 @@ def cells_of(cases: Mapping[str, Case], outcomes: Mapping[str, Outcome], before:
 
 INTRO = f"""# Families and features
 
-Support of each feature in each family. Every cell links to a test that compares small random models with the plain
-models. `make features` runs these tests and writes this page. `make test` fails if the page is not up to date.
+This page shows which features each model family supports. Every cell links to a test that compares small random models
+with the plain models. `make features` runs these tests and writes this page. `make test` fails if the page is not up to
+date.
 
 - **yes**: all tests of the cell pass. A footnote has more information.
 - **part**: the feature works with restrictions, which the footnote describes.

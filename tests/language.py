@@ -35,10 +35,21 @@ PRIVATE_WORDS = {
     r"also (?:if|when|while|in the middle)": "use even if, even when, including",
     r"(?:use|set|pass|write|take) for example": "put `for example` before the verb or before the example",
     r"supported (?:is|are) (?:an?|the|only)": "start with the subject: the supported types are",
+    r"(?:the|an?|one|each|every|first|last|its|own|two|all) (?:for|back)wards?(?=[.,;:)]|$| (?:of|that|which|is)\b)": (
+        "use forward pass, backward pass, or `forward` for the method"
+    ),
+    r"linears": "use linear layers",
+    r"(?<!output )attentions(?! of all layers| or router)": "use attention modules",
+    r"train mode": "use training mode",
+    r"all ranks call (?:it|this|them)": "use all ranks must call",
+    r"(?<=; )None (?:if|for|without|unless)": "use a comma: or None if",
 }
 BAD_STARTS = re.compile(r"(?:What|Who|Whoever|Whose|Of|That|Where|Nothing|Nobody|It|They|Its|Their)\b")
+NO_IMPERATIVE = re.compile(r"(?:Whether|Context (?:that|in which))\b")
+"""Starts of a summary line of a function that is no property; of a property, they are fine."""
 UNCLEAR_STARTS = re.compile(
     r"(?:It|They|Its|Their|Both|Neither)\b|"
+    r"The following (?:are|raise|work)\b|"
     r"(?:This|These) (?:is|are|was|were|has|have|can|cannot|does|do|works?|needs?|takes?|writes?|raises?|applies)\b"
 )
 """Starts of a paragraph that refer to an earlier paragraph, table or code block."""
@@ -91,7 +102,10 @@ def texts_in_python(source: str) -> Iterator[Text]:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             if doc := ast.get_docstring(node):
                 docstrings.add(node.body[0].lineno)
-                yield Text(node.body[0].lineno, "docstring", doc)
+                is_action = isinstance(node, ast.FunctionDef) and not any(
+                    re.search(r"property|setter", ast.unparse(decorator)) for decorator in node.decorator_list
+                )
+                yield Text(node.body[0].lineno, "action" if is_action else "docstring", doc)
             if isinstance(node, ast.FunctionDef) and node.name.startswith("test_"):
                 yield Text(node.lineno, "test name", node.name.replace("_", " "))
         if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
@@ -160,9 +174,9 @@ def check(path: Path) -> Iterator[Finding]:
             for sentence in sentences(prose):
                 if (length := len(re.findall(r"[A-Za-z]{2,}|\bI\b|\ba\b", sentence))) > MAX_WORDS:
                     yield Finding(shown, text.line, "long sentence", f"{length} words: {sentence[:100]}")
-        if text.place == "docstring":
+        if text.place in ("action", "docstring"):
             summary = text.text.split("\n\n")[0]
-            if BAD_STARTS.match(summary):
+            if BAD_STARTS.match(summary) or (text.place == "action" and NO_IMPERATIVE.match(summary)):
                 yield Finding(shown, text.line, "summary line", summary.split("\n")[0][:100])
         if text.place == "error" and "{}" not in text.text and VALUE_NEEDED.search(text.text.split("\n")[0]):
             yield Finding(shown, text.line, "error without the value", text.text.split("\n")[0][:100])

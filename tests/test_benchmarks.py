@@ -46,6 +46,7 @@ def rows(printed: str) -> dict[str, list[str]]:
     return {first: [c.strip() for c in rest if c.strip()] for first, *rest in cells}
 
 
+@pytest.mark.full
 def test_tensor_parallel_compares_all_variants_and_counts_what_they_communicate(run: Run) -> None:
     table = rows(run("tensor_parallel", *TINY, "--hidden", "32", "--sequence", "8"))
     variants = importlib.import_module("tensor_parallel").VARIANTS
@@ -76,6 +77,7 @@ def test_overlap_compares_each_way_with_and_without(run: Run) -> None:
     assert table["blocks, waiting"][1] == "-" != table["blocks"][1]
 
 
+@pytest.mark.full
 @pytest.mark.above_budget("both processes trace a layer")
 @pytest.mark.filterwarnings("ignore:The .grad attribute", "ignore:.*should not be instantiated")
 def test_compile_has_a_row_for_each_variant_and_reports_the_graphs(run: Run) -> None:
@@ -104,6 +106,7 @@ def test_wire_bytes_counts_what_the_recorder_and_the_kernel_see() -> None:
         assert results["loopback"][0] > recorded
 
 
+@pytest.mark.full
 def test_lazy_init_compares_the_peaks_of_the_same_weights(
     run: Run, pools: WorkerPools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -229,7 +232,7 @@ def test_coverage_compares_an_architecture_over_other_layouts(
 
 
 def is_ever_below(bound: float, measure: Callable[[], float]) -> bool:
-    """Whether one of five measurements is below a limit. The loopback device also counts other programs' traffic."""
+    """Return whether one of five measurements is below a limit. The loopback device counts other traffic, too."""
     return any(measure() < bound for _ in range(5))
 
 
@@ -252,6 +255,7 @@ def test_tensor_grids_print_the_traffic_by_formula(run: Run) -> None:
     assert float(table["8 ranks, 65536 tokens"][-1]) < 0.3 and float(table["8 ranks, 4096 tokens"][-1]) > 1
 
 
+@pytest.mark.full
 def test_zero_compares_the_traffic_of_each_stage_with_torch(run: Run) -> None:
     options = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
 
@@ -267,6 +271,7 @@ def test_zero_compares_the_traffic_of_each_stage_with_torch(run: Run) -> None:
     assert is_ever_below(0.9, share_of_torchs_bytes)
 
 
+@pytest.mark.full
 def test_offload_is_timed_and_plotted(run: Run, tmp_path: Path) -> None:
     small = ["--layers", "2", "--hidden", "64", "--sequence", "8", "--vocabulary", "512", "--batch", "1"]
     table = rows(run("offload", *small, "--repetitions", "1", "--folder", str(tmp_path)))
@@ -285,6 +290,7 @@ def test_offloaded_activations_use_less_device_memory_with_the_same_losses(run: 
     assert on_device["checkpoints, in parts"] < on_device["checkpoints"] < on_device["all kept"]
 
 
+@pytest.mark.full
 def test_checkpoints_are_compared_with_torch_save(run: Run) -> None:
     small = ["--layers", "1", "--hidden", "64", "--vocabulary", "64", "--repetitions", "1"]
     for how in ([], ["--zero", "2"]):

@@ -118,6 +118,7 @@ def test_the_page_is_generated_from_test_results(project: Project) -> None:
     project.passes()
 
 
+@pytest.mark.full
 def test_tests_in_several_processes_write_and_compare_the_same_page(project: Project) -> None:
     several = ("-p", "xdist", "-n", "2")
     project.passes("-m", "feature", "--write-features")

@@ -46,6 +46,7 @@ def batches_of(rank: int = 0) -> list[dict[str, Tensor]]:
     return [RandomBatches(DEFAULT_HEAD["llama"])(10 * step + rank) for step in range(4)]
 
 
+@pytest.mark.reduced(at_most=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 @pytest.mark.parametrize("piece", [piece for piece in PIECES if piece != "torch.compile"])

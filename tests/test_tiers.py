@@ -88,6 +88,13 @@ def test_it_can_be_enough_to_cover_one_parameter() -> None:
 
 def test_one_case_in_several_is_kept() -> None:
     assert _kept(CASES, one_in=5, first=1) == {1, 6, 11}
+    assert _kept(CASES, one_in=5, first=1, at_most=2) == {1, 6}
+
+
+def test_at_most_keeps_the_cases_that_cover_most_values() -> None:
+    assert _kept(CASES, at_most=2) < _kept(CASES, at_most=3) == _kept(CASES, at_most=9) == _kept(CASES)
+    first, second = of(_kept(CASES, at_most=2))
+    assert all(first[name] != second[name] for name in first)
 
 
 @pytest.fixture

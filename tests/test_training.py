@@ -384,14 +384,14 @@ EVERYWHERE: tuple[Feature, ...] = (
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=8)
 @pytest.mark.parametrize(("feature", "family", "mode"), pairwise(EVERYWHERE, FAMILIES, list(MODES)))
 def test_features(feature: Feature, family: str, mode: str) -> None:
     assert_same(side_by_side(feature, family, MODES[mode]))
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize(
     "feature",
@@ -404,7 +404,7 @@ def test_features_over_four_ranks(feature: Feature, mode: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize(
     "feature", [accumulated, accumulated_without_traffic, frozen, checkpointed, clipped_by_norms, interrupted]
@@ -494,7 +494,7 @@ def with_and_without_checkpoints(family: str, options: Mapping[str, Any], use_re
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "mode", "use_reentrant"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_recomputation_draws_the_same_dropout_masks(
     pool2: WorkerPool, family: str, mode: str, use_reentrant: bool
@@ -587,7 +587,7 @@ def in_autocast(family: str, options: Mapping[str, Any], recompute: bool) -> dic
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "mode", "recompute"), pairwise(FAMILIES, list(MODES), [False, True]))
 def test_autocast_differs_only_by_rounding(pool2: WorkerPool, family: str, mode: str, recompute: bool) -> None:
     for found in pool2.run(in_autocast, family, MODES[mode], recompute):
@@ -666,7 +666,7 @@ def generated_on_ranks(family: str, options: Mapping[str, Any], length: int) -> 
     return generated(shard_model(to_generate(family), config=ShardConfig(context=context, **options)), length)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(
     ("family", "layout", "length"),
     pairwise(list(GENERATING), [(2, "plain"), (2, "overlap"), (4, "sequence")], [1, 9]),
@@ -708,7 +708,7 @@ def saved(family: str, folder: str, options: Mapping[str, Any]) -> dict[str, Any
     }
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("tensor", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_saved_model_equals_the_plain_one(pools: WorkerPools, family: str, tensor: int, tmp_path: Path) -> None:

@@ -13,6 +13,7 @@ Each is a value of pytest's option ``--tier``. Without the option all cases run.
     @pytest.mark.reduced(cover="mode")       # ... covering only each value of the parameter `mode`
     @pytest.mark.reduced(cover="cell")       # ... covering only each cell of docs/features.md
     @pytest.mark.reduced(one_in=4, first=2)  # in `make test`, every fourth case from the third on
+    @pytest.mark.reduced(at_most=2)          # in `make test`, the two of these cases that cover most values
     @pytest.mark.above_budget("reason")      # may exceed the limit BUDGET_S
 
 Tests that request a pool of workers are slow without a mark. In the fast tier, other tests fail if they start a process
@@ -109,14 +110,20 @@ def _left_out(items: Sequence[pytest.Item]) -> set[str]:
 
 
 def _kept(
-    cases: Sequence[dict[str, Any]], *, one_in: int = 0, first: int = 0, cover: str = "", **limits: Sequence[Any]
+    cases: Sequence[dict[str, Any]],
+    *,
+    one_in: int = 0,
+    first: int = 0,
+    cover: str = "",
+    at_most: int | None = None,
+    **limits: Sequence[Any],
 ) -> set[int]:
     """Return the indices of the cases that the mark ``reduced`` keeps."""
     if one_in:
-        return set(range(first, len(cases), one_in))
+        return set(range(first, len(cases), one_in)[:at_most])
     allowed = [place for place, case in enumerate(cases) if all(case[name] in limits[name] for name in limits)]
     shown = [{name: value for name, value in cases[p].items() if not cover or name.startswith(cover)} for p in allowed]
-    chosen = {id(case) for case in _covering(shown)}
+    chosen = {id(case) for case in _covering(shown)[:at_most]}
     return {place for place, case in zip(allowed, shown) if id(case) in chosen}
 
 

@@ -91,12 +91,11 @@ class ItemListing(NamedTuple):
 
 
 class RankListing(NamedTuple):
-    """Tensors that one rank stores and requests, with its transfer settings."""
+    """Tensors that one rank stores and requests."""
 
     have: list[ItemListing]
     want: list[ItemListing]
     uses_gpu: bool = False
-    chunk_bytes: int = TRANSFER_BYTES
 
 
 def exchange_items(
@@ -121,9 +120,8 @@ def exchange_items(
             ranks raise before anything is written.
     """
     gpu = next((chunk.values.device for item in (*have, *want) for chunk in item.chunks if chunk.values.is_cuda), None)
-    listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None, chunk_bytes)
+    listing = RankListing([*map(ItemListing.of, have)], [*map(ItemListing.of, want)], gpu is not None)
     listings: list[RankListing] = all_gather_objects(listing, world)
-    _check_chunk_bytes(listings)
     outgoing: list[TransferBatch] = [[] for _ in listings]
     incoming: list[TransferBatch] = [[] for _ in listings]
     for send in plan_transfers(listings):  # may raise, so it is consumed before anything is written
@@ -400,16 +398,6 @@ def _start_message(op: Literal["send", "receive"], x: Tensor, peer: int, world: 
     return PendingCollective([getattr(world.transport, op)(x, peer, TAG)], lambda: x, record_wait)
 
 
-def _check_chunk_bytes(listings: Sequence[RankListing]) -> None:
-    values: list[Any] = [listing.chunk_bytes for listing in listings]
-    if any(isinstance(n, bool) or not isinstance(n, int) or n < 1 or n != values[0] for n in values):
-        raise ConfigError(
-            f"chunk_bytes is {', '.join(map(repr, dict.fromkeys(values)))}, but it must be the same "
-            "positive integer on all ranks",
-            remedy="Pass the same positive number of bytes on all ranks, or omit chunk_bytes",
-        )
-
-
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
         f"Rank {rank} requests {what}, but no rank stores it",
@@ -445,18 +433,18 @@ class ReshardSource:
         """Release the tensors of the previous layout."""
         self._reading.close()
 
-    def load_into(self, model: nn.Module, optimizer: Any = None, *, chunk_bytes: int = TRANSFER_BYTES) -> ReshardStats:
+    def load_into(self, model: nn.Module, optimizer: Any = None) -> ReshardStats:
         """Load the kept state into a model of the same class under another layout, and into its optimizer.
 
         All ranks must call it. A rank copies the elements that it stores under both layouts. Every other element is
-        sent to it once by a rank that stores it. See ``exchange_items`` for ``chunk_bytes``.
+        sent to it once by a rank that stores it.
 
         Raises:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.
         """
         tensors = ModelTensors(model)
         plan = LoadPlan(self._index, "the previous run", tensors, collect_optimizer_states(optimizer, tensors))
-        stats = exchange_items(self._state.items, plan.items, self._world, chunk_bytes=chunk_bytes)
+        stats = exchange_items(self._state.items, plan.items, self._world)
         self.close()
         plan.commit()
         mark_resumed_from(tensors.model, self._folders)

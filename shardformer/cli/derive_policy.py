@@ -18,7 +18,7 @@ def derive_policy(
         typer.Argument(
             metavar="MODEL",
             help="A family (bert, gpt2, ...), a folder written by save_pretrained, a config.json, or a name on "
-            "the Hugging Face hub. Or module:function, which returns a model, (model_fn, batch_fn), or a dict of both.",
+            "the Hugging Face hub; or module:function, which returns a model, (model_fn, batch_fn) or a dict of both.",
         ),
     ],
     name: Annotated[str, typer.Option(metavar="NAME", help="Class name of the policy.")] = "MyPolicy",

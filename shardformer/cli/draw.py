@@ -56,7 +56,7 @@ def draw(
         str | None,
         typer.Option(
             metavar="ROWSxCOLS",
-            help="Draw the shards of a tensor grid: its rows and columns, or three sizes. See --tensor-parallel-mode.",
+            help="Draw the shards of a tensor grid of this shape: rows and columns, or three sizes.",
         ),
     ] = None,
     tensor_parallel_mode: Annotated[

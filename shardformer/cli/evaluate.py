@@ -25,7 +25,7 @@ def evaluate(
         str,
         typer.Argument(
             metavar="MODEL",
-            help="The folder of a run or a checkpoint. With --config, it can be a folder written by save_pretrained or "
+            help="The folder of a run or a checkpoint. With --config, also a folder written by save_pretrained or "
             "a name on the Hugging Face hub.",
         ),
     ],

@@ -20,16 +20,14 @@ def export(
     checkpoint: Annotated[
         str, typer.Argument(metavar="CHECKPOINT", help="The folder of a run, of its checkpoints, or one checkpoint.")
     ],
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to write.")],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="The folder to which the model is written.")],
     tensor: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of processes that share every layer."),
+        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of shards of every layer."),
     ] = 1,
     pipe: Annotated[
         int,
-        typer.Option(
-            metavar="N", min=1, help="Pipeline parallel size: the number of processes that divide the layers."
-        ),
+        typer.Option(metavar="N", min=1, help="Pipeline parallel size: the number of stages."),
     ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
 ) -> None:

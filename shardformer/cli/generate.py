@@ -33,7 +33,7 @@ ModelArgument = Annotated[
 ]
 PromptArgument = Annotated[
     str,
-    typer.Argument(metavar="PROMPT", help="The text to continue, or for a run on conversations the message to answer."),
+    typer.Argument(metavar="PROMPT", help="The text to continue. For a run on conversations: the message to answer."),
 ]
 
 
@@ -42,10 +42,10 @@ def generate(
     model: ModelArgument,
     prompt: PromptArgument,
     raw: Annotated[
-        bool, typer.Option("--raw", help="Pass PROMPT to the model as it is, without the chat template of the run.")
+        bool, typer.Option("--raw", help="Pass PROMPT to the model unchanged, without the chat template of the run.")
     ] = False,
     system: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="The system message before PROMPT, for a run on conversations.")
+        str | None, typer.Option(metavar="TEXT", help="System message before PROMPT, for a run on conversations.")
     ] = None,
     max_new_tokens: Annotated[int, typer.Option(metavar="N", min=1, help="Maximum number of new tokens.")] = 64,
     temperature: Annotated[
@@ -55,17 +55,15 @@ def generate(
     top_k: Annotated[int | None, typer.Option(metavar="K", min=1, help="Sample from the K most likely tokens.")] = None,
     top_p: Annotated[
         float | None,
-        typer.Option(
-            metavar="P", help="Sample from the most likely tokens whose probabilities add up to P, at most 1."
-        ),
+        typer.Option(metavar="P", help="Sample from the smallest set of tokens with a total probability of P."),
     ] = None,
-    seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Seed of the samples.")] = 0,
+    seed: Annotated[int, typer.Option(metavar="SEED", min=0, help="Random seed of the samples.")] = 0,
     tensor: Annotated[
         int,
-        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of processes that share every layer."),
+        typer.Option(metavar="N", min=1, help="Tensor parallel size: the number of shards of every layer."),
     ] = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="Print the prompt, the input of the model, the text and its tokens as JSON.")
+        bool, typer.Option("--json", help="Print the prompt, the model input, the text and its tokens as JSON.")
     ] = False,
 ) -> None:
     """Continue PROMPT with a trained model, which may be sharded over several processes.

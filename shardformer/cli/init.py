@@ -36,7 +36,7 @@ def init(
         str | None,
         typer.Argument(
             metavar="[TEMPLATE]",
-            help="Name of the template. If it is omitted, the templates are listed.",
+            help="Name of the template. Without a name, the templates are listed.",
             autocompletion=_complete_template,
         ),
     ] = None,

@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 
 def plot(
     runs: Annotated[
-        list[Path], typer.Argument(metavar="RUN...", help="Output folders of training runs, or their records.jsonl.")
+        list[Path], typer.Argument(metavar="RUN...", help="Folders of training runs, or their records.jsonl files.")
     ],
     out: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="The plot, as .png or .svg. Default: curves.png, in the folder of the run or, for several runs, in "
-            "the working directory.",
+            help="The .png or .svg file to write. Default: curves.png in the folder of the run, or for several runs "
+            "in the working directory.",
         ),
     ] = None,
     values: Annotated[

@@ -177,8 +177,8 @@ def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
 def print_dry_run_report(console: Console, plan: DryRunReport) -> None:
     from rich.table import Table
 
+    from shardformer.errors import format_bytes
     from shardformer.train_command.summary import describe_layout, print_rows
-    from shardformer.zero.memory_estimate import format_bytes
 
     count = prod(plan.sizes.values())
     processes = f"{count} process{'es' * (count > 1)}"

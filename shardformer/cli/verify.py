@@ -38,22 +38,22 @@ class Dtype(StrEnum):
 
 
 FLAGS = {
-    "tensor": "Tensor parallel size. By default 2, or 1 with --pipe or --sequence. With --tensor-parallel-mode, the "
-    "rows and columns of a grid, as 4x2, or three sizes.",
+    "tensor": "Tensor parallel size. Default: 2, or 1 with --pipe or --sequence. With --tensor-parallel-mode, the "
+    "rows and columns of a grid, such as 4x2, or three sizes.",
     "tensor_parallel_mode": "",
-    "data": "Data parallel size, by default 1.",
-    "pipe": "Pipeline parallel size: the number of stages. The small model of a family gets as many layers as needed.",
+    "data": "Data parallel size. Default: 1.",
+    "pipe": "Pipeline parallel size: the number of stages. The small model of a family has as many layers as needed.",
     **dict.fromkeys(
         ("schedule", "num_model_chunks", "micro_batches", "partition", "recompute_layers", "zero_stage"), ""
     ),
-    "sequence": "Context parallel size: 4, or 2x2 for a ring of groups with Ulysses in each group.",
+    "sequence": "Context parallel size, such as 4, or 2x2 for a ring of Ulysses groups.",
     **dict.fromkeys(("context_parallel", "sequence_parallel", "sequence_overlap"), ""),
     **dict.fromkeys(("fused_normalization", "flash_attention", "fused_activation"), ""),
-    "precision": "With --zero-stage: bf16 or fp16 for the parameters of both models, with fp32 master weights.",
-    "offload": "With --zero-stage: cpu or nvme:DIR, for master weights and optimizer state.",
-    "average_loss_over": "With --data, the reference loss. tokens (default with --pipe): the loss of the full batch. "
-    "ranks (default without): the mean of the losses of the ranks' shards of a batch, as DDP computes it. They differ "
-    "if a loss balances experts, or if shards have different numbers of labels.",
+    "precision": "Precision of both models, with fp32 master weights: bf16 or fp16. Requires --zero-stage.",
+    "offload": "Where to store master weights and optimizer state: cpu or nvme:DIR. Requires --zero-stage.",
+    "average_loss_over": "Reference loss with --data. tokens: the loss of the full batch (default with --pipe). "
+    "ranks: the mean of the ranks' losses, as in DDP (default without --pipe). The two losses differ "
+    "if a loss balances experts, or if the ranks' batches have different numbers of labels.",
 }
 """Field of ``ParallelConfig`` -> the help of its flag, or empty for the description of the field."""
 RENAMED_OPTIONS = {
@@ -86,8 +86,8 @@ class VerifyOptions:
         str,
         typer.Argument(
             metavar="MODEL",
-            help="A model type of transformers, such as gpt2, for a small random model. Or a folder written by "
-            "save_pretrained, a config.json for random weights, a name on the Hugging Face hub, or module:function. "
+            help="A model type of transformers, such as gpt2, for a small random model; a folder written by "
+            "save_pretrained; a config.json, for random weights; a name on the Hugging Face hub; or module:function. "
             "The function returns a model, (model_fn, batch_fn), or a dict of model_fn, batch_fn, loss_fn, policy and "
             "loss_weight.",
         ),
@@ -95,12 +95,13 @@ class VerifyOptions:
     policy: Annotated[
         str,
         typer.Option(
-            metavar="FILE", help="my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. By default the family's."
+            metavar="FILE",
+            help="Policy: my_policy.py, my_policy.py:MyPolicy or module:MyPolicy. Default: by family.",
         ),
     ] = ""
     parallel: Mapping[str, Any] = field(default_factory=dict)
     optimizer: Annotated[
-        str, typer.Option(metavar="NAME", help="With --zero-stage: an optimizer of torch.optim, LAMB or LARS.")
+        str, typer.Option(metavar="NAME", help="Optimizer with --zero-stage: a class of torch.optim, LAMB or LARS.")
     ] = "SGD"
     gradient_accumulation_steps: Annotated[
         int,
@@ -108,28 +109,26 @@ class VerifyOptions:
     ] = 1
     activation_checkpointing: Annotated[bool, "Use activation checkpointing in the sharded model."] = False
     frozen: Annotated[
-        str, typer.Option(metavar="REGEX", help="Freeze the parameters whose full names match this expression.")
+        str, typer.Option(metavar="REGEX", help="Freeze parameters whose names match this regular expression.")
     ] = ""
-    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Optimizer steps.")] = 3
+    steps: Annotated[int, typer.Option(metavar="N", min=1, help="Number of optimizer steps.")] = 3
     dtype: Annotated[
         Dtype,
         typer.Option(
             metavar="fp64|fp32",
-            help="Precision of both models. fp64 makes errors larger than the rounding noise, and replaces casts to "
+            help="Precision of both models. With fp64, errors exceed the rounding noise. fp64 also replaces casts to "
             "lower precision in the model (LLaMA's norms, GPT-2's loss).",
         ),
     ] = Dtype.FP64
     head: Annotated[
-        str, typer.Option(metavar="CLASS", help="A model class of transformers, such as BertForTokenClassification.")
+        str, typer.Option(metavar="CLASS", help="Model class of transformers, such as BertForTokenClassification.")
     ] = ""
     all_heads: Annotated[bool, "Compare every head class of the family, one after another."] = False
     batch: Annotated[
         int | None,
-        typer.Option(
-            metavar="N", min=1, help="Samples per batch. Default: the smallest number from 4 that fits the layout."
-        ),
+        typer.Option(metavar="N", min=1, help="Samples per batch. Default: at least 4, as the layout requires."),
     ] = None
-    tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample, by default 13.")] = None
+    tokens: Annotated[int | None, typer.Option(metavar="N", min=6, help="Tokens per sample. Default: 13.")] = None
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False
 
     def make_layout(self) -> ParallelConfig:

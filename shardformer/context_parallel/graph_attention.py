@@ -1,8 +1,7 @@
 """Context-parallel attention as one operator of a compiled layer.
 
-A graph contains only tensors and constants. The mask of an attention module is an object, which differs in each forward
-pass, and so are the positions of the ranks. The graph therefore takes them as tensors of one number that hold an
-object:
+A graph contains only tensors and constants. The mask of an attention module and the positions of the ranks are
+objects, which differ in each forward pass. The graph therefore receives tensors of one number that refer to an object:
 
     q, k, v, site, mask --> context_attention --> out, lse, call      site holds the module, mask a ``ChunkedMask``
     grad, q, k, v, out, lse, call --> context_attention_backward      call holds what the forward pass planned

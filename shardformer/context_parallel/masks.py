@@ -184,7 +184,7 @@ class ChunkedMask:
 
 
 def causal_predicate(samples: Tensor, heads: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether queries attend to keys in a decoder: each attends to its own and earlier positions."""
+    """Return whether queries attend to keys under a causal mask: to their own and earlier positions."""
     return keys <= queries
 
 

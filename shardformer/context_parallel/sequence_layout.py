@@ -215,19 +215,16 @@ class ContextParallelState:
         full = sum(numbers[0] for numbers in all_gather_numbers([count], self.axis))
         return self.seen.get(full)
 
-    def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int], samples: int = -1) -> int | None:
-        """Return the sequence dim of a layer argument: as recorded, or the only dim with a size in ``lengths``.
-
-        A first dim of size ``samples`` is the batch dim.
-        """
+    def sequence_dim(self, path: Hashable, x: Tensor, lengths: Collection[int]) -> int | None:
+        """Return the sequence dim of a layer argument: as recorded, or the only dim with a size in ``lengths``."""
         dims = [d for d, size in enumerate(x.shape) if size in lengths]
         if path in self.dims:
             dim = self.dims[path]
             return dim if dim is None or dim in dims else None
-        return self._record_dim(path, x, [d for d in dims if d > 0 or x.shape[0] != samples])
+        return self._record_dim(path, x, dims)
 
     def learn_local_dims(self, arguments: Mapping[Any, Tensor], lengths: Collection[int], samples: int) -> None:
-        """Record the sequence dim of each sharded argument, which is the dim that has the local length on every rank.
+        """Record the sequence dim of each sharded argument: the dim whose size is the local length on every rank.
 
         Communicates one number for each new argument.
         """

@@ -43,7 +43,7 @@ _INSIDE = threading.local()
 
 
 def set_inside_model(is_inside: bool) -> None:
-    """Set whether the following operations belong to a model whose gradients are averaged over the ranks."""
+    """Set whether later operations belong to a model whose gradients are averaged over the ranks."""
     _INSIDE.now = is_inside
 
 
@@ -74,7 +74,7 @@ class SequenceShardedTensor(ShardedTensor):
         return self
 
     def _gather(self, local: Tensor) -> Tensor:
-        """Gather the sequence, after the vocabulary if the local shard is vocabulary-parallel."""
+        """All-gather the sequence. If the local shard is vocabulary-parallel, all-gather the vocabulary first."""
         return gather_rows(rules.to_full_tensors(local), self.rows, self.shard_dim)
 
     def placed(self, local: Tensor, dim: int | None = None, dtype: torch.dtype | None = None) -> SequenceShardedTensor:

@@ -19,8 +19,9 @@ from torch import nn
 from shardformer.discovery.forward_trace import ForwardTrace, LinearGroup, find_layer_paths
 from shardformer.discovery.reduced_model import count_parameters
 from shardformer.module_paths import join_path, match_paths, num_features, resolve_path
-from shardformer.policies.lowering import find_expert_dims
+from shardformer.policies.experts import find_expert_dims
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LocalAttr, Role
+from shardformer.transformers_compat import get_uniform_field
 
 HEAD_COUNT_FIELDS = ("num_attention_heads", "num_key_value_heads")
 
@@ -71,7 +72,7 @@ def find_head_counts(
         head_dim: observed features of a head. For a model without a config, the matching count is first.
     """
     config: Any = getattr(model, "config", None)
-    usual = [_get_config_field(config, name) for name in HEAD_COUNT_FIELDS]
+    usual = [get_uniform_field(config, name) for name in HEAD_COUNT_FIELDS]
     heads_of = {n: v for n, v in zip(HEAD_COUNT_FIELDS, usual, strict=True) if type(v) is int}
     heads_of |= _collect_possible_head_counts(config, model.get_submodule(module_path))
     usual_kv = usual[1] if isinstance(usual[1], int) and usual[1] else usual[0]
@@ -114,13 +115,6 @@ def _collect_possible_head_counts(config: Any, module: nn.Module) -> dict[str, i
     }
     called = {n: v for n, v in every.items() if "head" in n.split(".")[-1] and not n.endswith(("dim", "size"))}
     return called or every
-
-
-def _get_config_field(config: Any, name: str) -> Any:
-    try:
-        return getattr(config, name, None)
-    except Exception:  # some configs raise if layers have different values
-        return None
 
 
 def _get_public_attributes(owner: Any) -> dict[str, Any]:
@@ -353,7 +347,7 @@ def _iter_attention_candidates(
             if hasattr(module, "config"):
                 counts = zip(HEAD_COUNT_FIELDS, ("heads", "kv_heads"), (count.heads, count.kv_heads), strict=True)
                 in_config = {
-                    f"config.{n}": kind for n, kind, size in counts if _get_config_field(module.config, n) == size
+                    f"config.{n}": kind for n, kind, size in counts if get_uniform_field(module.config, n) == size
                 }
                 ways.append(numbers | in_config)
             fused = any(part in projections for part in ("qkv", "kv"))

@@ -180,7 +180,7 @@ def _keep_few_layers(config: Any, path: Path, count: int, num_first: int, num_pe
 
 
 def _enumerates_layers(values: Sequence[Any]) -> bool:
-    """Return whether a list contains consecutive layer indices, which do not show different kinds of layers."""
+    """Return whether a list contains only consecutive layer indices, which do not describe kinds of layers."""
     return all(type(v) is int for v in values) and list(values) == list(range(values[0], values[0] + len(values)))
 
 

@@ -33,6 +33,7 @@ from shardformer.layout.tied_tensors import max_difference
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.tensor_grid import GRID_AXIS_NAMES, TensorGrid
+from shardformer.module_paths import LIBRARIES
 from shardformer.pipeline.layer_sequence import LayerRange, LayerSequence, owner_layers, owner_stages
 from shardformer.pipeline.stage_forward import ParameterPlaceholders, StageForward, StagePass, is_placeholder
 from shardformer.pipeline.stage_manager import copy_shared_attributes
@@ -47,7 +48,6 @@ from shardformer.sharding.apply_tensor_grid import (
     make_argument_key,
     named_arguments,
 )
-from shardformer.sharding.checks import LIBRARIES
 from shardformer.torch_compat import tree_leaves
 
 MAX_ERROR_CHARS = 160  # Largest number of characters to quote from the errors of other code

@@ -8,8 +8,7 @@ intercepts the mean losses of ``torch.nn.functional`` and replaces the i-th one 
 
 The micro-batches' losses then sum to the full batch's loss, for every sum of mean losses with constant factors. The
 first backward pass needs N_i before the other forward passes have run (1F1B). The first forward pass therefore records
-how the i-th target derives from the micro-batch's tensors (``label_tracing``), and predicts the counts of the other
-micro-batches.
+how the i-th target is computed from the batch (``label_tracing``), and predicts the counts of other micro-batches.
 
 Every prediction is checked: each micro-batch must have the predicted count, and its loss must be the same linear
 combination of recorded losses. Otherwise a ConfigError asks for ``loss_weight``.
@@ -216,8 +215,7 @@ class LossWeights:
     Call ``start(m)`` and ``stop()`` around the head of each micro-batch's forward, backward on the result of
     ``scale_loss(m, loss)``, and ``finish()`` before the optimizer step. A single micro-batch keeps its loss.
 
-    The host synchronizes with the device in the first forward pass and in ``finish`` only. On the CPU, checks run at
-    once.
+    The host synchronizes with the device only in the first forward pass and in ``finish``. A CPU checks at once.
 
     Args:
         micro_batches: all micro-batches; shapes may differ.

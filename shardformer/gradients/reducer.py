@@ -50,7 +50,7 @@ class PausableReducer:
         return param.register_hook(before_accumulation), param.register_post_accumulate_grad_hook(after_accumulation)
 
     def _on_gradient(self, gradient: GradientSlot, grad: Tensor) -> Tensor | None:
-        """Handle a new gradient before autograd accumulates it. Return a tensor that replaces it, or None."""
+        """Called with a new gradient before autograd accumulates it. Return a replacement tensor, or None."""
         return None
 
     def _on_accumulated(self, gradient: GradientSlot) -> None:
@@ -141,8 +141,7 @@ class GradientReducer(PausableReducer):
 
         Args:
             size: Size of a bucket in bytes.
-            overlaps: Whether to reduce a bucket as soon as it is full. Otherwise all follow at the end of the backward
-                pass.
+            overlaps: Whether to reduce a bucket as soon as it is full, or else at the end of the backward pass.
 
         Returns:
             The buckets, which no longer change: unfreezing a parameter raises ConfigError.

@@ -30,6 +30,7 @@ from shardformer.kernels.model_specific_attention import (
     read_class_source,
     uses_attention_interface,
 )
+from shardformer.module_paths import find_configs
 from shardformer.torch_patches import Patch, Undo, install
 
 # without "flash", because transformers treats such names as the flash-attn package and passes packed sequences
@@ -113,8 +114,7 @@ def forward_on_kernels(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
 
 def find_attention_configs(model: nn.Module) -> list[Any]:
     """Return every config from which a module of the model reads its attention implementation."""
-    configs = [getattr(module, "config", None) for module in model.modules()]
-    return list({id(c): c for c in configs if hasattr(c, "_attn_implementation")}.values())
+    return [config for config in find_configs(model) if hasattr(config, "_attn_implementation")]
 
 
 def find_attention_classes(model: nn.Module) -> dict[type[nn.Module], str]:

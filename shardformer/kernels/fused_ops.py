@@ -19,6 +19,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 from warnings import catch_warnings, simplefilter
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -200,15 +201,51 @@ PROBE_INPUTS = (
     (torch.bfloat16, torch.float32),
     (torch.float32, torch.bfloat16),
 )
+PLAIN_VALUES = (bool, int, float, str, torch.Size, torch.dtype, type(None))
+_MODULE_STATE = frozenset(vars(nn.Module()))
 BOUNDS = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float64: 3e-7}  # relative; bf16: one unit in the last place
 
 
-@without_fake_tensors()
+_KNOWN_KINDS: WeakKeyDictionary[type[nn.Module], dict[tuple[Any, ...], str | None]] = WeakKeyDictionary()
+"""The result of ``norm_kind`` for each class and each set of its settings, because a model has many equal norms."""
+
+
 def norm_kind(module: nn.Module) -> str | None:
     """Identify a norm by its output as "layer" or one of ``RMS_KINDS``, or None if no formula matches."""
-    shape, eps = _normalized_shape(module), _find_eps(module)
+    shape, settings = _normalized_shape(module), _norm_settings(module)
     if shape is None:
         return None
+    if settings is None:
+        return _find_norm_kind(module, shape)
+    known = _KNOWN_KINDS.setdefault(type(module), {})
+    if settings not in known:
+        known[settings] = _find_norm_kind(module, shape)
+    return known[settings]
+
+
+def _norm_settings(module: nn.Module) -> tuple[Any, ...] | None:
+    """Return all that the output of a norm depends on, except its input and the values of its parameters.
+
+    Return None if that is more than one function and plain values, such as an attribute that is a function.
+    """
+    cls = type(module)
+    own = {name: value for name, value in vars(module).items() if name == "training" or name not in _MODULE_STATE}
+    names = [name for name in dir(cls) if not (name.startswith("__") or hasattr(nn.Module, name))]
+    shared = {name: value for name in names if not callable(value := getattr(cls, name, None))}
+    has_state = getattr(cls.forward, "__closure__", ()) is not None  # a closure, or an object instead of a function
+    if has_state or not all(map(_is_plain, (*own.values(), *shared.values()))):
+        return None
+    shapes = tuple((name, None if p is None else p.shape) for name, p in module._parameters.items())
+    return cls.forward, shapes, tuple(sorted(own.items())), tuple(sorted(shared.items()))
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, PLAIN_VALUES) or (isinstance(value, tuple) and all(map(_is_plain, value)))
+
+
+@without_fake_tensors()
+def _find_norm_kind(module: nn.Module, shape: tuple[int, ...]) -> str | None:
+    eps = _find_eps(module)
     has_weight, has_bias = (module._parameters.get(name) is not None for name in ("weight", "bias"))
     kinds = ["layer"] if eps is not None else []
     if len(shape) == 1 and not has_bias:

@@ -228,7 +228,7 @@ class ProcessGroupTransport:
         return gathered
 
     def announce_call(self, call: str, *, waits: bool) -> AnnouncedCalls:
-        """Write the number and name of this rank's next collective call to the launcher's store."""
+        """Write the number and the name of this rank's next collective call to the launcher's store."""
         store, rank = get_default_store(), dist.get_rank()
         reporter = get_deadlock_monitor(store, rank)
         name = f"shardformer/calls/{hashlib.sha256(repr(self._ranks).encode()).hexdigest()[:16]}"

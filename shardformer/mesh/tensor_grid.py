@@ -13,7 +13,7 @@ In 2.5D the weights are replicated over the depth axis, in 3D it shards the cont
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import isqrt, lcm
 from typing import Any
 
@@ -58,13 +58,6 @@ class TensorGrid:
     @property
     def coords(self) -> dict[str, int]:
         return {axis.name: axis.rank for axis in (self.row, self.column, self.depth)}
-
-    @property
-    def turned(self) -> TensorGrid:
-        """Grid for the next 3D linear layer, with the column and depth axes exchanged."""
-        column = self.column
-        turned = replace(self, column=self.depth, depth=column, hidden=column, contraction=column)
-        return replace(turned, batch=self.core, core=self.batch)
 
     @property
     def samples(self) -> int:

@@ -227,8 +227,7 @@ class ActivationStore:
         if not is_input and 2 * (end - start) >= storage.nbytes():  # store views of the same memory once
             start, end = 0, storage.nbytes()
         self._offload_undecided(MAX_POSSIBLE_INPUTS)
-        # Ranks of an axis must shard the same storages, although storages of earlier forward passes live on some of
-        # them.
+        # Ranks of an axis must shard the same storages, but some also have storages of earlier forward passes.
         forward = 0 if self._axis is None else self._forward
         key = (memory, x._version, start, end, forward, is_input)
         stored = self._stored.get(key)
@@ -343,7 +342,7 @@ class ActivationStore:
         return stored.gathered
 
     def _transfer_to_backward(self, stored: StoredStorage) -> None:
-        """Drop the references to fetched memory, which the backward pass then owns and frees."""
+        """Drop the references to fetched memory, so that the backward pass owns and frees it."""
         fetched_memory = [stored.gathered]
         stored.gathered, stored.is_wanted = None, False
         if stored.host is not None and stored.data is not None and not stored.is_leaving:

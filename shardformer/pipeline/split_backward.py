@@ -85,8 +85,7 @@ def backward_of_inputs(
         input_grads[i] = result
     if branches:
         release_saved_tensors(chain - {branch.node for branch in ran if branch.results is None})
-    # keep the output nodes alive: a custom function's node is owned by the nodes that run before it in the backward
-    # pass pass
+    # keep the output nodes alive: the nodes that run before a custom function own its node
     return input_grads, WeightBackward(other_outputs, ran, [edge for edge, _ in output_grads])
 
 

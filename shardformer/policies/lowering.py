@@ -1,13 +1,11 @@
-"""Convert roles (attention, MLP, experts) to module descriptions, and distribute attention heads over ranks."""
+"""Convert roles (attention, MLP) to module descriptions, and distribute attention heads over ranks."""
 
 from __future__ import annotations
 
-import copy
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import pairwise, product
+from itertools import pairwise
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +26,6 @@ from shardformer.policies.roles import (
     MLP,
     Attention,
     AttentionProjections,
-    Experts,
     LayerStack,
     LocalAttr,
     Role,
@@ -38,15 +35,13 @@ from shardformer.policies.roles import (
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 LayerReplacement = SubModuleReplacementDescription
-ALIGNED = 8
-"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
 ColumnPaths = Mapping[str, dict[str, Any]]
 """Path of a linear layer -> arguments of its parallel replacement."""
 
 
 @dataclass
 class LayerLowering:
-    """Converts the roles of one layer (attention modules, MLPs, experts) to module descriptions.
+    """Converts the roles of one layer to module descriptions.
 
     Args:
         layer: the layer.
@@ -96,7 +91,7 @@ class LayerLowering:
                     f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
                     remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused",
                 )
-        self._check_width(width, ups[0])
+        check_width(width, self.axis, f"{self.path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
         description, block = self.describe_block(mlp.at, {up: {"split": split} for up in ups}, down, row)
         norms = [] if mlp.norm is None else [paths.resolve_path(mlp.at, mlp.norm)]
@@ -107,47 +102,6 @@ class LayerLowering:
         block.fuse_activation = fused == 1 and not norms
         block.shared_exit = mlp.shared_exit
         return description
-
-    def describe_experts(self, experts: Experts) -> ModulePolicyDescription:
-        module = paths.get_module(self.layer, experts.at)
-        ups = paths.as_path_list(experts.up)
-        stacked = {name: self._require_stacked_parameter(module, experts, name) for name in (*ups, experts.down)}
-        shapes = {name: tuple(full.shape) for name, full in stacked.items()}
-        dims = self._choose_expert_dims(experts, shapes)
-        width = shapes[experts.down][dims[experts.down]]
-        self._check_width(width, f"{experts.at}.{ups[0]}")
-        unit = math.gcd(width, ALIGNED)
-        is_aligned = width // unit >= self.axis.size
-        unit = unit if is_aligned else 1
-        up_split = Split.fused([width] * experts.fused, self.axis.size, unit)
-        if experts.interleaved:
-            up_split = Split.even(experts.fused * width, self.axis.size, experts.fused * unit)
-        splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, self.axis.size, unit)}
-        parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
-        block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
-        attributes = {} if is_aligned else _make_eager_experts_config(module, experts.at)
-        return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
-
-    def _choose_expert_dims(self, experts: Experts, shapes: Mapping[str, tuple[int, ...]]) -> Mapping[str, int]:
-        """Return the dim along which each parameter of stacked experts is sharded.
-
-        Raises PolicyError if no dim or several dims are possible.
-        """
-        ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
-        if experts.dims or experts.fused == 1:
-            required = dict(experts.dims) or {experts.down: 2}
-            ways = [way for way in ways if way | required == way]
-        if len(ways) != 1:
-            found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
-            raise PolicyError(
-                f"{self.path}.{experts.at} has {found}, in which {'several dims' if ways else 'no dims'} match",
-                rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
-                "elements per expert",
-                remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
-                if ways
-                else "Correct the names, `fused` or `dims`",
-            )
-        return ways[0]
 
     def describe_block(
         self, entry: str, entering: ColumnPaths, row: str, row_split: Split, cross_columns: ColumnPaths | None = None
@@ -166,32 +120,14 @@ class LayerLowering:
     def count_features(self, name: str, *, out: bool) -> int:
         return paths.num_features(paths.get_linear(self.layer, name, self.path), out=out)
 
-    def _check_width(self, width: int, up: str) -> None:
-        if width < self.axis.size:
-            raise ConfigError(
-                f"A tensor size of {self.axis.size} exceeds the {width} features of {self.path}.{up}",
-                remedy=f"Use a tensor size of at most {width}",
-            )
 
-    def _require_stacked_parameter(self, module: nn.Module, experts: Experts, name: str) -> Tensor:
-        full = getattr(module, name, None)
-        if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
-            raise PolicyError(
-                f"{self.path}.{experts.at}.{name} is not a parameter of stacked experts",
-                rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
-                remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
-            )
-        return full
-
-
-def _make_eager_experts_config(module: nn.Module, at: str) -> dict[str, Any]:
-    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
-    config: Any = getattr(module, "config", None)
-    if not hasattr(config, "_experts_implementation"):
-        return {}
-    config = copy.deepcopy(config)
-    config._experts_implementation = "eager"
-    return {paths.join_path(at, "config"): config}
+def check_width(width: int, axis: Axis, path: str) -> None:
+    """Raise ConfigError if an MLP or expert has fewer features than there are tensor ranks."""
+    if width < axis.size:
+        raise ConfigError(
+            f"A tensor size of {axis.size} exceeds the {width} features of {path}",
+            remedy=f"Use a tensor size of at most {width}",
+        )
 
 
 def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> None:
@@ -206,24 +142,6 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
                 + " Correct the path, or remove the role",
             )
-
-
-def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
-    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
-
-    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
-    Several choices fit if the number of features equals the hidden size.
-    """
-    ways = []
-    for at in (2, 1):
-        width, hidden = shapes[down][at], shapes[down][3 - at]
-        of = {
-            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
-            for name, s in shapes.items()
-        } | {down: [at]}
-        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
-        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
-    return ways
 
 
 @dataclass(frozen=True)

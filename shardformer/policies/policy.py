@@ -2,8 +2,7 @@
 
 A policy has one of three forms, each converted to the next:
 
-- roles (``shardformer.policies.role_policy.RolePolicy``): a table of the model's attention modules, MLPs and
-  embeddings;
+- roles (``shardformer.policies.role_policy.RolePolicy``): a table of attention modules, MLPs and embeddings;
 - the legacy form: ``argument_policy`` with lists of ``Col_Layer`` and ``Row_Layer``;
 - ``module_policy``: changes of attributes, parameters and submodules, for each kind of module.
 """

@@ -1,14 +1,13 @@
 """``RolePolicy``, a policy in the form of a table of the model's roles (attention modules, MLPs, embeddings).
 
 Paths in a table are relative: those of stacks to the base model (so that one table serves every head class), those of
-attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes a
-projection's path relative to the layer (BERT's output projection is outside the attention module). A trailing ``?``
-marks optional paths.
+attention modules and MLPs to one layer, and those of their projections to that module. A leading dot makes the path of
+a projection relative to the layer (BERT's output projection is outside the module). ``?`` marks optional paths.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
@@ -19,6 +18,7 @@ from shardformer import module_paths as paths
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.fused_ops import is_elementwise, norm_kind
 from shardformer.pipeline.layer_sequence import LayerSequence, StackDescription
+from shardformer.policies.experts import describe_experts
 from shardformer.policies.lowering import AttentionLowering, LayerLowering, LayerReplacement, check_exits
 from shardformer.policies.module_descriptions import (
     ModuleKey,
@@ -35,6 +35,8 @@ from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, ModeLayers
 
 BETWEEN_LAYERS = "the model reads the hidden states between its layers, where each rank has only a shard"
 BETWEEN_STAGES = "the model reads the hidden states between its layers, but a stage has only those of its own layers"
+LARGE_SHARE = 0.1
+"""A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
 
 
 class RolePolicy(Policy):
@@ -272,7 +274,7 @@ class RolePolicy(Policy):
         if isinstance(role, MLP):
             return lowering.describe_mlps(role if self.sums_block_outputs() else replace(role, shared_exit=None))
         if isinstance(role, Experts):
-            return lowering.describe_experts(role)
+            return describe_experts(role, lowering.layer, lowering.path, lowering.axis)
         attention = self._convert_attention(role, lowering)
         if (heads := attention.uneven_heads) is None:
             return attention.describe()
@@ -314,6 +316,43 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
         check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
         check_field_types(description)
     return found
+
+
+def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection[int], stacks: Sequence[str]) -> None:
+    """Raise PolicyError if the policy has neither a rule nor an entry in ``keep_replicated`` for a matrix.
+
+    Args:
+        matched: ids of the parameters with a rule.
+        stacks: paths of the stacks of layers.
+    """
+    replicated = policy.replicated()
+    if replicated is None:
+        return
+    total = sum(p.numel() for p in model.parameters())
+    inside = tuple(f"{path}." for path in stacks)
+    left: dict[str, nn.Parameter] = {}
+    for name, p in model.named_parameters():
+        is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
+        is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
+        if is_relevant and id(p) not in matched and not is_replicated:
+            left[name] = p
+    if left:
+        name, p = next(iter(left.items()))
+        _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
+        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
+        raise PolicyError(
+            f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
+            + (f", nor for {', '.join(map(repr, others))}" if others else ""),
+            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated",
+            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'})",
+        )
+
+
+def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
+    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
+    stack = next((s for s in stacks if name.startswith(s)), name)
+    layer, dot, rest = name.removeprefix(stack).partition(".")
+    return f"{stack}*{dot}{rest}" if layer.isdigit() else name
 
 
 def _processes_tokens_separately(norm: nn.Module, layers: nn.Module) -> bool:

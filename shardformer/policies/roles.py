@@ -24,8 +24,16 @@ LOCAL_ATTR_KINDS = {
 """Allowed values in ``local_attrs``, for each kind of entry."""
 
 
+@dataclass(frozen=True)
+class _Checked:
+    """Base class of roles, which raises PolicyError for a field with a value of the wrong type."""
+
+    def __post_init__(self) -> None:
+        check_field_types(self)
+
+
 @dataclass(frozen=True, kw_only=True)
-class AttentionProjections:
+class AttentionProjections(_Checked):
     """Paths of the linear layers of an attention module, which may be fused: q, k and v, or qkv, or q and kv.
 
     Args:
@@ -47,9 +55,6 @@ class AttentionProjections:
     partitions: int = 1
     gates: Sequence[str] = ()
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 Q_K_V_O = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="o_proj")
 Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_proj")
@@ -64,7 +69,7 @@ Q_K_V_OUT = AttentionProjections(q="q_proj", k="k_proj", v="v_proj", out="out_pr
     }
 )
 @dataclass(frozen=True, kw_only=True)
-class AttentionInputs:
+class AttentionInputs(_Checked):
     """Inputs of an attention module, if they are not only the first tensor argument of its module.
 
     Args:
@@ -86,13 +91,10 @@ class AttentionInputs:
     reads_width: bool = False
     full_sequence: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 @renamed_arguments({"counts": "local_attrs"})
 @dataclass(frozen=True)
-class Attention:
+class Attention(_Checked):
     """Role of an attention module in a layer: its projections, inputs and head counts.
 
     Args:
@@ -122,7 +124,7 @@ class Attention:
     optional: bool = False
 
     def __post_init__(self) -> None:
-        check_field_types(self)
+        super().__post_init__()
         every = tuple(dict.fromkeys(chain(*LOCAL_ATTR_KINDS.values())))
         for name, entry in self.local_attrs.items():
             if (entry if isinstance(entry, str) else entry[0]) not in every:
@@ -142,15 +144,14 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
 
 @renamed_arguments({"exits_with": "shared_exit"})
 @dataclass(frozen=True)
-class MLP:
+class MLP(_Checked):
     """Role of an MLP in a layer: the linear layers that read its input, and the linear layer at its exit.
 
     Args:
         at: path of the module. Its first tensor argument is the input. ``*`` matches several modules (experts).
         up: linear layers that read the input (gate and up). Those that end in ``?`` are optional.
         down: the linear layer at the exit.
-        fused: number of blocks fused in each linear layer of ``up`` (2 for a fused gate and up). None derives it from
-            sizes.
+        fused: number of blocks fused in each layer of ``up`` (2 for a fused gate and up). None derives it from sizes.
         norm: a norm over all features between entry and exit.
         shared_exit: output projection of the attention before it, relative to the layer, if the layer adds both
             outputs directly. Both then use one collective.
@@ -165,13 +166,10 @@ class MLP:
     shared_exit: str | None = None
     optional: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 @renamed_arguments({"summands": "replicated_terms"})
 @dataclass(frozen=True)
-class Experts:
+class Experts(_Checked):
     """Role of the experts of a layer, whose weights are stacked into 3-D parameters.
 
     Each expert is sharded along its features.
@@ -198,9 +196,6 @@ class Experts:
     dims: Mapping[str, int] = field(default_factory=dict)
     optional: bool = False
 
-    def __post_init__(self) -> None:
-        check_field_types(self)
-
 
 Role = Attention | MLP | Experts
 
@@ -214,7 +209,7 @@ def get_exit_path(role: Role) -> str | None:
 
 @renamed_arguments({"context": "cross_states", "whole_sequence": "no_sequence_parallel"})
 @dataclass(frozen=True)
-class LayerStack:
+class LayerStack(_Checked):
     """Role of a stack of layers: the path of the ModuleList, and the roles in each layer.
 
     Args:
@@ -243,7 +238,7 @@ class LayerStack:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "reads_context", False)
-        check_field_types(self)
+        super().__post_init__()
         reads = any(isinstance(role, Attention) and role.inputs.cross_attention for role in self.blocks)
         object.__setattr__(self, "reads_context", reads)
         name = self.cross_states[1] if self.cross_states and reads else None

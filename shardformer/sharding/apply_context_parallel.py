@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from torch import nn
 
@@ -21,6 +20,7 @@ from shardformer.module_paths import find_module
 from shardformer.pipeline.layer_sequence import StackDescription
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.transformers_compat import get_uniform_field
 
 RING, GROUP = "ring", "ulysses"
 """Names of the two axes into which the sequence axis is split."""
@@ -135,18 +135,10 @@ def _get_head_counts(model: nn.Module) -> tuple[int, int]:
     config = getattr(model, "config", None)
     inner = getattr(config, "get_text_config", lambda: config)()
     for name in ("num_attention_heads", "n_head", "num_heads", "encoder_attention_heads"):
-        if isinstance(queries := _get_uniform_field(inner, name), int):
-            keys = _get_uniform_field(inner, "num_key_value_heads")
+        if isinstance(queries := get_uniform_field(inner, name), int):
+            keys = get_uniform_field(inner, "num_key_value_heads")
             return queries, keys if isinstance(keys, int) else queries
     return 1, 1
-
-
-def _get_uniform_field(config: Any, name: str) -> Any:
-    """Return a field of a config, or None if it is missing or its value differs between layers."""
-    try:
-        return getattr(config, name, None)
-    except RuntimeError:  # transformers raises it for a value that differs between layers
-        return None
 
 
 def _is_inside_host(context: ParallelContext, group: int) -> bool:

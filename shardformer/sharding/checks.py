@@ -34,7 +34,7 @@ from shardformer.mesh.init_distributed import ENDED
 from shardformer.mesh.parallel_context import ParallelContext, launcher_store
 from shardformer.mesh.rank_failures import LostPeerError
 from shardformer.meta_init.materialization import check_recipes, record_changes
-from shardformer.module_paths import find_configs
+from shardformer.module_paths import LIBRARIES, find_configs
 from shardformer.pipeline.stage_manager import Stages
 from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
@@ -439,9 +439,6 @@ def iterate_norms(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     for path, module in model.named_modules():
         if "norm" in type(module).__name__.lower() and not module._modules:
             yield path, module
-
-
-LIBRARIES = ("torch", "transformers", "timm", "shardformer")
 
 
 def runs_library_code(module: nn.Module) -> bool:

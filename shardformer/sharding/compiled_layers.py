@@ -96,7 +96,8 @@ class StackCompiler:
         backend = torch_compat.name_of_backend(self.backend)
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
-        text += f", {count} graph{'s'[: count != 1]}, no graph break" if count else ", at their first forward pass"
+        graphs = f"{count} graph{'' if count == 1 else 's'}, no graph break"
+        text += f", {graphs}" if count else ", at their first forward pass"
         return text + (f", {self.eager_calls} calls without compilation." if self.eager_calls else ".")
 
 

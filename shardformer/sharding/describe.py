@@ -301,7 +301,7 @@ def find_covering_paths(names: Collection[str], all_parameters: Mapping[str, obj
 
 
 def _list_prefixes(name: str) -> list[str]:
-    """Return the path of every module that contains ``name``, and the name: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
+    """Return ``name`` and the paths of all modules that contain it: ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     return list(accumulate(name.split("."), "{}.{}".format))
 
 

@@ -207,7 +207,7 @@ class ModuleFingerprint:
             now = (id(type(module)), _get_instance_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
-                    f"The forward method of {path} ({type(module).__name__}) was replaced after the model was sharded",
+                    f"forward of {path} ({type(module).__name__}) was replaced after the model was sharded",
                     rule="The forward method of a block is validated when the model is sharded",
                     remedy="Replace the `forward` of the plain model, then shard it",
                 )

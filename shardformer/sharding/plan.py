@@ -22,10 +22,7 @@ from shardformer.policies.module_descriptions import (
     SubModuleReplacementDescription,
 )
 from shardformer.policies.policy import Policy
-from shardformer.policies.role_policy import get_checked_descriptions
-
-LARGE_SHARE = 0.1
-"""A matrix outside the layer stacks that has more than this share of all parameters needs a rule."""
+from shardformer.policies.role_policy import check_no_missing_roles, get_checked_descriptions
 
 
 @dataclass(frozen=True)
@@ -132,7 +129,8 @@ def make_plan(model: nn.Module, policy: Policy, *, applies_rules: bool = True) -
         plan.token_free_modules.extend(_paths_in_layers(plan, lambda needs: needs.token_free_modules))
         plan.per_token_args.extend(_find_per_token_args(plan))
     _check_tied_weights(plan)
-    _check_unmatched_parameters(policy, plan)
+    matched = {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
+    check_no_missing_roles(policy, plan.model, matched, [stack.layers for stack in plan.stacks])
     return plan
 
 
@@ -338,38 +336,6 @@ def _reads_attribute(module_class: type[nn.Module], name: str) -> bool:
             return True
         waiting += code.co_names
     return False
-
-
-def _check_unmatched_parameters(policy: Policy, plan: ShardingPlan) -> None:
-    replicated = policy.replicated()
-    if replicated is None:
-        return
-    matched = {*plan.sharded_parameter_ids(), *(id(get_at(plan.model, name)) for name in plan.parameters)}
-    total = sum(p.numel() for p in plan.model.parameters())
-    inside = tuple(f"{s.layers}." for s in plan.stacks)
-    left: dict[str, nn.Parameter] = {}
-    for name, p in plan.model.named_parameters():
-        is_replicated = any(f"{name}.".startswith(f"{path}.") for path in replicated)
-        is_relevant = p.dim() > 1 and (name.startswith(inside) or p.numel() > LARGE_SHARE * total)
-        if is_relevant and id(p) not in matched and not is_replicated:
-            left[name] = p
-    if left:
-        name, p = next(iter(left.items()))
-        _, *others = dict.fromkeys(_without_layer_index(n, inside) for n in left)
-        known = ", ".join(dict.fromkeys(_without_layer_index(n, inside) for n in replicated))
-        raise PolicyError(
-            f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
-            + (f", nor for {', '.join(map(repr, others))}" if others else ""),
-            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated",
-            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'})",
-        )
-
-
-def _without_layer_index(name: str, stacks: Sequence[str]) -> str:
-    """Replace the index of a layer in a path by ``*``: ``layers.*.mlp.2`` for ``layers.0.mlp.2``."""
-    stack = next((s for s in stacks if name.startswith(s)), name)
-    layer, dot, rest = name.removeprefix(stack).partition(".")
-    return f"{stack}*{dot}{rest}" if layer.isdigit() else name
 
 
 def qualified_name(key: Any) -> str:

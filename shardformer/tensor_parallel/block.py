@@ -119,8 +119,7 @@ def _linear_through_block(x: LocalWidthTensor, weight: Tensor, bias: Tensor | No
     return y if bias is None else y + bias
 
 
-# B batch, S sequence, H hidden, F features of one linear layer; lower case: local shard (s = S / tensor, f = F /
-# tensor)
+# B batch, S sequence, H hidden, F features of a linear layer; lower case: local (s = S / tensor, f = F / tensor)
 
 
 @dataclass(eq=False)
@@ -184,8 +183,7 @@ class TensorParallelBlock:
     def _enter_compiled(self, x: Tensor, training: bool) -> Tensor:
         """Return the full input of a compiled block, from which each linear layer of the block computes its output.
 
-        The compiler sums the gradients of the linear layers before the collective of the backward pass, as ``project``
-        does.
+        The compiler sums the gradients of these layers before the collective of the backward pass, as in ``project``.
         """
         self._region = region = self.stream.select_region(x)
         self.is_flat = isinstance(region, SequenceShardedRegion) and x.dim() == 2

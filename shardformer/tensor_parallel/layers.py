@@ -1,7 +1,6 @@
 """Tensor-parallel linear layers, embeddings, norms and dropout (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-A linear layer stores its weight as (out, in) like nn.Linear, or as (in, out) like transformers' Conv1D
-(``transposed``).
+Linear layers store the weight as (out, in) like nn.Linear, or as (in, out) like transformers' Conv1D (``transposed``).
 """
 
 from __future__ import annotations

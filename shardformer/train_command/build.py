@@ -25,7 +25,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line
+from shardformer.errors import ConfigError, ShardFormerError, did_you_mean, first_line, import_optional
 from shardformer.filesystem.atomic_write import path_of
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.meta_init.materialization import is_lazy
@@ -232,12 +232,7 @@ def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
     Raises:
         ConfigError: PEFT is not installed, or does not accept the table for this model.
     """
-    try:
-        import peft
-    except ImportError as error:
-        raise ConfigError(
-            "The table lora requires peft, which is not installed", remedy="Run pip install 'shardformer[peft]'"
-        ) from error
+    peft = import_optional("peft", "The table lora", "peft")
     try:
         settings = peft.LoraConfig(
             r=table.rank,

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from shardformer.errors import ConfigError, check_names
+from shardformer.errors import ConfigError, check_names, format_bytes
 from shardformer.pipeline.schedule_chart import check_chart_file, check_matplotlib, replace_chart_file
 from shardformer.training.metrics_log import MetricsRecord, find_metrics_file, read_records, value_to_json
 
@@ -137,14 +137,6 @@ def uses_log_scale(name: str, values: NDArray[np.float64]) -> bool:
     if name not in _LOG_IF_WIDE or len(values) == 0 or values.min() <= 0:
         return False
     return bool(log10(values.max()) - log10(values.min()) > log10(_WIDE))
-
-
-def _format_bytes(value: float) -> str:
-    """Format a number of bytes with a unit, as in 2.1 GB for 2.1e9."""
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("KB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def panel_title(name: str) -> str:
@@ -509,7 +501,7 @@ def _summarize_run(records: Sequence[MetricsRecord]) -> dict[str, str]:
         cells[f"best {shown}"] = _format_loss(best.min()) if len(best) else cells[f"last {shown}"]
     speed, memory = (drop_nonfinite(metric_series(records, name))[1] for name in ("tokens_per_s", "memory_bytes"))
     cells["mean tokens/s"] = _format_number(float(f"{speed.mean():.4g}")) if len(speed) else ""
-    cells["peak memory"] = _format_bytes(float(memory.max())) if len(memory) else ""
+    cells["peak memory"] = format_bytes(float(memory.max())) if len(memory) else ""
     return cells
 
 

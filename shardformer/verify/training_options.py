@@ -53,8 +53,7 @@ class VerifyTraining:
         precision: with a ZeRO stage, "bf16" or "fp16": 16-bit parameters in both models, fp32 master weights, and the
             tolerances of 16 bits.
         offload: with a ZeRO stage, "cpu" or "nvme:DIR" for master weights and optimizer state of the sharded model.
-        gradient_accumulation_steps: backward passes per step, each of its own batch. All but the last run in
-            ``no_sync``.
+        gradient_accumulation_steps: backward passes per step, each of its own batch; all but the last in ``no_sync``.
         activation_checkpointing: whether the sharded model recomputes its layers in the backward pass.
         frozen_pattern: a regular expression. Parameters whose full name matches are frozen.
     """
@@ -145,8 +144,7 @@ class VerifyTraining:
             return ""
         more = [self.precision] if self.precision != "fp32" else []
         more += [f"offload to {self.offload.partition(':')[0]}"] if self.offload is not None else []
-        passes = self.gradient_accumulation_steps
-        more += [f"{passes} backward passes a step"] if passes > 1 else []
+        more += [f"{n} backward passes a step"] if (n := self.gradient_accumulation_steps) > 1 else []
         return ", ".join([f"ZeRO stage {self.zero_stage}, {self.optimizer}", *more])
 
 

@@ -38,7 +38,7 @@ from shardformer.layout.sharding_metadata import ShardingMetadata, find_metadata
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
 from shardformer.transformers_compat import save_code
-from shardformer.weights.state_dict import full_state_dict, load_state_dict
+from shardformer.weights.state_dict import full_state_dict
 
 MAX_BYTES = 5 * 10**9
 """Maximum size of a weights file, unless one tensor is larger."""
@@ -67,10 +67,9 @@ def export_pretrained(
 ) -> Path:
     """Export a sharded model to a directory that transformers' ``from_pretrained`` reads.
 
-    All ranks must call it. It writes full weights as safetensors files with an index, the config and the generation
-    config. No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary
-    file, as for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no
-    weights.
+    All ranks must call it. Writes full weights as safetensors files with an index, the config and generation config.
+    No rank materializes more of the full model than one tensor: each rank writes its shards to a temporary file, as
+    for a checkpoint, and the ranks assemble the weights files from it. Communicates names and sizes, but no weights.
 
     Args:
         directory: a new directory, or one that an export wrote, which is replaced when the export is complete. Other
@@ -267,28 +266,8 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
 _EMBEDDINGS = (nn.Embedding, VocabParallelEmbedding1D, Embedding1D)
 
 
-def install_saving_and_loading(model: nn.Module, state: ShardingMetadata) -> None:
-    """Replace methods of a sharded model so that saving, loading and ``num_parameters`` work with full weights.
-
-    Submodules raise ConfigError when they are saved.
-    """
-    model.__dict__["load_state_dict"] = load_state_dict.__get__(model)
-    for module in model.modules():
-        own = _save_pretrained if module is model else _raise_submodule_save_error
-        for name, method in (
-            ("save_pretrained", own),
-            ("resize_token_embeddings", _raise_resize_error),
-            ("load_adapter", _raise_load_adapter_error),
-        ):
-            if hasattr(module, name):
-                setattr(module, name, method.__get__(module))
-    if hasattr(model, "num_parameters"):
-        model.__dict__["num_parameters"] = _num_parameters.__get__(model)
-    if hasattr(model, "save_pretrained"):
-        state.notes.append("save_pretrained writes full weights. resize_token_embeddings is not supported.")
-
-
-def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    """Count the parameters of the full model, like ``num_parameters`` of transformers."""
     state = metadata_of(self)
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
@@ -306,7 +285,7 @@ def _num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings:
     )
 
 
-def _save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
+def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     """Save the full weights of a sharded model on the first rank, with ``save_pretrained`` of its class.
 
     All ranks must call it. Replaces the directory atomically (see ``DirectoryWriter``).
@@ -350,13 +329,15 @@ def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any
             )
 
 
-def _raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise ConfigError, because new rows of an embedding would not be sharded."""
     raise ConfigError(
         "resize_token_embeddings is not supported on a sharded model", remedy="Resize the plain model, then shard it"
     )
 
 
-def _raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
+    """Raise ConfigError for ``load_adapter`` of transformers on a sharded model."""
     raise ConfigError(
         "load_adapter of transformers is not supported on a sharded model",
         rule="It assigns full tensors to the parameters of the adapter",
@@ -364,7 +345,7 @@ def _raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
     )
 
 
-def _raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
+def raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for a submodule of a sharded model, because only the full model can gather its weights."""
     raise ConfigError(
         f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model",

@@ -21,8 +21,8 @@ from shardformer.torch_compat import IncompatibleKeys
 def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
     """Load a state dict with full tensors of the plain model, or with the local shards of this rank.
 
-    Communicates nothing, except under ZeRO stage 3, where all ranks call it with full tensors. Raises ConfigError for
-    the state dict of another model. The model is then unchanged.
+    Communicates nothing, except under ZeRO stage 3, where all ranks must call it with full tensors. Raises ConfigError
+    for the state dict of another model. The model is then unchanged.
     """
     state = metadata_of(self)
     _check_load_arguments(assign)

@@ -14,7 +14,7 @@ from math import prod
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from shardformer.errors import check_int
+from shardformer.errors import check_int, format_bytes
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, check_module
 from shardformer.offload.disk import FileShard, FileStore
 from shardformer.offload.host import DEVICE_TO_HOST, HOST_TO_DEVICE, HostMemory, OffloadConfig
@@ -25,8 +25,6 @@ from shardformer.zero.flat_shards import FlatShard
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.mixed_precision import MixedPrecision
 from shardformer.zero.stage3_parameters import ParamGroup, group_params
-
-GB = 1e9
 
 
 @dataclass(frozen=True)
@@ -154,13 +152,6 @@ def _ranks_per_parameter(model: nn.Module, data: int | None) -> dict[int, int]:
         * max(len(e.reduction.stages), 1)
         for e in state.entries
     }
-
-
-def format_bytes(value: float) -> str:
-    for unit, scale in (("GB", GB), ("MB", 1e6), ("KB", 1e3)):
-        if value >= scale:
-            return f"{value / scale:,.1f} {unit}"
-    return f"{value:,.0f} B"
 
 
 def measure_memory(

@@ -310,8 +310,7 @@ class ZeroOptimizer(Optimizer):
     def norm_of(self, params: Iterable[Tensor] | None, norm_type: float = 2.0) -> Tensor:
         """Return the 2-norm of the gradients of some parameters, or of all parameters for None.
 
-        The norm is identical on all ranks. All ranks must call it. Communicates one all-reduce of four numbers per
-        axis.
+        All ranks must call it, and receive the same norm. Communicates one all-reduce of four numbers per axis.
         """
         if norm_type != 2.0:
             raise ConfigError(

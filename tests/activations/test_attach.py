@@ -59,6 +59,7 @@ def trained(model: nn.Module, family: str, on: str | None, context: ParallelCont
     return float(loss.detach()), [p.grad for p in model.parameters()], figures, recorder
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize(
     ("family", "reentrant"),
     [("llama", None), ("llama", False), ("llama", True), ("t5", None), ("t5", True), ("bert", False), ("gpt2", None)]
@@ -86,7 +87,7 @@ def over_ranks(family: str, on: str | None, tensor: int, reentrant: bool | None,
     return run_as_threads(run, tensor=tensor)
 
 
-@pytest.mark.reduced(cover="reentrant")
+@pytest.mark.reduced(cover="reentrant", at_most=1)
 @pytest.mark.parametrize(
     ("family", "tensor", "reentrant"),
     [
@@ -294,6 +295,7 @@ def in_stages(on: str | None, schedule: str, tensor: int, reentrant: bool | None
     return run_as_threads(run, tensor=tensor, pipe=2, in_turn=True)
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_over_stages(schedule: str) -> None:
@@ -304,6 +306,7 @@ def test_over_stages(schedule: str) -> None:
         assert own[2].most_host > 0.5 * other[2].most
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
     """The received input of a stage is not sharded, because the pipeline keeps it for its gradient."""
@@ -318,7 +321,7 @@ def test_over_stages_and_tensor_ranks_with_checkpoints() -> None:
 # ----------------------------------------------------------------------------------------------------------------- ZeRO
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("reentrant", [None, False, True], ids=["whole", "checkpoint", "reentrant"])
 @pytest.mark.parametrize(("stage", "first"), [(2, "zero"), (3, "zero"), (3, "store")])

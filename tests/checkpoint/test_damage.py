@@ -123,6 +123,7 @@ def copy(two: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(two, tmp_path / "checkpoints"))
 
 
+@pytest.mark.reduced(at_most=40)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(100))
 def test_flipped_bit_is_detected_or_harmless(seed: int, copy: Path) -> None:
@@ -282,7 +283,7 @@ def _failing(monkeypatch: pytest.MonkeyPatch, at: int) -> list[int]:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=15)
 @pytest.mark.parametrize("save", [save_checkpoint, in_background])
 @pytest.mark.parametrize("at", range(1, 31))
 def test_failed_save_keeps_earlier_checkpoints(

@@ -47,7 +47,7 @@ def test_single_process_export_loads_in_transformers(family: str, tmp_path: Path
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "one"])
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_export_of_any_layout_loads_in_transformers(family: str, layout: str, tmp_path: Path) -> None:

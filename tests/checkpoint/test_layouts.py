@@ -76,7 +76,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return lambda family, layout: (folder_of(family, layout), expected(family))
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=4)
 @pytest.mark.parametrize(("family", "source", "target"), cases())
 def test_run_resumes_under_any_layout(family: str, source: str, target: str, saved: Saved) -> None:
     folder, expected = saved(family, source)

@@ -442,15 +442,6 @@ def test_invalid_request_raises_on_all_ranks_before_transfer(asked: Asked, messa
     assert len(set(run_as_threads(do, data=3))) == 1
 
 
-@pytest.mark.parametrize("given", [[0, 0], [8, 9], [True, True], [8, 2.5]])
-def test_invalid_chunk_bytes_is_refused(given: list[Any]) -> None:
-    def do(context: ParallelContext) -> None:
-        with pytest.raises(ConfigError, match="chunk_bytes is"):
-            exchange_items([], [], context.data, chunk_bytes=given[context.data.rank])
-
-    run_as_threads(do, data=2)
-
-
 # ---------------------------------------------------------------------------------------------------- processes
 
 
@@ -475,6 +466,7 @@ def rows_become_columns(chunk_bytes: int) -> ReshardStats:
     return found
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("chunk_bytes", [20, move.TRANSFER_BYTES])
 def test_processes_and_threads_transfer_the_same(pool4: WorkerPool, chunk_bytes: int) -> None:
     found = pool4.run(rows_become_columns, chunk_bytes)

@@ -51,6 +51,7 @@ def step(model: Any, optimizer: torch.optim.Optimizer, pipeline: Any = None) -> 
     optimizer.zero_grad()
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.slow
 @pytest.mark.parametrize(("sizes", "stage"), LAYOUTS, ids=str)
 def test_the_state_is_written_and_read_as_that_of_the_plain_optimizer(

@@ -138,6 +138,7 @@ def values_in(source: str, changes: list[str]) -> Any:
 LAYOUTS = [["parallel.tensor=2"], ["parallel.pipe=2"], ["parallel.data=2"], ["data.batch_size=5"]]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("kind", ["gpt2", "bert"])
 def test_all_layouts_give_the_values_of_the_run(
     kind: str, trained: Path, pool2: WorkerPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -153,7 +153,7 @@ def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[
     assert max(found) < BOUND
 
 
-def test_recomputation_after_a_forward_of_another_length() -> None:
+def test_recomputation_after_a_forward_pass_of_another_length() -> None:
     def do(context: ParallelContext) -> float:
         def gradients(**options: Any) -> Values:
             model = model_of("llama", context, checkpointing=True, **SEQUENCE, **options)
@@ -337,7 +337,7 @@ def test_unsupported_options_are_refused(sizes: dict[str, int], options: dict[st
         run_as_threads(lambda context: model_of(context=context, **{"family": "llama", **options}), **sizes)
 
 
-def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward() -> None:
+def test_layer_that_cannot_be_traced_is_refused_in_the_first_forward_pass() -> None:
     def do(context: ParallelContext) -> None:
         model = model_of("llama", context, compile=BACKEND)
         norm = model.model.layers[1].input_layernorm

@@ -120,6 +120,7 @@ def losses(change: Callable[[Engine], None], layouts: list[dict[str, Any] | None
     return found
 
 
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.parametrize("name", CARRIED)
 def test_losses_equal_those_of_a_run_without_reshard(name: str) -> None:
     expected = losses(CARRIED[name], [None] * 4)

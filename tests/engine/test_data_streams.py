@@ -54,6 +54,7 @@ MAKES: dict[str, Callable[[int, int], tuple[Any, dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("kind", MAKES)
 @given(first=st.integers(2, 5), then=st.integers(2, 5), steps=st.integers(0, 2))
 def test_a_resumed_run_continues_with_the_next_sample(kind: str, first: int, then: int, steps: int) -> None:

@@ -104,6 +104,7 @@ def test_one_process_equals_a_plain_training_loop() -> None:
     assert _layout({"micro_batch_size": 2}) < EXACT
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -118,6 +119,7 @@ def test_two_processes_give_the_weights_of_one(pool2: WorkerPool, parallel: dict
     assert max(pool2.run(_layout, parallel)) < EXACT
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(
     "parallel", [{"pipe": 2, "zero_stage": 1}, {"tensor": 2, "zero_stage": 3}, {"pipe": 2, "tensor": 2}, {}], ids=str
 )

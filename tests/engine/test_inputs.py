@@ -66,6 +66,7 @@ def test_a_key_that_only_the_loss_function_reads(grid: str) -> None:
     check(plain, batch, distance(plain(input_ids=IDS), batch), GRIDS[grid], distance)
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("use_cache", [True, False])
 @pytest.mark.parametrize("grid", GRIDS)
 def test_packed_documents_are_masked_as_in_the_unsharded_model(grid: str, use_cache: bool) -> None:

@@ -99,7 +99,7 @@ def test_evaluation_over_data_ranks_keeps_training_modes(zero: int | None) -> No
     assert run_as_threads(do, data=2, in_turn=True) == [modes_of(model())] * 2
 
 
-def test_a_submodule_in_train_mode_returns_to_it_after_evaluation() -> None:
+def test_a_submodule_in_training_mode_returns_to_it_after_evaluation() -> None:
     """A dropout in training mode stays active in ``evaluate`` of a model in eval mode."""
     engine = engine_of(model())
     engine.eval()
@@ -117,11 +117,11 @@ def test_a_failed_evaluation_keeps_training_modes() -> None:
         assert modes_of(engine.model) == before
 
 
-def test_initialize_sets_a_model_in_eval_mode_to_train_mode() -> None:
+def test_initialize_sets_a_model_in_eval_mode_to_training_mode() -> None:
     assert all(modes_of(engine_of(Classifier().double().eval()).model).values())
 
 
-def test_initialize_keeps_a_partial_train_mode() -> None:
+def test_initialize_keeps_a_partial_training_mode() -> None:
     made = Classifier().double().eval()
     made.head.train()
     engine = engine_of(made)

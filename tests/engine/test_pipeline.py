@@ -545,6 +545,7 @@ def _hybrid_traffic(sequence: bool) -> dict[str, tuple[int, int]]:
     }
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("sequence", [False, True])
 def test_each_tensor_rank_sends_its_share_of_a_stage_boundary(pool4: WorkerPool, sequence: bool) -> None:
     """Each of two tensor ranks sends half of B*S*H, and gathers the other half on arrival."""

@@ -1,13 +1,18 @@
-"""Runs an example script on two ranks, and reads the losses that it prints."""
+"""Runs an example script on one rank or two, and reads the losses that it prints."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
+from typing import Any
 
+import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+import shardformer
+from shardformer.mesh.parallel_context import ParallelContext
 from tests.scripts import run_line
 
 NUM_STEPS = 10
@@ -21,6 +26,21 @@ def losses_in(output: str) -> list[float]:
 
 def run_in_two(script: Path, folder: Path) -> list[float]:
     return losses_in(run_line(f"shardformer run --nproc_per_node 2 {script}", folder))
+
+
+def run_in_one(
+    script: Path, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> list[float]:
+    """Run a script in this process, as its only rank."""
+
+    def launch(seed: int, **_: Any) -> ParallelContext:
+        torch.manual_seed(seed)
+        return ParallelContext.from_group(None)
+
+    monkeypatch.setattr(shardformer, "launch_from_torch", launch)
+    monkeypatch.chdir(folder)
+    runpy.run_path(str(script))
+    return losses_in(capsys.readouterr().out)
 
 
 def assert_same_weights(expected: Path, saved: Path) -> None:

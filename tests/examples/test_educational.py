@@ -84,7 +84,7 @@ def test_the_mlp_has_the_published_losses_and_half_the_memory_on_two_ranks(tmp_p
     assert max(two["memory_mb"]) < 0.66 * max(one["memory_mb"])
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("loss_parallel", [False, True], ids=["", "parallel-loss"])
 @pytest.mark.parametrize("cut", [False, True], ids=["whole", "cut"])
 def test_the_transformer_has_the_published_losses(cut: bool, loss_parallel: bool) -> None:

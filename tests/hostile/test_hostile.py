@@ -11,6 +11,7 @@ from tests.hostile.net import EQUAL, FINDINGS, HANGS, RAW, WRONG, Case, Trace, d
 SOME = {"argument": (arguments.cases, 12), "divergence": (divergence.cases, 8), "mutation": (mutations.cases, 5)}
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", SOME)
 def test_every_case_gives_the_right_result_or_an_error(kind: str) -> None:

@@ -221,3 +221,38 @@ def test_identification_in_two_threads_restores_warning_filters() -> None:
         first_has_left.set()
         assert futures[0].result(60) == "layer"
         assert warnings.filters == filters
+
+
+CALLS: list[int] = []
+
+
+class Counted(nn.Module):
+    """A norm that counts its calls. Its kind depends on an attribute of its class."""
+
+    scaled = False
+
+    def __init__(self, eps: float = 1e-6) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(HIDDEN))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        CALLS.append(1)
+        y = x.float() * torch.rsqrt(x.float().pow(2).mean(-1, keepdim=True) + self.eps)
+        return ((1.0 + self.weight.float() if self.scaled else self.weight) * y.type_as(x)).type_as(x)
+
+
+def test_equal_norms_are_identified_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of 80 layers has 160 equal norms. A norm that differs in anything is identified by its own output."""
+    kind = norm_kind(Counted())
+    assert kind == "olmo" and CALLS
+    CALLS.clear()
+    assert norm_kind(Counted()) == kind and not CALLS
+    assert norm_kind(Counted(eps=1e-5)) == kind and CALLS
+    other = Counted()
+    monkeypatch.setattr(other, "forward", lambda x: x.tanh())
+    assert norm_kind(other) is None
+    monkeypatch.setattr(Counted, "scaled", True)
+    assert norm_kind(Counted()) != kind
+    monkeypatch.setattr(Counted, "forward", lambda self, x: x.tanh())
+    assert norm_kind(Counted()) is None

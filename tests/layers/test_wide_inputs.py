@@ -110,7 +110,7 @@ def test_parameters_are_restored_after_an_error() -> None:
     assert {name: id(p) for name, p in layer.named_parameters()} == {name: id(p) for name, p in before.items()}
 
 
-def test_parallel_linears_cast_before_communication() -> None:
+def test_parallel_linear_layers_cast_before_communication() -> None:
     torch.manual_seed(0)
     columns, rows = nn.Linear(6, 8).bfloat16(), nn.Linear(8, 6).bfloat16()
     x = torch.randn(3, 6)
@@ -149,6 +149,7 @@ def test_fp32_buffers_that_reach_a_layer_are_cast() -> None:
     optimizer.step()
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.filterwarnings("ignore:The model computes statistics over the batch")
 @pytest.mark.parametrize("stage", [1, 3])
 def test_16_bit_engine_accepts_fp32_batches(stage: int) -> None:

@@ -219,6 +219,7 @@ def test_invalid_architectures_are_ignored_or_refused(folder: Path, named: Any) 
         assert source.head == "LlamaForCausalLM"
 
 
+@pytest.mark.reduced(at_most=12)
 @pytest.mark.parametrize(
     "fields",
     [

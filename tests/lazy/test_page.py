@@ -41,6 +41,7 @@ def test_the_page_contains_these_files() -> None:
     assert list(FILES) == ["random_weights.py", "save.py", "saved_weights.py", "whole.py"]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("name", PRINTED)
 def test_a_file_prints_the_output_on_the_page(pool2: WorkerPool, tmp_path: Path, name: str) -> None:
     for file in ("save.py", name):

@@ -52,7 +52,7 @@ def loaded_by_both(kind: Any, folder: Path, **options: Any) -> tuple[nn.Module, 
     return ours, plain
 
 
-@pytest.mark.reduced(one_in=4)
+@pytest.mark.reduced(one_in=4, at_most=3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_loads_as_with_transformers(family: str, tmp_path: Path) -> None:
     """Load from several files, including mixtral's experts, which are saved under other names and shapes."""
@@ -117,6 +117,7 @@ def test_tied_weights_saved_twice_are_tied_if_equal(tmp_path: Path) -> None:
 @pytest.mark.feature("lazy initialization")
 @pytest.mark.reduced(family=("llama", "gpt2", "t5", "vit", "blip-2"))
 # chatglm is not in transformers
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize(("family", "size"), in_turn(sorted(SMALL_CONFIGS.keys() - {"chatglm"}), (2,), (4,)))
 def test_a_training_step_is_that_of_the_loaded_model(family: str, size: int, tmp_path: Path) -> None:
     sample = SmallModel(family)

@@ -38,7 +38,7 @@ def with_values(make: Callable[[], nn.Module]) -> tuple[nn.Module, nn.Module]:
     return lazy, plain
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=12)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_family_gets_the_weights_buffers_and_ties_of_an_eager_build(family: str, dtype: torch.dtype) -> None:

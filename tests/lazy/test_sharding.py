@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from functools import cache
 from typing import Any
@@ -77,7 +78,7 @@ def test_parts_and_a_training_step_are_those_of_the_eager_model(
     sample = SmallModel(family)
     batch, plain, lazy = RandomBatches(sample.head_class)(0), built(sample), built_lazily(sample, size)
     whole = plain.state_dict()
-    eager = [built(sample) for _ in range(size)]
+    eager = [copy.deepcopy(plain) for _ in range(size)]
 
     def train(context: ParallelContext) -> None:
         rank = context.tensor.rank

@@ -47,6 +47,7 @@ def test_tensor_ranks_are_consecutive(pool4: WorkerPool) -> None:
     ]
 
 
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.parametrize(
     ("sizes", "shape"),
     [
@@ -165,6 +166,7 @@ def launched(config: Any, options: dict[str, Any]) -> tuple[Place, float]:
     return place(launch_from_torch(config, **options)), float(torch.rand(1))
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize(
     "config",
     [
@@ -205,6 +207,7 @@ def test_default_is_tensor_parallel_over_all_processes(pool2: WorkerPool) -> Non
         assert [here for here, _ in pool2.run(launched, config, {})] == pool2.run(grid, {"tensor": 2})
 
 
+@pytest.mark.reduced(at_most=7)
 @pytest.mark.parametrize(
     ("config", "said"),
     [

@@ -173,7 +173,7 @@ def recheck(known: Sequence[tuple[Mutant, Result]], base: Path, options: argpars
 
 
 def found_before(mutant: Mutant, base: Path, result: Result, limit_s: float) -> str:
-    """Whether the finding test also finds the mutant in another commit."""
+    """Return whether the finding test also finds the mutant in another commit."""
     assert result.found_by is not None
     with tempfile.TemporaryDirectory(dir=base.parent, prefix="tree-") as folder:
         tree = _copied(base, Path(folder))

@@ -40,6 +40,7 @@ def _clip(family: str, norm_type: float, max_norm: float) -> tuple[float, float,
     return got, want, worst, len(recorder.calls)
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])  # tied weights; KV heads that ranks share
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, 3.0, math.inf])
 def test_clipping_equals_torch_on_the_plain_model(pools: WorkerPools, family: str, norm_type: float) -> None:

@@ -153,6 +153,7 @@ CHANGES: dict[str, Change] = {
 }
 
 
+@pytest.mark.reduced(at_most=22)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_edits_of_gradients_take_effect(name: str, stage: int) -> None:
@@ -486,6 +487,7 @@ def scheduled(kind: str, is_sharded: bool, folder: Path | None) -> list[float]:
     return taken
 
 
+@pytest.mark.reduced(at_most=8)
 @pytest.mark.parametrize("kind", SCHEDULERS)
 def test_schedulers_continue_after_a_load(kind: str, tmp_path: Path) -> None:
     want = scheduled(kind, False, None)

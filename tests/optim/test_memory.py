@@ -40,6 +40,7 @@ def bytes_of(tensors: list[Tensor]) -> int:
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+@pytest.mark.reduced(at_most=12)
 @pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
@@ -185,7 +186,7 @@ def peak_of(ranks: int, stage: int, **how: Any) -> tuple[float, MemoryEstimate]:
     return max(run_as_threads(train, data=ranks)), said
 
 
-@pytest.mark.reduced(one_in=4)
+@pytest.mark.reduced(one_in=4, at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])

@@ -94,7 +94,7 @@ REDUCED = MixedPrecision("bf16", gradients="fp32")
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=5)
 @pytest.mark.parametrize(
     ("optimizer", "how"),
     [
@@ -208,7 +208,7 @@ def test_writes_between_steps_reach_offloaded_master_weights(files: bool, tmp_pa
 # ---------------------------------------------------------------------------------------------------------------- files
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("optimizer", "how"),
@@ -257,6 +257,7 @@ class Full:
         return self.call(*args)
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("after", [0, 1, 7, 12])
 @pytest.mark.parametrize("at_step", [0, 2])
 def test_full_disk_restores_the_previous_step(

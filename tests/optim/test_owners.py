@@ -93,7 +93,7 @@ def with_zero(job: Job, make: Make, clips: bool = True) -> list[Weights]:
     return run_as_threads(train, data=job.data, tensor=job.tensor)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("name", MAKERS)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise(name: str, stage: int) -> None:
@@ -103,7 +103,7 @@ def test_matrix_optimizers_over_data_ranks_equal_one_process_bitwise(name: str, 
         assert all(torch.equal(weights[key], value) for key, value in want.items())
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "job", "bound"),

@@ -72,6 +72,7 @@ def over_ranks(
     return run_as_threads(run, data=2)
 
 
+@pytest.mark.reduced(at_most=8)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("gradients", [None, "fp32"])
 @pytest.mark.parametrize("name", DTYPES)

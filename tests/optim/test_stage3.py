@@ -41,7 +41,7 @@ def _units_of_one_module(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(units, "SMALL_GROUP_NUMEL", 0)
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=2)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("job", "bound"),
@@ -205,6 +205,7 @@ CASES = {
 }
 
 
+@pytest.mark.reduced(at_most=10)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_unusual_use_of_layers(name: str) -> None:
@@ -298,6 +299,7 @@ def test_keep_frozen_decides_whether_frozen_layers_are_sharded(keep_frozen: bool
         assert all(float((weights[n] - p).abs().max()) < 1e-12 for n, p in want.state_dict().items())
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("reshard", [None, True])
 def test_over_stages_and_data_ranks(reshard: bool | None) -> None:
     """A step of several micro-batches gathers a layer once by default."""

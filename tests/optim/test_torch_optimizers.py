@@ -86,6 +86,7 @@ MAKES: dict[str, Any] = {
 }
 
 
+@pytest.mark.reduced(at_most=10)
 @pytest.mark.parametrize("how", ["tensor", "data", "zero"])
 @pytest.mark.parametrize("name", MAKES)
 def test_optimizer_that_is_not_elementwise_warns(name: str, how: str) -> None:

@@ -111,6 +111,7 @@ CASES: list[dict[str, Any]] = [
 ]  # fmt: skip
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("how", CASES, ids=lambda how: "-".join(str(x)[:5] for x in how.values()))
 def test_each_stage_trains_clips_and_resumes(how: dict[str, Any], tmp_path: Path) -> None:
     """Resume from the same layout, from another stage, and in one process without ZeRO."""

@@ -113,7 +113,7 @@ SEQUENCE = {"enable_sequence_parallelism": True}
 
 
 @pytest.mark.slow
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.parametrize(
     ("job", "bound"),
     [
@@ -375,6 +375,7 @@ def check_stages(trained_by: Callable[[nn.Module, ParallelContext], Any]) -> lis
     return [given for _, given in found]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("stage", [0, 2])
 def test_over_stages_and_data_ranks(stage: int) -> None:
     """The state of a parameter that several stages share is sharded over all of its ranks."""

@@ -61,6 +61,7 @@ def assert_same(
         torch.testing.assert_close(ours[1][name], grad, rtol=0, atol=bound * largest, msg=lambda m, n=name: f"{n}: {m}")
 
 
+@pytest.mark.reduced(at_most=30)
 @pytest.mark.slow
 @pytest.mark.parametrize("head", [head for head in TRAINABLE if head not in MASKED_IMAGES])
 def test_every_head_trains_as_on_the_full_batch(head: str) -> None:

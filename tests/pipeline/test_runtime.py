@@ -81,6 +81,7 @@ def _trace(schedule: str, micro_batches: int) -> tuple[list[Action], int, bool]:
     return [action for action, _, _ in trace.spans], trace.in_flight, in_order
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b", "interleaved", "interleaved_zb", "zbv"])
 def test_trace_matches_schedule_and_its_memory(pool2: WorkerPool, schedule: str) -> None:
     said = make_schedule(schedule, 2, 8)

@@ -107,6 +107,7 @@ def test_docstring_picture_matches_schedule(name: str, said: str | None) -> None
 # ----------------------------------------------------------------------------------------------------- all of all sizes
 
 
+@pytest.mark.reduced(at_most=5)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "chunks"), WITH_CHUNKS)
 def test_every_schedule_of_every_size_is_valid(name: str, chunks: int) -> None:
@@ -157,6 +158,7 @@ def test_action_has_short_text() -> None:
 # ----------------------------------------------------------------------------------------------- what each one promises
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize(("name", "chunks"), [pair for pair in WITH_CHUNKS if pair[0] != "zbv"])
 def test_simulated_bubble_matches_formula(name: str, chunks: int) -> None:
     for stages, micro_batches in sizes(name, chunks):

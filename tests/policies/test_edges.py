@@ -170,7 +170,7 @@ class ResidualInside(SelfAttention):
         return x + super().forward(x)
 
 
-def test_residual_around_the_exit_is_refused_in_the_first_forward() -> None:
+def test_residual_around_the_exit_is_refused_in_the_first_forward_pass() -> None:
     def train(context: ParallelContext) -> None:
         model = ToyLM()
         model.layers[0].attn.__class__ = ResidualInside
@@ -469,6 +469,7 @@ def test_rule_that_splits_heads_is_refused() -> None:
     refused(ConfigError, ToyLM, "does not divide num_heads=5", "Use a tensor size of 1, 5", policy=UnevenFirstForm)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     ("family", "heads"),
     [

@@ -237,6 +237,7 @@ SCRIPT = """
 """
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["train", "inference"])
 def test_legacy_run_command_works(tmp_path: Path, mode: str) -> None:

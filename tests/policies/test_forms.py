@@ -43,6 +43,7 @@ OVERLAP = {**SEQUENCE, "enable_sequence_overlap": True}
 # ---------------------------------------------------------------------------------------------------------------- roles
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, {"enable_fused_normalization": True}])
 def test_roles_shard_a_custom_model(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(ToyPolicy, pool2, config=config)
@@ -101,8 +102,9 @@ class FlatPolicy(ToyPolicy):
     stack = LayerStack("layers", [attention, MLP("fc1", up=".fc1", down=".fc2")], final_norm="norm")
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("config", [{}, OVERLAP])
-def test_linears_directly_in_the_layer_are_sharded(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
+def test_linear_layers_directly_in_the_layer_are_sharded(pool2: WorkerPool, config: Mapping[str, Any]) -> None:
     check_toy(FlatPolicy, pool2, FlatLM, config)
 
 
@@ -197,6 +199,7 @@ class MyBertByQualifiedName(MyBert):
     layer_key = "transformers.models.bert.modeling_bert.BertLayer"
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("policy", [MyBert, MyBertByClass, MyBertByPath, MyBertByQualifiedName])
 def test_module_policy_shards_bert(pool2: WorkerPool, policy: type[Policy]) -> None:
     check_sample(SmallModel("bert"), policy, pool2)

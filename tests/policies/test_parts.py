@@ -120,6 +120,7 @@ MODES: dict[str, dict[str, bool]] = {
 }
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("mode", list(MODES))
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_direct_parameters_train_as_in_one_process(ranks: int, mode: str) -> None:

@@ -72,7 +72,7 @@ def cut(model: nn.Module, context: ParallelContext, schedule: str = "1f1b") -> A
     return shard_model(copy.deepcopy(model), context=context, pipeline_stage_manager=manager)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=5)
 @pytest.mark.parametrize(
     ("family", "conversion"),
     [(f, c) for f in FAMILIES for c in CONVERSIONS if f in UNTIED or c != "autocast of tables in 16 bits"],

@@ -102,7 +102,7 @@ def came_apart(change: Change | None, odd: int, sizes: dict[str, int], at: int =
     return run_as_threads(do, **sizes, in_turn=True)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"tensor": 3}, {"sequence": 2}], ids=str)
 @pytest.mark.parametrize("name", CHANGES)
 def test_tensor_ranks_detect_divergence(name: str, sizes: dict[str, int]) -> None:
@@ -127,7 +127,7 @@ OF_DATA = [
 OF_DATA += [("mode", {"zero_stage": 2}), ("rate", {"zero_stage": 2}), ("rate", {"zero_stage": 3})]
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize(("name", "how"), OF_DATA, ids=str)
 def test_data_ranks_detect_divergence(name: str, how: dict[str, Any]) -> None:
     change, said = CHANGES[name]
@@ -179,6 +179,7 @@ def test_engine_may_use_optimizers_with_different_options_per_stage() -> None:
     assert run_as_threads(do, pipe=2, in_turn=True) == [3, 3]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     "sizes", [{"tensor": 2, "data": 2}, {"pipe": 2, "data": 2}, {"sequence": 2, "data": 2}], ids=str
 )

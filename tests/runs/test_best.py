@@ -56,7 +56,7 @@ def steps_in(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.glob("step-*"))
 
 
-@pytest.mark.reduced(one_in=2, first=0)
+@pytest.mark.reduced(one_in=2, first=0, at_most=1)
 @pytest.mark.parametrize(
     "parallel", [{"data": 2, "zero_stage": 1}, {"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str
 )

@@ -236,7 +236,7 @@ def test_packed_rows_have_the_loss_and_gradients_of_separate_rows(kind: str, tmp
     assert abs(loss_and_gradients(trainer, rows)[0] - expected) > 1e-6
 
 
-@pytest.mark.reduced(one_in=2, first=0)
+@pytest.mark.reduced(one_in=2, first=0, at_most=1)
 @pytest.mark.parametrize(
     "parallel",
     [

@@ -187,7 +187,7 @@ def test_labels_of_another_task_raise(task: str, rows: list[dict[str, Any]], wor
         load_data(classified(tmp_path, {"train": write_rows(tmp_path, rows)}, task))
 
 
-@pytest.mark.reduced(one_in=3, first=0)
+@pytest.mark.reduced(one_in=3, first=0, at_most=1)
 @pytest.mark.parametrize("task", ["regression", "multi_label_classification", "token_classification"])
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"data": 2, "zero_stage": 2}], ids=str)
 def test_the_layout_does_not_change_the_new_tasks(
@@ -224,6 +224,7 @@ def test_grouping_samples_of_one_length_raises(tmp_path: Path) -> None:
 
 @pytest.mark.reduced(one_in=2, first=0)
 # the library leaves a csv file open when its stream is not read to the end
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning", "ignore::ResourceWarning")
 @pytest.mark.parametrize("form", ["jsonl", "csv", "saved", "conversations"])
 def test_a_stream_resumes_and_equals_every_layout(form: str, pool2: WorkerPool, tmp_path: Path) -> None:
@@ -307,7 +308,7 @@ def test_a_dry_run_describes_a_stream(tmp_path: Path) -> None:
     assert report.summary.num_samples is None and report.ranks[0].step
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(one_in=2, first=1, at_most=1)
 @pytest.mark.parametrize("parallel", [{}, {"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 3}], ids=str)
 def test_frozen_parameters_do_not_change(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:
     changes = {**SMALL["gpt2"], "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -84,7 +84,7 @@ def test_losses_and_weights_equal_those_of_the_formula(smoothing: float, tmp_pat
         torch.testing.assert_close(weight, other, rtol=1e-4, atol=1e-6, msg=name)
 
 
-@pytest.mark.reduced(one_in=2, first=0)
+@pytest.mark.reduced(one_in=2, first=0, at_most=1)
 @pytest.mark.parametrize(
     "parallel",
     [

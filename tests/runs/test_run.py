@@ -119,6 +119,7 @@ def losses_of(made: TrainConfig) -> list[float]:
     return [record.values["loss"] for record in read_records(made.path)]
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("parallel", [{"tensor": 2}, {"pipe": 2}, {"data": 2, "zero_stage": 1}], ids=str)
 def test_the_layout_does_not_change_the_result(parallel: dict[str, Any], pool2: WorkerPool, tmp_path: Path) -> None:
     data = {"train": write_text(tmp_path), "batch_size": 6}

@@ -249,7 +249,7 @@ def test_padding_packed_documents_and_windows_work(family: str, more: dict[str, 
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(family=("gpt2", "whisper"))
+@pytest.mark.reduced(family=("gpt2", "whisper"), at_most=1)
 @pytest.mark.parametrize("layout", [{"sequence": 2, "pipe": 2}, {"sequence": 2, "pipe": 2, "tensor": 2}])
 @pytest.mark.parametrize("family", ["gpt2", "bert", "t5", "whisper"])
 def test_pipeline_stage_sends_its_positions(family: str, layout: dict[str, Any]) -> None:
@@ -443,6 +443,7 @@ def test_different_batches_on_sequence_ranks_are_refused() -> None:
     assert run_as_threads(compute, sequence=2, in_turn=True) == ["said", "said"]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(
     "sizes",
     [{"tensor": 2, "sequence": 2}, {"tensor": 1, "sequence": (2, 2)}, {"tensor": 1, "sequence": 4}],
@@ -453,6 +454,7 @@ def test_processes_give_the_results_of_one_process(pool4: WorkerPool, sizes: dic
     assert report.passed, str(report)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("zero", [1, 3])
 def test_zero_works_with_the_sequence_axis(pool4: WorkerPool, zero: int) -> None:
     sizes = {"tensor": 1, "sequence": 2}
@@ -497,6 +499,7 @@ LEFT_OUT: dict[str, tuple[str, Any, str, Any]] = {
 }
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     way, owner, attribute, instead = LEFT_OUT[name]

@@ -139,7 +139,7 @@ def test_larger_grids_equal_one_process(family: str, mode: str, sizes: Sizes) ->
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(cover="mode")
+@pytest.mark.reduced(cover="mode", at_most=1)
 @pytest.mark.parametrize(("mode", "sizes"), GRIDS, ids=str)
 def test_every_grid_shape_equals_one_process(mode: str, sizes: Sizes) -> None:
     check(plain_of("llama"), batches_of("llama", samples=5), mode, sizes)
@@ -187,6 +187,7 @@ def test_grid_works_in_a_pipeline(family: str, mode: str, sizes: Sizes) -> None:
     check(plain_of(family), batches_of(family, samples=4), mode, sizes, pipe=2, casts=1e-5, micro_batches=2)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_checkpointed_layers_have_the_same_gradients(mode: str, sizes: Sizes) -> None:
     plain = copy.deepcopy(plain_of("llama"))
@@ -194,6 +195,7 @@ def test_checkpointed_layers_have_the_same_gradients(mode: str, sizes: Sizes) ->
     check(plain, [*batches_of("llama", 3), *batches_of("llama", 4)], mode, sizes, casts=1e-5)
 
 
+@pytest.mark.full
 @pytest.mark.reduced(one_in=2)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_checkpointed_stacks_have_the_same_gradients(mode: str, sizes: Sizes) -> None:
@@ -256,6 +258,7 @@ def test_description_of_a_grid() -> None:
 # --- use cases
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.usefixtures("found_once")
 @pytest.mark.parametrize(
@@ -285,6 +288,7 @@ def test_unknown_norm_receives_all_features(monkeypatch: pytest.MonkeyPatch) -> 
     check(plain_of("bert"), batches_of("bert"), "2d", (2, 2))
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(("mode", "sizes"), [("2d", (2, 2)), ("3d", (2, 1, 2))], ids=str)
 def test_positions_and_masks_per_sample_work(mode: str, sizes: Sizes) -> None:
     """Packed documents and padding: the reduced model has one mask for all samples, the batches have one each."""
@@ -304,7 +308,7 @@ def sharded(context: ParallelContext, family: str, mode: str, sizes: Sizes, **op
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(cover="mode")
+@pytest.mark.reduced(cover="mode", at_most=1)
 @pytest.mark.parametrize(
     ("family", "mode", "sizes"),
     [
@@ -475,6 +479,7 @@ LEFT_OUT: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("name", LEFT_OUT)
 def test_removed_collective_is_detected(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prove_grid, "_GRID_RESULTS", {})

@@ -57,7 +57,7 @@ def saved_by(model: nn.Module) -> int:
     return sum(held.values())
 
 
-@pytest.mark.reduced(cover="mode", mode=("2d", "3d"))
+@pytest.mark.reduced(cover="mode", mode=("2d", "3d"), at_most=1)
 @pytest.mark.parametrize(
     ("mode", "sizes"),
     [("2d", (2, 2)), ("2d", (4, 1)), ("2d", (1, 4)), ("2.5d", (2, 2, 2)), ("3d", (2, 2, 2)), ("3d", (2, 1, 2))],

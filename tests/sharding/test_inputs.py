@@ -105,6 +105,7 @@ class Prefix(nn.Module):
         return loss.item(), grad
 
 
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 3}, {"tensor": 4}, {"sequence": 2}], ids=str)
 def test_learned_prefix_has_the_gradient_of_one_process(kv_heads: int, layout: dict[str, Any]) -> None:

@@ -35,6 +35,7 @@ def batch(family: str = "llama") -> dict[str, Any]:
     return RandomBatches(DEFAULT_HEAD[family])(0)
 
 
+@pytest.mark.reduced(at_most=6)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("sizes", [{"tensor": 3}, {"data": 2}, {"pipe": 2, "tensor": 2}], ids=str)

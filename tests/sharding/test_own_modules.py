@@ -104,7 +104,7 @@ def losses(model: nn.Module, name: str, context: ParallelContext | None = None, 
     return [float(engine.train_step(MODELS[name][1])) for _ in range(3)]
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.filterwarnings("ignore:The attention of:UserWarning")
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("sizes", [{"sequence": 2}, {"pipe": 2}], ids=str)

@@ -75,6 +75,7 @@ WRITES: dict[str, Callable[[Any, Path], object]] = {
 }
 
 
+@pytest.mark.reduced(at_most=18)
 @pytest.mark.parametrize("sizes", [{"tensor": 2}, {"pipe": 2}], ids=str)
 @pytest.mark.parametrize("what", WRITES)
 def test_shards_are_not_saved_as_full_tensors(what: str, sizes: dict[str, int], tmp_path: Path) -> None:

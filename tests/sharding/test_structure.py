@@ -97,6 +97,7 @@ CHANGES: list[tuple[Callable[[Any], None], str]] = [
 ]
 
 
+@pytest.mark.reduced(at_most=12)
 @pytest.mark.parametrize(("change", "said"), CHANGES, ids=lambda x: getattr(x, "__name__", ""))
 @pytest.mark.parametrize("late", [False, True])
 def test_changes_after_sharding_are_detected_in_the_next_forward(

@@ -61,6 +61,7 @@ def plain_gradient(model: Any, batch: dict[str, Tensor]) -> Tensor | None:
     return expected
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("order", ["before", "after"])
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 def test_torch_checkpoint_wrapper_gives_the_same_gradients(layout: dict[str, int], order: str) -> None:

@@ -142,7 +142,7 @@ def assert_alike(found: list[Step], expected: list[Step]) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=6)
+@pytest.mark.reduced(one_in=6, at_most=1)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert"])
 def test_trace_matches_collectives_and_peak_memory_of_real_step(family: str, layout: str) -> None:
@@ -152,6 +152,7 @@ def test_trace_matches_collectives_and_peak_memory_of_real_step(family: str, lay
     assert_alike(traced(sizes, sample, batch, options), computed(sizes, sample, batch, options))
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("family", ["llama", "bert"])
 def test_trace_without_padding_uses_no_mask(family: str) -> None:
     sample = SmallModel(family)
@@ -296,6 +297,7 @@ print(time.process_time() - start, int(peak) / 2**20)
 """
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_trace_of_one_of_1024_llama_7b_ranks_takes_seconds() -> None:
     """The first of 4 stages has 8 of 32 layers, with 2 all-reduces forward and 2 backward for each of 4 micro-batches.

@@ -23,6 +23,7 @@ from shardformer.verify.small_models import RandomBatches, SmallModel, sample_lo
 OVERLAP = {"enable_sequence_parallelism": True, "enable_sequence_overlap": True}
 
 
+@pytest.mark.reduced(at_most=4)
 @pytest.mark.parametrize("options", [{}, OVERLAP], ids=["plain", "overlap"])
 @pytest.mark.parametrize("family", ["bert", "gpt2", "llama", "t5"])
 def test_sharded_model_has_unsharded_gradients(family: str, options: dict[str, bool]) -> None:

@@ -39,7 +39,7 @@ def said_of(name: str) -> tuple[str, int]:
     return said
 
 
-@pytest.mark.reduced(cover="cell")
+@pytest.mark.reduced(cover="cell", at_most=2)
 @pytest.mark.parametrize("name", [of(name, "flash attention") for name in MODELS])
 def test_every_attention_call_uses_the_kernels(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, FLASH) == []
@@ -49,6 +49,7 @@ def test_every_attention_call_uses_the_kernels(timm_worker: WorkerPool, name: st
     assert forwards == {"swin": 4, "swin v2": 4, "vit pooled by attention": 3}.get(name, 2)
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("mode", ["sequence", "overlap"])
 @pytest.mark.parametrize("name", ["vit with all between", "beit", "eva02"])
 def test_flash_attention_with_all_other_options(timm_worker: WorkerPool, name: str, mode: str) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from unittest.mock import patch
 
 import pytest
@@ -70,7 +71,7 @@ def test_a_model_that_timm_creates_by_its_name(timm_worker: WorkerPool) -> None:
 def sharded_both_ways(name: str, ranks: int, options: dict[str, bool]) -> list[int]:
     """Shard and train an eager and a lazy model for one step. Return the number of sharded parameters."""
     plain = built(name)
-    eager, lazy = [built(name) for _ in range(ranks)], [built_lazily(name) for _ in range(ranks)]
+    eager, lazy = [copy.deepcopy(plain) for _ in range(ranks)], [built_lazily(name) for _ in range(ranks)]
     whole, batch = plain.state_dict(), images(0)
 
     def train(context: ParallelContext) -> int:

@@ -86,7 +86,7 @@ def test_stages_over_three_ranks(timm_worker: WorkerPool, name: str) -> None:
     assert in_worker(timm_worker, differences, name, (3,), {}, {}) == []
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=3, at_most=2)
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"),
     [
@@ -108,7 +108,7 @@ def test_weights_after_three_steps(timm_pools: WorkerPools, name: str, tensor: i
     assert report.gradient.where and any("over tensor (block)" in name for name in report.collectives)
 
 
-@pytest.mark.reduced(cover="mode")
+@pytest.mark.reduced(cover="mode", at_most=1)
 @pytest.mark.parametrize(
     ("name", "mode"),
     [
@@ -210,6 +210,7 @@ def dropped(mode: dict[str, bool], checkpointed: bool) -> list[list[bool]]:
     return found
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("mode", list(MODES))
 def test_ranks_drop_the_same_samples(timm_pools: WorkerPools, mode: str, checkpointed: bool) -> None:
@@ -342,6 +343,7 @@ def test_pipeline_parallel(timm_pools: WorkerPools, name: str, schedule: str) ->
     assert report.gradient.where and any("over pipe (activation)" in said for said in report.collectives)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("name", ["vit with all between", "beit with one bias for all", "eva with mixed rope", "swin"])
 def test_tensor_times_pipe(timm_pools: WorkerPools, name: str) -> None:
     small, pipeline = Small(name, None if name in STAGED else {"depth": 4}), VerifyPipeline(2, 2)

@@ -48,6 +48,7 @@ def sounds(step: int) -> dict[str, Tensor]:
     return {"input_values": values, "labels": torch.randint(1, 32, (4, 5), generator=generator)}
 
 
+@pytest.mark.full
 @pytest.mark.reduced(one_in=6)
 @pytest.mark.parametrize("kind", ["Wav2Vec2", "Hubert", "WavLM", "SEW", "UniSpeech", "Data2VecAudio"])
 def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
@@ -56,6 +57,7 @@ def test_masks_of_sounds_are_identical(pool2: WorkerPool, kind: str) -> None:
     assert report.passed, str(report)
 
 
+@pytest.mark.full
 @pytest.mark.reduced(one_in=2, first=1)
 @pytest.mark.parametrize("config", [{}, SEQUENCE])
 def test_each_data_rank_draws_the_plain_models_numbers_for_its_shard(

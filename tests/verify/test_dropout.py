@@ -109,6 +109,7 @@ def _joined(parts: list[Tensor], shape: torch.Size) -> Tensor:
     return torch.cat(parts, cut[0])
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "sequence"])
 @pytest.mark.parametrize("family", list(DROPOUT))
 def test_dropout_masks_equal_those_of_one_process(pool2: WorkerPool, family: str, sequence_parallel: bool) -> None:

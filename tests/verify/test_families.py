@@ -65,7 +65,7 @@ def assert_nobody_can_tell(report: Report, mode: str = "plain", tensor: int = 2)
 
 
 def _runs(sample: SmallModel, mode: str) -> bool:
-    """Whether the model supports sequence parallelism. If not, sharding must raise."""
+    """Return whether the model supports sequence parallelism. If not, sharding must raise."""
     head = sample.head_class
     between = head.endswith(("Backbone", "ForSemanticSegmentation")) or "use_weighted_layer_sum" in sample.changes
     return mode == "plain" or not (sample.family in WITHOUT_SEQUENCE or head in OF_QFORMER_ALONE or between)
@@ -92,7 +92,7 @@ def check(
     return "refused: " + refused.value.what.partition(": ")[2]
 
 
-@pytest.mark.reduced(family=("t5",))
+@pytest.mark.reduced(family=("t5",), at_most=3)
 @pytest.mark.parametrize(("family", "head", "tensor", "mode"), in_turn(EVERY_HEAD, (2, "plain"), (4, "sequence")))
 def test_every_head(pools: WorkerPools, family: str, head: str, tensor: int, mode: str) -> None:
     check(pools, SmallModel(family, head), RandomBatches(head), tensor, mode)
@@ -122,13 +122,13 @@ def test_sequence_overlap(pools: WorkerPools, family: str, tensor: int, record_p
         record_property("feature", refused)
 
 
-@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_single_precision(pools: WorkerPools, family: str, mode: str) -> None:
     check(pools, SmallModel(family), RandomBatches(DEFAULT_HEAD[family]), 2, mode, torch.float32)
 
 
-@pytest.mark.reduced(one_in=16)
+@pytest.mark.reduced(one_in=16, at_most=2)
 @pytest.mark.parametrize(
     ("name", "tensor", "mode"), in_turn([n for n in VARIANTS if n != SLOW], (2, "overlap"), (4, "plain"))
 )
@@ -151,7 +151,7 @@ def test_bert_with_chunked_feed_forward(pools: WorkerPools, tensor: int) -> None
         verify(sample, RandomBatches("BertForMaskedLM"), tensor=tensor, config=SEQUENCE, pool=pools(tensor))
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in reversed(MODES))))
 def test_tensor_times_data(pools: WorkerPools, family: str, mode: str) -> None:
     head = DEFAULT_HEAD[family]
@@ -171,7 +171,7 @@ def test_data_parallel(pools: WorkerPools, family: str, data: int) -> None:
     assert list(report.collectives) == ["all_reduce over data (gradients)"]
 
 
-@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"))
+@pytest.mark.reduced(family=("llama", "gpt2", "bert", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "mode"), in_turn(REGISTERED, *((mode,) for mode in MODES)))
 def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode: str) -> None:
     config = MODES[mode if _runs(SmallModel(family), mode) else "plain"]
@@ -182,7 +182,7 @@ def test_one_process_communicates_nothing(pools: WorkerPools, family: str, mode:
     assert report.collectives == {}
 
 
-@pytest.mark.reduced(family=("llama", "bert", "t5"))
+@pytest.mark.reduced(family=("llama", "bert", "t5"), at_most=1)
 @pytest.mark.parametrize(("family", "sequence", "tensor"), in_turn(READERS, (1, 2), (3, 4), (1, 4)))
 def test_sequences_shorter_than_the_number_of_ranks(
     pools: WorkerPools, family: str, sequence: int, tensor: int
@@ -247,7 +247,7 @@ def batch_with_states(step: int) -> dict[str, Tensor]:
     return {**batch, "encoder_hidden_states": states, "encoder_attention_mask": mask}
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @in_each_mode
 @over_two_and_four
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
@@ -258,7 +258,7 @@ def test_cross_attention(pools: WorkerPools, model_fn: Callable[[], nn.Module], 
     assert_nobody_can_tell(report, mode)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("mode", ["plain", "overlap"])
 @pytest.mark.parametrize("model_fn", [gpt2_on_states, bert_on_states])
 def test_cross_attention_on_states_of_the_batch(

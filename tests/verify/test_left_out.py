@@ -184,7 +184,7 @@ OTHER_CASES = [
 ]
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=2)
 @pytest.mark.parametrize(
     "case", [*CASES, *(pytest.param(case, marks=pytest.mark.full) for case in OTHER_CASES)], ids=str
 )
@@ -196,6 +196,7 @@ def test_every_omission_fails(pool2: WorkerPool, case: Case) -> None:
     assert re.search(case.where, report.gradient.where)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
 def test_without_omission_it_passes(pool2: WorkerPool, family: str) -> None:
     """The failures are caused by the omissions, which do not outlive their tests."""

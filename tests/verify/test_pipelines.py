@@ -80,6 +80,7 @@ def test_pipeline_parallel(pool2: WorkerPool, family: str, schedule: str, record
         record_property("feature", f"yes: {SAYS[family]}")
 
 
+@pytest.mark.full
 @pytest.mark.reduced(family=("llama", "t5"))
 @pytest.mark.feature("pipeline parallel")
 @pytest.mark.parametrize("family", SMALL_CONFIGS)
@@ -88,6 +89,7 @@ def test_tensor_times_pipe(pool4: WorkerPool, family: str) -> None:
     assert any("over tensor (block)" in name for name in report.collectives)
 
 
+@pytest.mark.full
 @pytest.mark.reduced(family=("t5",))
 @pytest.mark.parametrize("family", [family for family in SMALL_CONFIGS if family not in WITHOUT_SEQUENCE])
 def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
@@ -95,21 +97,21 @@ def test_sequence_parallel_times_pipe(pool4: WorkerPool, family: str) -> None:
     assert any("reduce_scatter over tensor (block)" in name for name in report.collectives)
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_four_stages(pool4: WorkerPool, family: str, schedule: str) -> None:
     check(pool4, SmallModel(family).deeper(8), schedule, pipe=4)
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_fewer_micro_batches_than_stages(pool4: WorkerPool, schedule: str, micro_batches: int) -> None:
     check(pool4, deep("gpt2"), schedule, pipe=4, micro_batches=micro_batches)
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "bert", "t5", "vit", "whisper", "albert"])
 def test_pipe_times_data(pool4: WorkerPool, family: str) -> None:
     """Each data rank has five samples, with different label counts in each micro-batch."""
@@ -124,7 +126,7 @@ def test_all_options_at_once(pool4: WorkerPool, family: str) -> None:
     check(pool4, deep(family), "interleaved", tensor=2, config={"enable_all_optimization": True})
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize("schedule", ZERO_BUBBLE)
 @pytest.mark.parametrize("family", [*FOUR_KINDS, "vit"])
 def test_a_split_backward(pool2: WorkerPool, family: str, schedule: str) -> None:
@@ -142,19 +144,19 @@ def test_settings_that_read_between_layers_raise(pool2: WorkerPool, name: str) -
         check(pool2, VARIANTS[name].sample)
 
 
-@pytest.mark.reduced(family=("llama", "t5"))
+@pytest.mark.reduced(family=("llama", "t5"), at_most=1)
 @pytest.mark.parametrize("family", FOUR_KINDS)
 def test_checkpointed_layers(pool2: WorkerPool, family: str) -> None:
     check(pool2, deep(family), "interleaved", recompute_layers=1)
 
 
-@pytest.mark.reduced(one_in=16, first=4)
+@pytest.mark.reduced(one_in=16, first=4, at_most=2)
 @pytest.mark.parametrize("name", [name for name in VARIANTS if name not in (*READ_BETWEEN, *OTHERWISE)])
 def test_other_config_settings(pool2: WorkerPool, name: str) -> None:
     check(pool2, VARIANTS[name].sample)
 
 
-@pytest.mark.reduced(one_in=6)
+@pytest.mark.reduced(one_in=6, at_most=2)
 @pytest.mark.parametrize("first", [1, 2, 3, 4, 5])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_split_anywhere(pool2: WorkerPool, family: str, first: int) -> None:
@@ -162,7 +164,7 @@ def test_several_stacks_split_anywhere(pool2: WorkerPool, family: str, first: in
     check(pool2, deep(family), partition=[first, 6 - first])
 
 
-@pytest.mark.reduced(one_in=6)
+@pytest.mark.reduced(one_in=6, at_most=1)
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [1, 2, 2, 1], [2, 1, 1, 2], [3, 1, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "whisper", "blip-2"])
 def test_several_stacks_with_virtual_stages(pool2: WorkerPool, family: str, cut: list[int]) -> None:
@@ -170,6 +172,7 @@ def test_several_stacks_with_virtual_stages(pool2: WorkerPool, family: str, cut:
     check(pool2, deep(family), "interleaved", partition=cut)
 
 
+@pytest.mark.full
 @pytest.mark.reduced
 @pytest.mark.parametrize("cut", [[1, 1, 1, 3], [2, 2, 1, 1]])
 @pytest.mark.parametrize("family", ["t5", "blip-2"])
@@ -177,7 +180,7 @@ def test_several_stacks_over_four_stages(pool4: WorkerPool, family: str, cut: li
     check(pool4, deep(family), pipe=4, partition=cut)
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=1)
 @pytest.mark.parametrize(
     ("schedule", "cut"),
     [("1f1b", [1, 4]), ("1f1b", [4, 1]), ("gpipe", "uniform"), ("interleaved", [2, 1, 1, 1]), ("zbv", [1, 1, 1, 2])],
@@ -221,7 +224,7 @@ def loss_of(head: str) -> Any:
     return Output(OUTPUTS[head]) if head in OUTPUTS else sample_loss
 
 
-@pytest.mark.reduced(family=("whisper",))
+@pytest.mark.reduced(family=("whisper",), at_most=2)
 @pytest.mark.parametrize(
     ("family", "head"),
     [(family, head) for family, head in EVERY_HEAD if head not in (*BETWEEN, MASKED_IMAGES)],
@@ -271,7 +274,7 @@ TIED: Mapping[str, Mapping[str, bool]] = {
 }
 
 
-@pytest.mark.reduced(family=("bert", "llama", "t5"))
+@pytest.mark.reduced(family=("bert", "llama", "t5"), at_most=1)
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "zbv"])
 @pytest.mark.parametrize("family", TIED)
 def test_tied_embedding_and_head_on_two_stages(pool2: WorkerPool, family: str, schedule: str) -> None:
@@ -281,6 +284,7 @@ def test_tied_embedding_and_head_on_two_stages(pool2: WorkerPool, family: str, s
     assert summed == (schedule != "zbv" or family == "t5"), report.collectives
 
 
+@pytest.mark.full
 @pytest.mark.reduced(family=("t5",))
 @pytest.mark.parametrize("family", ["gpt2", "t5", "albert"])
 def test_tied_weights_over_all_axes(pools: Any, family: str) -> None:
@@ -293,6 +297,7 @@ def test_untied_gradients_are_not_reduced_over_stages(pool2: WorkerPool) -> None
     assert not any("over pipe (gradients)" in name for name in report.collectives)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("family", ["llama", "t5"])
 def test_single_precision(pool2: WorkerPool, family: str) -> None:
     pipeline = VerifyPipeline(2, 3)

@@ -60,6 +60,7 @@ def test_an_expert_balancing_loss_differs_between_shards_and_full_batch(pools: W
     assert whole.loss.used > 1000 and whole.gradient.used > 1000, "far out of bounds"
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("reference", ["ranks", "tokens"])
 def test_with_equal_label_counts_the_means_are_equal(pools: WorkerPools, reference: str) -> None:
     report = found(pools, SmallModel("gpt2"), reference, tensor=2)

@@ -86,6 +86,7 @@ def test_a_config_with_a_process_group_raises(pool2: WorkerPool) -> None:
         verify(SmallModel("gpt2"), RandomBatches("GPT2LMHeadModel"), config=config, pool=pool2)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_call_without_main_guard_reports_its_line(tmp_path: Path) -> None:
     script = tmp_path / "script.py"

@@ -307,7 +307,7 @@ CASES = [
 ]
 
 
-@pytest.mark.reduced(one_in=4)
+@pytest.mark.reduced(one_in=4, at_most=5)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
     sample = SmallModel(case.family, changes=case.changes)
@@ -326,6 +326,7 @@ def test_every_omission_fails(pools: WorkerPools, case: Case) -> None:
     assert report.weight.used > 100
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(("tensor", "data", "config"), [(2, 1, {}), (2, 1, OVERLAP), (2, 2, SEQUENCE)])
 def test_without_omission_it_passes(pools: WorkerPools, tensor: int, data: int, config: dict[str, Any]) -> None:
     """The failures are caused by the omissions, not by patching, and do not outlive their tests."""
@@ -370,7 +371,7 @@ def test_a_report_prints_as_table_and_json(pool2: WorkerPool) -> None:
     assert data["bounds"] == {"loss": 1e-5, "gradient": 1e-4, "eps": 1.2e-7}
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=3, at_most=1)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "t5", "vit", "swin", "bloom"])
 def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family: str) -> None:
     """Norms, logits and scores that a model computes in fp32 are computed in fp64 in both models."""
@@ -382,6 +383,7 @@ def test_a_model_with_casts_meets_the_fp64_tolerances(pool2: WorkerPool, family:
     assert "with dropout and lower-precision casts disabled" in str(report)
 
 
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.parametrize("config", [{}, SEQUENCE, OVERLAP, ShardConfig(enable_sequence_parallelism=True)])
 def test_a_custom_model_with_policy_and_loss_passes(pool2: WorkerPool, config: Any) -> None:
     report = verify(Tower, numbers, tensor=2, loss_fn=distance, policy=TowerPolicy, config=config, pool=pool2)

@@ -17,7 +17,7 @@ from shardformer.verify.training_options import VerifyTraining
 from shardformer.verify.verification import verify
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=1)
 @pytest.mark.parametrize(
     ("family", "head", "training"),
     [
@@ -34,7 +34,7 @@ def test_over_data_and_tensor_ranks(family: str, head: str, training: VerifyTrai
     assert f"ZeRO stage {training.zero_stage}, {training.optimizer}" in str(report)
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=3, at_most=1)
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precision: str, pool2: WorkerPool) -> None:
@@ -47,7 +47,7 @@ def test_16_bit_training_over_data_ranks_equals_one_process(stage: int, precisio
 FROZEN = r"transformer\.wte\.weight|.*mlp\.c_fc\.weight"
 
 
-@pytest.mark.reduced(stage=(None, 3))
+@pytest.mark.reduced(stage=(None, 3), at_most=1)
 @pytest.mark.parametrize("stage", [None, 0, 1, 2, 3])
 def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None, pool4: WorkerPool) -> None:
     how = VerifyTraining(
@@ -61,6 +61,7 @@ def test_several_backwards_with_checkpoints_and_frozen_weights(stage: int | None
     assert report.passed, report
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: WorkerPool) -> None:
     how = VerifyTraining(stage, frozen_pattern=r"transformer\.(wte|wpe|h\.0)\..*")
@@ -70,6 +71,7 @@ def test_a_pipeline_stage_may_have_no_trainable_parameters(stage: int, pool4: Wo
     assert report.passed, report
 
 
+@pytest.mark.full
 def test_over_stages_and_data_ranks(pool4: WorkerPool) -> None:
     model = find_model("stablelm").deeper(2)
     batches = model.batches(4)

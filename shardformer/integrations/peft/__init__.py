@@ -14,11 +14,12 @@ from typing import Any
 from torch import nn
 
 from shardformer.integrations.peft import sharding
-from shardformer.integrations.peft.entry_points import install_entry_points
+from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
 from shardformer.integrations.peft.models import install_methods
 from shardformer.integrations.peft.sharding import has_adapters
+from shardformer.torch_patches import call_after_import
 
-__all__ = ["from_pretrained", "get_peft_model", "has_adapters", "install_entry_points", "shard_with_adapters"]
+__all__ = ["from_pretrained", "get_peft_model", "has_adapters", "shard_with_adapters"]
 
 
 def shard_with_adapters(
@@ -32,7 +33,7 @@ def get_peft_model(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``peft.get_peft_model`` for a sharded or plain model. All ranks must call it."""
     import peft
 
-    install_entry_points()
+    call_after_import(*PEFT_ENTRY_POINTS)
     return peft.get_peft_model(model, *args, **kwargs)
 
 
@@ -40,5 +41,5 @@ def from_pretrained(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
     """Call ``PeftModel.from_pretrained`` for a sharded or plain model. All ranks must call it and read the files."""
     import peft
 
-    install_entry_points()
+    call_after_import(*PEFT_ENTRY_POINTS)
     return peft.PeftModel.from_pretrained(model, *args, **kwargs)

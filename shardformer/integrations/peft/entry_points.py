@@ -9,12 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 from shardformer.integrations.peft.models import change_adapters
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE
-from shardformer.torch_patches import Patch, Undo, all_of, call_after_import, install, replace_attribute
+from shardformer.torch_patches import Patch, Undo, all_of, install, replace_attribute
 
 OWNER = "shardformer.integrations.peft.entry_points"
 IMPORT_PATCH = Patch("sys.meta_path", OWNER, "replaces constructors of PEFT when it is imported")
@@ -24,11 +24,6 @@ ADAPTER_PATCH = Patch(
     "shard the adapters that PEFT adds to a sharded model",
 )
 _IS_CHANGING: ContextVar[bool] = ContextVar("is_changing", default=False)
-
-
-def install_entry_points() -> None:
-    """Let PEFT's functions add adapters to sharded models. PEFT is not imported."""
-    call_after_import("peft", IMPORT_PATCH, lambda: install(ADAPTER_PATCH, _apply))
 
 
 def _apply() -> Undo:
@@ -67,3 +62,7 @@ def _constructor(original: Callable[..., None], *, wraps_model: bool) -> Callabl
         change_adapters(model, config, change)
 
     return __init__
+
+
+PEFT_ENTRY_POINTS = ("peft", IMPORT_PATCH, partial(install, ADAPTER_PATCH, _apply))
+"""Arguments of ``call_after_import``, which let PEFT's functions add adapters to sharded models."""

@@ -501,7 +501,7 @@ def _rebuild_reducer(state: ShardingMetadata, slots: list[GradientSlot], present
 def _find_region(
     sharded: nn.Module, state: ShardingMetadata, names: AdaptedNames, name: str
 ) -> tuple[ActivationLayout, ModelRegion]:
-    """Return the region of an adapter's parameter, which is the region of the parameters of its base."""
+    """Return the region of an adapter's parameter, which equals that of its base layer's parameters."""
     path = names.wrapper_of(name)
     if path is None:
         return state.activations, ModelRegion.OUTSIDE  # a prompt, before the model

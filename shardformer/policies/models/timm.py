@@ -121,7 +121,7 @@ class TimmSwinPolicy(TimmPolicy):
     no_sequence_parallel = NO_SEQUENCE_PARALLEL
 
 
-class TimmSwinV2Policy(TimmPolicy):
+class TimmSwinV2Policy(TimmSwinPolicy):
     attention = Attention(
         "attn",
         FUSED,
@@ -135,8 +135,6 @@ class TimmSwinV2Policy(TimmPolicy):
         inputs=AttentionInputs(reads_width=True),
     )
     stack = LayerStack("layers.*.blocks", [attention, TIMM_MLP])
-    keep_replicated = ("patch_embed", "layers.*.downsample", "head?")
-    no_sequence_parallel = NO_SEQUENCE_PARALLEL
 
 
 class TimmViTPolicy(TimmPolicy):

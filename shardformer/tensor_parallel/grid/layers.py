@@ -1,4 +1,4 @@
-"""Linears of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
+"""Linear layers of 2D, 2.5D and 3D tensor parallelism, and the communication of a block on a tensor grid.
 
               2D, 2.5D                                3D
     entry     all-gather of hidden over columns       all-gather of samples over columns

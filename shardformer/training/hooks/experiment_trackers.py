@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
-from shardformer.errors import ConfigError, first_line
+from shardformer.errors import ConfigError, first_line, import_optional
 from shardformer.training.hook import TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
 
@@ -29,7 +28,9 @@ class _Tracker(MetricsHook):
         self, directory: str | Path, project: str, name: str | None, config: Mapping[str, Any] | None, every: int
     ) -> None:
         super().__init__(directory, every)
-        self._module = _import_tracker(self._module_name, type(self).__name__)
+        name = self._module_name
+        what = f"The hook {type(self).__name__}"
+        self._module = import_optional(name, what, name, "use the hook TensorBoard or JsonLines")
         self.project, self.name = project, name
         self.config = dict(config or {})
         self._run_id: str | None = None
@@ -146,13 +147,3 @@ def _flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             found[prefix + key] = value
     return found
-
-
-def _import_tracker(module: str, hook: str) -> Any:
-    try:
-        return import_module(module)
-    except ImportError as error:
-        raise ConfigError(
-            f"The hook {hook} requires {module}, which is not installed",
-            remedy=f"Run pip install 'shardformer[{module}]', or use the hook TensorBoard or JsonLines",
-        ) from error

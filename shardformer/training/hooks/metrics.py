@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from shardformer.comm.collectives import all_gather_objects
-from shardformer.errors import ConfigError, InputError, did_you_mean, first_line
+from shardformer.errors import ConfigError, InputError, did_you_mean, first_line, import_optional
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
 from shardformer.training.data_loader import to_forward_arguments
 from shardformer.training.hook import Hook, TrainerProtocol, check_has_validation
@@ -155,13 +155,9 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
 
 
 def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
-    try:
-        from sklearn import metrics
-    except ImportError as error:
-        raise ConfigError(
-            f"Metrics({name!r}) requires scikit-learn, which is not installed",
-            remedy=f"Run pip install 'shardformer[metrics]', or pass a function: Metrics({name}=...)",
-        ) from error
+    metrics = import_optional(
+        "sklearn.metrics", f"Metrics({name!r})", "metrics", f"pass a function: Metrics({name}=...)", "scikit-learn"
+    )
     if name == "f1":
         return lambda labels, predictions: metrics.f1_score(
             labels,

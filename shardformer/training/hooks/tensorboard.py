@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from shardformer.errors import ConfigError
+from shardformer.errors import import_optional
 from shardformer.public_names import renamed_arguments
 from shardformer.training.hook import RENAMED_DIRECTORY, TrainerProtocol
 from shardformer.training.hooks.json_lines import EverySteps, MetricsHook, OutputDirectory
+
+_WRITER = (
+    "torch.utils.tensorboard.writer",
+    "The hook TensorBoard",
+    "tensorboard",
+    "use the hook JsonLines",
+    "tensorboard",
+)
 
 
 @renamed_arguments(RENAMED_DIRECTORY, attributes=RENAMED_DIRECTORY)
@@ -20,12 +26,12 @@ class TensorBoard(MetricsHook):
 
     def __init__(self, directory: OutputDirectory, every: EverySteps = 1) -> None:
         super().__init__(directory, every)
-        _import_summary_writer()
+        import_optional(*_WRITER)
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:
             purge = trainer.step + 1 if trainer.step else None
-            self._writer = _import_summary_writer()(str(self.directory), purge_step=purge)
+            self._writer = import_optional(*_WRITER).SummaryWriter(str(self.directory), purge_step=purge)
 
     def _write(self, trainer: TrainerProtocol, values: dict[str, float]) -> None:
         if self._writer is not None:
@@ -36,14 +42,3 @@ class TensorBoard(MetricsHook):
         super().after_validation(trainer)
         if self._writer is not None:
             self._writer.flush()
-
-
-def _import_summary_writer() -> Any:
-    try:
-        from torch.utils.tensorboard.writer import SummaryWriter
-    except ImportError as error:
-        raise ConfigError(
-            "The hook TensorBoard requires tensorboard, which is not installed",
-            remedy="Run pip install 'shardformer[tensorboard]', or use the hook JsonLines",
-        ) from error
-    return SummaryWriter

@@ -269,7 +269,7 @@ def difference(a: Tensor | None, b: Tensor | None) -> float:
 @over_two_and_four
 @in_each_mode
 @pytest.mark.parametrize("body", BODIES, ids=lambda f: f.__name__)
-def test_block_equals_the_plain_module_for_every_forward(
+def test_block_equals_the_plain_module_for_every_forward_pass(
     pools: WorkerPools, body: Forward, mode: str, ranks: int
 ) -> None:
     for found in pools(ranks).run(compared, body, once, mode):

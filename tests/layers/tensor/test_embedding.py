@@ -53,6 +53,7 @@ def compared(kind: str, padding_idx: int | None, options: dict[str, Any]) -> dic
     }
 
 
+@pytest.mark.reduced(at_most=15)
 @over_one_two_and_four
 @pytest.mark.parametrize("padding_idx", [None, 0, 64, 126, -1])
 @of_both_kinds

@@ -142,7 +142,7 @@ def name_of(case: Case) -> str:
     return " ".join([*filter(None, parts), "" if case.bias else "no bias"]).strip()
 
 
-@pytest.mark.reduced
+@pytest.mark.reduced(at_most=20)
 @over_two_and_four
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_sharded_linear_equals_the_plain_linear(pools: WorkerPools, case: Case, ranks: int) -> None:

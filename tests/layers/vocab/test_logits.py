@@ -299,6 +299,7 @@ def torch_s_own_errors(how: str) -> None:
 # ---------------------------------------------------------------------------------------------------------------- tests
 
 
+@pytest.mark.reduced(at_most=90)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16], ids=["fp64", "bf16"])
 @pytest.mark.parametrize(("kind", "name"), [(kind, name) for kind, names in TABLE.items() for name in names])
 def test_operation_equals_that_of_the_plain_tensor(pool2: WorkerPool, kind: str, name: str, dtype: torch.dtype) -> None:

@@ -13,7 +13,7 @@ MUTANTS = [
         "columns = zip(*(products[start] for start in sorted(products)), strict=True)",
         "columns = zip(*(products[start] for start in products), strict=True)",
         "With sequence_overlap, every rank but the first has its positions in a wrong order.",
-        first=("tests/layers/tensor/test_block.py::test_block_equals_the_plain_module_for_every_forward",),
+        first=("tests/layers/tensor/test_block.py::test_block_equals_the_plain_module_for_every_forward_pass",),
     ),
     mutant(
         "recomputation-with-another-length",

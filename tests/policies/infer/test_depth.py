@@ -55,7 +55,7 @@ def stacks_of(policy: Any) -> list[LayerStack]:
     return [policy.stack] if isinstance(policy.stack, LayerStack) else list(policy.stack)
 
 
-@pytest.mark.reduced(one_in=3)
+@pytest.mark.reduced(one_in=3, at_most=1)
 @pytest.mark.parametrize("family", FOUND)
 def test_pipeline_hints_are_inferred_and_required(family: str) -> None:
     name, needs = FOUND[family]

@@ -42,6 +42,7 @@ class Masked(ToyLM):
         return logits
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["torch", "numpy", "python"])
 def test_a_policy_is_derived_for_a_model_with_random_masks(how: str) -> None:

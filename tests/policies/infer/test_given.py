@@ -166,6 +166,7 @@ WRONG: dict[str, tuple[Callable[[], nn.Module], Any, Sequence[str]]] = {
 }
 
 
+@pytest.mark.reduced(at_most=5)
 @pytest.mark.parametrize("name", WRONG)
 def test_a_wrong_policy_raises_before_sharding_and_names_the_role(name: str) -> None:
     make, policy, words = WRONG[name]
@@ -216,6 +217,7 @@ def test_a_policy_is_validated_over_the_actual_number_of_ranks() -> None:
 # ----------------------------------------------------------------------------------------------------------- right ones
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize(
     ("make", "policy"),
     [

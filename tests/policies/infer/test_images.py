@@ -161,6 +161,7 @@ def check(
     assert set().union(*run_as_threads(run, **layout)) == set(gradients)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_stages_are_validated_with_images_and_match_one_device(how: str) -> None:
     plain = seer(how)
@@ -171,6 +172,7 @@ def test_stages_are_validated_with_images_and_match_one_device(how: str) -> None
     check(plain, policy, batch_of(), tensor=2)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.filterwarnings("ignore:The attention of Seer cannot read")
 @pytest.mark.parametrize("how", ["plain", "deep"])
 def test_context_parallelism_with_images_matches_one_device(how: str) -> None:

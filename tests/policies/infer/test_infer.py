@@ -76,7 +76,7 @@ def describe_policy(model: nn.Module, policy: Policy) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=7)
+@pytest.mark.reduced(one_in=7, at_most=1)
 @pytest.mark.parametrize("family", sorted(FOUND))
 def test_derived_policies_match_registered_policies(family: str) -> None:
     model = SmallModel(family)()
@@ -91,7 +91,7 @@ def _without_hints(lines: list[str]) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(one_in=10, first=6)
+@pytest.mark.reduced(one_in=10, first=6, at_most=1)
 @pytest.mark.parametrize("family", sorted(UNDESCRIBED))
 def test_unregistered_families_are_sharded(family: str) -> None:
     model = small(family)
@@ -112,7 +112,7 @@ def test_unregistered_families_are_sharded(family: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.reduced(cover="need")
+@pytest.mark.reduced(cover="need", at_most=1)
 @pytest.mark.parametrize(
     ("family", "head", "need", "name"),
     [
@@ -170,6 +170,7 @@ def test_printed_source_defines_the_same_policy(family: str) -> None:
     assert describe_policy(model, names["Written"]()) == describe_policy(model, policy)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("family", ["albert", "convbert"])
 def test_printed_source_contains_sequence_hints(family: str) -> None:
@@ -297,6 +298,7 @@ def test_a_reduced_model_has_a_layer_of_each_kind() -> None:
     assert find_layer_kinds(reduce_model(model).model) == find_layer_kinds(model)
 
 
+@pytest.mark.full
 @pytest.mark.slow
 def test_a_model_with_infinite_gradients_in_fp64_is_validated_in_fp32() -> None:
     """The mask is the lowest fp64 value, for which softmax in fp32 is not finite, and the inputs are (S, B, H)."""
@@ -327,7 +329,7 @@ OTHER_STATES = {
 @pytest.mark.slow
 @pytest.mark.full
 @pytest.mark.parametrize("name", OTHER_STATES)
-def test_attentions_with_several_input_arguments_are_sharded(name: str) -> None:
+def test_attention_modules_with_several_input_arguments_are_sharded(name: str) -> None:
     native: Any = getattr(transformers, name)
     policy: Any = derive_policy(native.config_class(architectures=[name]))
     stacks = [policy.stack] if isinstance(policy.stack, LayerStack) else policy.stack

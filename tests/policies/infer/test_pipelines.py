@@ -96,6 +96,7 @@ def test_a_module_that_reads_parameters_of_another_stage_is_named(pool2: WorkerP
         report_of(pool2, "xlm", XLM)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize(("family", "returns"), [("mpt", 2), ("deberta-v2", 2), ("olmo2", 0)])
 def test_the_number_of_layer_outputs_is_inferred_and_printed(family: str, returns: int) -> None:
     policy = derive_policy(Small(family, CLASSES[family])())

@@ -96,6 +96,7 @@ def test_layers_that_share_keys_and_values_are_sharded() -> None:
     assert {"self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj", "self_attn.o_proj", "mlp.down_proj"} <= sharded
 
 
+@pytest.mark.full
 def test_the_image_size_of_a_staged_model_is_reduced() -> None:
     mobilevit = reduce_model(native("mobilevit", "MobileViTForImageClassification"))
     assert mobilevit.batch["pixel_values"].shape == torch.Size([2, 3, 64, 64])

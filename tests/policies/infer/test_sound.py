@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from shardformer.discovery.validation import validate_policy
 from shardformer.errors import PolicyError
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.mesh.parallel_context import ParallelContext
-from shardformer.policies.lowering import LayerLowering
+from shardformer.policies.experts import describe_experts
 from shardformer.policies.roles import MLP, Attention, AttentionInputs, AttentionProjections, Experts, LayerStack
 from shardformer.shard_model_api import shard_model
 from shardformer.tensor_parallel.region import enter_region
@@ -143,12 +144,10 @@ def test_ambiguous_expert_dims_must_be_specified() -> None:
     layer = nn.ModuleDict({"experts": nn.Module()})
     for name in ("up", "down"):
         layer["experts"].register_parameter(name, nn.Parameter(torch.zeros(3, 4, 4 if name == "down" else 8)))
-    lowering = LayerLowering(layer, "layers.*", ParallelContext.of({"tensor": 2}).tensor)
+    describe = partial(describe_experts, layer=layer, path="layers.*", axis=ParallelContext.of({"tensor": 2}).tensor)
     with pytest.raises(PolicyError, match=r"several dims match.*dims=\{'up': 2, 'down': 2\}"):
-        lowering.describe_experts(Experts("experts", "up", "down", fused=2))
-    parameters = lowering.describe_experts(
-        Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})
-    ).parameters
+        describe(Experts("experts", "up", "down", fused=2))
+    parameters = describe(Experts("experts", "up", "down", fused=2, dims={"up": 2, "down": 1})).parameters
     assert parameters is not None and {name: list(dims) for name, dims in parameters.items()} == {
         "experts.up": [2],
         "experts.down": [1],

@@ -128,6 +128,7 @@ def test_printed_source_with_notes_is_valid_python() -> None:
     )
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("kind", ["mamba", "convolutions"])
 def test_the_error_without_shardable_layers_lists_alternatives(kind: str) -> None:
     config = transformers.MambaConfig(hidden_size=16, num_hidden_layers=2, vocab_size=32, state_size=4)

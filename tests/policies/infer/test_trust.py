@@ -95,6 +95,7 @@ def with_activation() -> Any:
     return model
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("make", [of_class(OtherOrder), patched(OtherOrder.forward), with_activation], ids=range(3))
 def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     batch = RandomBatches(DEFAULT_HEAD["llama"])(0)
@@ -107,7 +108,7 @@ def test_validated_user_code_is_sharded(make: Callable[[], Any]) -> None:
     run_as_threads(do, tensor=2)
 
 
-@pytest.mark.reduced(one_in=2)
+@pytest.mark.reduced(one_in=2, at_most=1)
 @pytest.mark.parametrize(
     "make",
     [of_class(OverFeatures), patched(OverFeatures.forward), closed_over, lambda: OwnLlama(plain().config)],

@@ -79,6 +79,7 @@ def test_a_skipped_step_does_not_update_the_average(zero: int | None) -> None:
     torch.testing.assert_close(run(2), run(1), rtol=0, atol=0)
 
 
+@pytest.mark.reduced(at_most=3)
 @pytest.mark.parametrize(
     "how", [{}, {"zero_stage": 0}, {"zero_stage": 1}, {"zero_stage": 2}, {"zero_stage": 3}], ids=str
 )

@@ -100,6 +100,7 @@ LAYOUTS: list[tuple[dict[str, int], dict[str, Any]]] = [
 ]
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [sgd, adamw])
 def test_every_layout_has_the_average_of_one_process(make: Any) -> None:
@@ -152,6 +153,7 @@ def test_an_error_restores_the_weights(moment: str, zero: int | None) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+@pytest.mark.reduced(at_most=1)
 @pytest.mark.parametrize("zero", [None, 1, 3])
 def test_a_resumed_run_has_the_average_of_an_uninterrupted_run(tmp_path: Path, zero: int | None) -> None:
     def run(context: ParallelContext, folder: Path, *ends: int) -> dict[str, Tensor]:

@@ -1,0 +1,114 @@
+"""Shard the stacked weights of a mixture of experts: their dims, and slices that grouped matmuls support.
+
+Every expert is sharded over its features. The slice of each rank is a multiple of 8 features if the width allows it.
+Otherwise the experts are computed one by one, with slices of any size.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping, Sequence
+from itertools import product
+from typing import Any
+
+from torch import Tensor, nn
+
+from shardformer import module_paths as paths
+from shardformer.errors import PolicyError
+from shardformer.layout.shard_spec import Split
+from shardformer.mesh.parallel_context import Axis
+from shardformer.policies.lowering import check_width
+from shardformer.policies.module_descriptions import BlockDescription, ModulePolicyDescription
+from shardformer.policies.roles import Experts
+
+ALIGNED = 8
+"""Preferred multiple of features per rank and expert: torch's grouped matmuls need rows of a multiple of 16 bytes."""
+
+
+def describe_experts(experts: Experts, layer: nn.Module, path: str, axis: Axis) -> ModulePolicyDescription:
+    """Describe how to shard the stacked weights of experts.
+
+    Args:
+        layer: the layer that contains them.
+        path: path of the layers, for errors.
+        axis: the tensor axis.
+    """
+    module = paths.get_module(layer, experts.at)
+    at, ups = f"{path}.{experts.at}", paths.as_path_list(experts.up)
+    shapes = {name: tuple(_require_stacked_parameter(module, at, name).shape) for name in (*ups, experts.down)}
+    dims = _choose_dims(experts, shapes, at)
+    width = shapes[experts.down][dims[experts.down]]
+    check_width(width, axis, f"{at}.{ups[0]}")
+    unit = math.gcd(width, ALIGNED)
+    is_aligned = width // unit >= axis.size
+    unit = unit if is_aligned else 1
+    up_split = Split.fused([width] * experts.fused, axis.size, unit)
+    if experts.interleaved:
+        up_split = Split.even(experts.fused * width, axis.size, experts.fused * unit)
+    splits = dict.fromkeys(ups, up_split) | {experts.down: Split.even(width, axis.size, unit)}
+    parameters = {paths.join_path(experts.at, name): {dims[name]: split} for name, split in splits.items()}
+    block = BlockDescription(experts.at, [], experts.at, replicated_terms=experts.replicated_terms)
+    attributes = {} if is_aligned else _make_eager_config(module, experts.at)
+    return ModulePolicyDescription(attribute_replacement=attributes, blocks=[block], parameters=parameters)
+
+
+def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
+    full = getattr(module, name, None)
+    if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
+        raise PolicyError(
+            f"{at}.{name} is not a parameter of stacked experts",
+            rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
+            remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
+        )
+    return full
+
+
+def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: str) -> Mapping[str, int]:
+    """Return the dim along which each parameter of stacked experts is sharded.
+
+    Raises PolicyError if no dim or several dims are possible.
+    """
+    ways = [way for way in find_expert_dims(shapes, experts.down, experts.fused) if way.keys() == shapes.keys()]
+    if experts.dims or experts.fused == 1:
+        required = dict(experts.dims) or {experts.down: 2}
+        ways = [way for way in ways if way | required == way]
+    if len(ways) != 1:
+        found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise PolicyError(
+            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match",
+            rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
+            "elements per expert",
+            remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
+            if ways
+            else "Correct the names, `fused` or `dims`",
+        )
+    return ways[0]
+
+
+def find_expert_dims(shapes: Mapping[str, Sequence[int]], down: str, fused: int) -> list[dict[str, int]]:
+    """Return all consistent choices of the dim of expert features, each as a dict from parameters to dims.
+
+    ``down`` has the features once, the other parameters ``fused`` times. Biases without these features are omitted.
+    Several choices fit if the number of features equals the hidden size.
+    """
+    ways = []
+    for at in (2, 1):
+        width, hidden = shapes[down][at], shapes[down][3 - at]
+        of = {
+            name: [d for d in range(1, len(s)) if s[d] == fused * width and (len(s) == 2 or s[3 - d] == hidden)]
+            for name, s in shapes.items()
+        } | {down: [at]}
+        of = {name: dims for name, dims in of.items() if dims or len(shapes[name]) == 3}
+        ways += [dict(zip(of, dims, strict=True)) for dims in product(*of.values())]
+    return ways
+
+
+def _make_eager_config(module: nn.Module, at: str) -> dict[str, Any]:
+    """Return the config with transformers' eager computation of experts, which supports shards of any size."""
+    config: Any = getattr(module, "config", None)
+    if not hasattr(config, "_experts_implementation"):
+        return {}
+    config = copy.deepcopy(config)
+    config._experts_implementation = "eager"
+    return {paths.join_path(at, "config"): config}
