@@ -4,11 +4,11 @@
     python benchmarks/compile.py --models gpt2 --layouts tensor data --hidden 256
     python benchmarks/compile.py --layouts tensor --whole
 
-A step is a forward pass, a backward pass and torch's fused AdamW. For each layout the compiled and the eager model take
-turns. The speed-up is the median over the rounds of the eager step's time divided by that of the compiled step in the
-same round, so that other jobs on the machine affect both. "of CPU time" is the same for the CPU time of the slower
-rank, without waiting. "first s" is the time of the first step, which compiles the graphs. The losses must agree.
-``--whole`` adds ``torch.compile(model)``, which also traces what is outside the layers.
+A step is a forward pass, a backward pass and the fused AdamW. For each layout, the compiled and the eager model take
+turns, so that other jobs on the machine affect both. A round runs one step of each, and gives a ratio of their times.
+The speed-up is the median of these ratios. "of CPU time" is the same for the CPU time of the slower rank, without
+waiting. "first s" is the time of the first step, which compiles the graphs. The losses must agree. ``--whole`` adds
+``torch.compile(model)``, which also traces what is outside the layers.
 
 For one process, the last line divides the time of an eager step: inductor fuses only the other operations.
 """
