@@ -14,8 +14,13 @@ from torch import Tensor, nn
 from shardformer.comm.collective_call import collective_call
 from shardformer.config import ShardConfig, ShardOptions
 from shardformer.consistency.initial_weights import check_same_files
-from shardformer.discovery.derive_policy import DerivedPolicy, derive_layer_stacks, derive_policy, make_no_policy_error
-from shardformer.discovery.example_inputs import UnknownInputsError
+from shardformer.discovery.derive_policy import (
+    DerivedPolicy,
+    NothingShardedError,
+    derive_layer_stacks,
+    derive_policy,
+    make_no_policy_error,
+)
 from shardformer.discovery.user_policy_validation import check_registered_policy, validate_user_policy
 from shardformer.discovery.validation import validate_context_parallel, validate_tensor_grid
 from shardformer.errors import ConfigError, PolicyError, first_line
@@ -351,7 +356,7 @@ def resolve_policy(
     Args:
         tensor: the tensor parallel size, if known. With size 1 every model has a policy.
         may_run_copy: whether the layers of a user-defined module may be found by running a copy of it.
-        example: returns a small batch, which is used if no inputs can be generated for the model.
+        example: returns a small batch, which is used if the model cannot be run with generated inputs.
 
     Raises PolicyError for a model of an unknown family.
     """
@@ -389,7 +394,9 @@ def resolve_policy(
 def _derive_policy(model: nn.Module, example: Example) -> RolePolicy:
     try:
         return derive_policy(model)
-    except UnknownInputsError:
+    except NothingShardedError:
+        raise
+    except PolicyError:
         batch = example()
         if batch is None:
             raise

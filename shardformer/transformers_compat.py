@@ -212,7 +212,7 @@ def synchronize_generation(model: nn.Module, begin: Callable[[], None], any_rank
         any_rank: (whether this rank has unfinished sequences) -> whether any rank has.
     """
     for module in model.modules():
-        if hasattr(module, "_has_unfinished_sequences"):
+        if hasattr(type(module), "_has_unfinished_sequences"):  # a wrapper of PEFT has the attributes of its model
             module.__dict__[_DECODE_HOOKS] = begin, any_rank
             for name, method in (
                 ("generate", _generate_synchronized),

@@ -10,9 +10,16 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import DynamicCache
+from transformers import DynamicCache, GPT2Config, GPT2LMHeadModel
 
-from shardformer.transformers_compat import arguments_of, caches_in, holds_tokens, is_cache, without_caches
+from shardformer.transformers_compat import (
+    arguments_of,
+    caches_in,
+    holds_tokens,
+    is_cache,
+    synchronize_generation,
+    without_caches,
+)
 
 X = torch.ones(1, 1, 2, 2)
 
@@ -87,3 +94,22 @@ def test_run_configurations_are_read_without_docstrings() -> None:
     )
     said = subprocess.run([sys.executable, "-OO", "-c", code], capture_output=True, text=True, timeout=240)
     assert said.stdout.split() == ["Pipeline"], said.stderr
+
+
+class Forwarding(nn.Module):
+    """A wrapper that has the attributes of its model, as a tuner of PEFT."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def __getattr__(self, name: str) -> Any:
+        return super().__getattr__(name) if name == "model" else getattr(self.__dict__["_modules"]["model"], name)
+
+
+def test_generation_is_synchronized_inside_wrappers() -> None:
+    config = GPT2Config(vocab_size=11, n_positions=16, n_embd=8, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2)
+    wrapper, begun = Forwarding(GPT2LMHeadModel(config)), []
+    synchronize_generation(wrapper, lambda: begun.append(True), lambda unfinished: unfinished)
+    found = wrapper.generate(torch.tensor([[3, 4]]), max_new_tokens=2, do_sample=False, pad_token_id=0)
+    assert found.shape[0] == 1 and begun == [True]

@@ -312,8 +312,9 @@ def reduce_model(
             problems.append(error.what)
         except Exception as error:  # unknown constraints between config fields
             problems.append(_format_error(error))
+    found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
-        f"No reduced model of {type(model).__name__} can be built and run: {'; '.join(dict.fromkeys(problems))}",
+        f"No reduced model of {type(model).__name__} can be built and run: {found}",
         rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters",
         remedy="Write a policy (docs/policies.md), derive it from a small config, or pass an example batch that fits "
         "the reduced model: derive_policy(model, batch={...})",

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import os
 import re
+import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import accelerate
 import torch
+from accelerate.data_loader import DataLoaderStateMixin
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from accelerate.utils import DynamoBackend, TorchDynamoPlugin, recursively_apply
@@ -26,7 +30,7 @@ from accelerate.utils.constants import OPTIMIZER_NAME, SAFE_WEIGHTS_NAME, WEIGHT
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from torch.utils.data import DataLoader, RandomSampler, Sampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, Sampler
 
 from shardformer.checkpoint.load import load_checkpoint
 from shardformer.checkpoint.plain_state import load_plain_optimizer_state
@@ -42,7 +46,9 @@ from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
 from shardformer.torch_compat import is_compiled_wrapper
-from shardformer.training.initialize import initialize, make_context
+from shardformer.torch_patches import Patch, install, replace_attribute
+from shardformer.training.data_loader import example_of_data
+from shardformer.training.initialize import make_context, shard_with_data
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.zero_optimizer import ZeroOptimizer
@@ -83,18 +89,24 @@ class DataRanks:
 
 
 class SharedOrder(Sampler[Any]):
-    """Sampler that draws the same random order on all ranks, from the random state of the first rank."""
+    """Sampler that draws the same random order on all ranks, from the random state of the first rank.
 
-    def __init__(self, sampler: RandomSampler, world: Axis) -> None:
+    Communicates this state, 5 KB, once per epoch.
+    """
+
+    def __init__(self, sampler: Sampler[Any], world: Axis) -> None:
         self.sampler, self._world = sampler, world
 
     def __iter__(self) -> Iterator[Any]:
-        seed = int(torch.empty((), dtype=torch.int64).random_())  # as RandomSampler draws it in one process
-        self.sampler.generator = torch.Generator().manual_seed(broadcast_object(seed, self._world))
-        return iter(self.sampler)
+        own = torch.get_rng_state()
+        torch.set_rng_state(state := broadcast_object(own, self._world))
+        order = list(self.sampler)  # as in one process
+        if not torch.equal(own, state):
+            torch.set_rng_state(own)
+        return iter(order)
 
     def __len__(self) -> int:
-        return len(self.sampler)
+        return len(self.sampler)  # type: ignore[arg-type]
 
 
 class DataRankScheduler(AcceleratedScheduler):  # type: ignore[misc]
@@ -179,6 +191,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Remove it: every rank reads its own part of the data set",
             )
         self.context, self.config, self.policy = context, config, policy
+        _CURRENT.context = context
 
     # --- a process is a data-parallel rank
 
@@ -217,13 +230,16 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             The objects in the order in which they were passed. With ZeRO, the optimizer is a new object.
         """
         objects = list(args)
+        loaders = [each for each in args if isinstance(each, DataLoader)]
         for model in [*(each for each in args if isinstance(each, nn.Module)), *self.sharded_models]:
             own = [each for each in objects if _is_unprepared_optimizer(each) and _trains(each, model)]
-            if (replaced := self._shard(model, own)) is not None:
+            if (replaced := self._shard(model, own, loaders)) is not None:
                 objects = [replaced if any(each is o for o in own) else each for each in objects]
         return super().prepare(*objects, **kwargs)
 
-    def _shard(self, model: nn.Module, optimizers: Sequence[Optimizer]) -> Optimizer | None:
+    def _shard(
+        self, model: nn.Module, optimizers: Sequence[Optimizer], loaders: Sequence[DataLoader[Any]]
+    ) -> Optimizer | None:
         """Shard a model and its optimizers. Return the optimizer that replaces these, or None."""
         sharded = sharded_model_in(model)
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
@@ -234,8 +250,14 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
                 remedy="Use one optimizer with several parameter groups, or shardformer.initialize",
             )
         if sharded is None:
-            engine = initialize(model, list(optimizers) or None, None, parallel=self.config, policy=self.policy,
-                                context=self.context)  # fmt: skip
+            engine = shard_with_data(
+                model,
+                list(optimizers) or None,
+                self.config,
+                self.context,
+                self.policy,
+                lambda: _example(model, loaders),
+            )
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
         if metadata_of(sharded).context.sizes != self.context.sizes:
             raise ConfigError(
@@ -256,6 +278,7 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         sharded = sharded_model_in(model)
         if sharded is None:
             return super().prepare_model(model, device_placement, evaluation_mode)
+        _replace_reduce()
         state, plugin = self.state, self.state.dynamo_plugin
         state.dynamo_plugin = TorchDynamoPlugin(backend="no")
         try:
@@ -274,11 +297,11 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
     def prepare_data_loader(self, data_loader: DataLoader[Any], *args: Any, **kwargs: Any) -> Any:
         """Split the batches of a data loader over the data-parallel ranks.
 
-        A random order is that of the first rank: communicates one number per epoch.
+        An order that a sampler draws from the global random state is that of the first rank.
         """
         sampler = getattr(data_loader.batch_sampler, "sampler", None)
-        is_random = isinstance(sampler, RandomSampler) and sampler.generator is None
-        if is_random and not self.use_seedable_sampler and self.context.world is not None:
+        is_seeded = isinstance(sampler, RandomSampler) and self.use_seedable_sampler  # by accelerate
+        if getattr(sampler, "generator", self) is None and not is_seeded and self.context.world is not None:
             data_loader.batch_sampler.sampler = SharedOrder(sampler, world_axis(self.context))  # type: ignore
         return super().prepare_data_loader(data_loader, *args, **kwargs)
 
@@ -443,6 +466,38 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             self._models, self._optimizers = models, optimizers
 
 
+def repeats_samples(loader: Any) -> bool:
+    """Return whether a data loader yields the same samples on every rank, because accelerate has not prepared it."""
+    is_plain = isinstance(loader, DataLoader) and not isinstance(loader, DataLoaderStateMixin)
+    is_torch = type(getattr(loader, "sampler", None)).__module__ == Sampler.__module__
+    return is_plain and is_torch and not isinstance(loader.dataset, IterableDataset)
+
+
+_CURRENT = threading.local()
+"""``context`` of the latest Accelerator of this thread, as accelerate has one state for all accelerators."""
+_REDUCE = accelerate.utils.reduce
+
+
+def _replace_reduce() -> None:
+    """Replace accelerate's ``reduce`` in the modules of transformers that have imported it.
+
+    Their losses divide by a number of targets, such as boxes or masks: by the mean number of all processes, which they
+    divide by the number of processes once more.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and vars(module).get("reduce") is _REDUCE:
+            patch = Patch(f"{name}.reduce", f"{__name__}.Accelerator", "counts the targets of data-parallel ranks")
+            install(patch, partial(replace_attribute, module, "reduce", _reduce_targets))
+
+
+def _reduce_targets(tensor: Tensor, reduction: str = "mean", scale: float = 1.0) -> Any:
+    context: ParallelContext | None = getattr(_CURRENT, "context", None)
+    if context is None or reduction != "mean":
+        return _REDUCE(tensor, reduction, scale)
+    mean = all_reduce(tensor.clone(), context.data, purpose="loss") / context.data.size
+    return mean * PartialState().num_processes  # by which the loss divides
+
+
 def _checkpoint_folder(folder: str | os.PathLike[str], number: int) -> str:
     return os.path.join(folder, f"{CHECKPOINT_FOLDER}_{number}")
 
@@ -458,6 +513,11 @@ def _count_saved_models(folder: str | os.PathLike[str] | None) -> tuple[int, boo
 def _load_plain_file(folder: Path, *names: str) -> Any:
     path = next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
     return load_file(path) if path.suffix == ".safetensors" else torch.load(path, weights_only=True)
+
+
+def _example(model: nn.Module, loaders: Sequence[DataLoader[Any]]) -> Any:
+    """Return arguments of ``forward`` from the first data loader that has them, or None."""
+    return next((found for each in loaders if (found := example_of_data(each, model)) is not None), None)
 
 
 def _is_unprepared_optimizer(value: Any) -> bool:

@@ -29,13 +29,15 @@ class LossMean:
 
     Attributes:
         items: mean number of items of the ranks, by which models divide the sum of their losses.
+        batch_size: number of samples of this rank's batch, or None if it is unknown.
     """
 
     def __init__(self, data: Axis) -> None:
         self._data = data
         self._samples: int | None = None
-        self._is_weighted = self._has_warned = False
+        self._is_weighted = self._has_warned = self._has_warned_of_samples = False
         self.items: Any = None
+        self.batch_size: int | None = None
 
     @property
     def has_no_samples(self) -> bool:
@@ -87,6 +89,21 @@ class LossMean:
                 stacklevel=2,
             )
 
+    def check_samples(self, loss: LossCall) -> None:
+        """Warn once if the classes of a loss are the samples of this rank's batch, as in contrastive losses."""
+        logits, size = next(iter(loss.named.values())), self.batch_size
+        if self._has_warned_of_samples or not loss.has_classes or tuple(logits.shape) != (size, size):
+            return
+        assert loss.basis is not None
+        if size is not None and size > 1 and loss.basis.tolist() == list(range(size)):
+            self._has_warned_of_samples = True
+            warnings.warn(
+                f"The loss compares the {size} samples of each data-parallel rank with each other, so each sample is "
+                "compared with fewer samples than in one process with the global batch. Gather the embeddings of all "
+                "ranks in your compute_loss: shardformer.pipeline.gather_over_data(embeddings, trainer.context)",
+                stacklevel=2,
+            )
+
     def over_ranks(self, loss: Any) -> Any:
         """Return the loss of the global batch. A loss without weights has the weight of its samples.
 
@@ -116,6 +133,7 @@ class WeightedMeanLosses(TorchFunctionMode):
         self._mean.see((*args, *kwargs.values()))
         if func not in RECORDED_LOSSES or not (call := LossCall.bind(func, args, kwargs)).is_mean:
             return func(*args, **kwargs)
+        self._mean.check_samples(call)
         return self._mean.weigh(call.compute(), float(call.compute_count()))
 
 

@@ -39,7 +39,9 @@ from shardformer.gradients.reducer import no_sync
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, metadata_of
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.mesh.rank_grid import AXES
-from shardformer.training.initialize import initialize, make_context
+from shardformer.random_state import restore_cpu_generators
+from shardformer.training.data_loader import example_of_data
+from shardformer.training.initialize import make_context, shard_with_data
 
 is_standalone = "pytorch_lightning" in sys.modules and "lightning.pytorch" not in sys.modules
 pl: Any = importlib.import_module("pytorch_lightning" if is_standalone else "lightning.pytorch")
@@ -119,8 +121,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         is_fitting = trainer.state.fn == pl.trainer.states.TrainerFn.FITTING
         if is_fitting:
             self.setup_optimizers(trainer)
-        options: dict[str, Any] = dict(parallel=self.parallel, policy=self.policy, context=context)
-        engine = initialize(self.sharded_model, self.optimizers if is_fitting else None, **options)
+        optimizers, example = self.optimizers if is_fitting else None, partial(self._example, trainer)
+        engine = shard_with_data(self.sharded_model, optimizers, self.parallel, context, self.policy, example)
         self._move_others()
         # Lightning clips the parameters of the optimizer, which are slices of the model's under ZeRO
         self.precision_plugin.main_params = lambda _: engine.model.parameters()
@@ -133,6 +135,12 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
                 module.process_group = context.data.group
                 if context.data.size == 1:
                     module.distributed_available_fn = _is_never_distributed
+
+    def _example(self, trainer: Any) -> Any:
+        """Return arguments of ``forward`` from the training data, from which a policy may be derived, or None."""
+        source = trainer.fit_loop._data_source
+        with restore_cpu_generators():
+            return example_of_data(source.dataloader(), self.sharded_model) if source.is_defined() else None
 
     def _move_others(self) -> None:
         """Move everything except the sharded model to the device, and set the ``device`` of the LightningModule."""

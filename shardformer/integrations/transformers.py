@@ -13,6 +13,7 @@ transformers and their subclasses shard the model themselves:
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 from collections.abc import Iterator, Mapping
@@ -29,12 +30,13 @@ from shardformer.checkpoint.plain_state import load_plain_optimizer_state, plain
 from shardformer.comm.sharded_tensor import to_full_tensors
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError
-from shardformer.integrations.accelerate import Accelerator, DataRanks, sharded_model_in
+from shardformer.integrations.accelerate import Accelerator, DataRanks, repeats_samples, sharded_model_in
 from shardformer.integrations.global_batch_loss import DataParallelSmoother, LossMean, WeightedMeanLosses
 from shardformer.layout.sharding_metadata import metadata_of
 from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.torch_patches import Patch, install, replace_attribute
-from shardformer.training.initialize import initialize, make_context, make_pipeline
+from shardformer.training.data_loader import example_of_data
+from shardformer.training.initialize import make_context, make_pipeline, shard_with_data
 from shardformer.transformers_compat import is_cache, load_transformers
 from shardformer.weights.state_dict import full_state_dict
 from shardformer.zero.elementwise_trial import needs_full_matrices
@@ -73,6 +75,10 @@ class ShardedTrainer:
     model_accepts_loss_kwargs: bool
     _train_batch_size: int
     _prepare_inputs: Any
+    train_dataset: Any
+    eval_dataset: Any
+    data_collator: Any
+    _get_collator_with_removed_columns: Any
 
     def __init__(
         self,
@@ -141,13 +147,18 @@ class ShardedTrainer:
         self._num_parameters = model.num_parameters(exclude_embeddings=not is_stage) if has_count else 0
         optimizer = self.optimizer
         if sharded_model_in(model) is None:
-            passed = None if optimizer is None else [optimizer]
-            engine = initialize(model, passed, parallel=self.parallel, policy=self.policy, context=self.context)
+            engine = shard_with_data(model, optimizer, self.parallel, self.context, self.policy, self._example)
             self.optimizer = optimizer if optimizer is None else engine.optimizers[0]
             self.pipeline = engine.pipeline
         else:
             self.optimizer = None if optimizer is None else self._shard_optimizer(optimizer)
             self.pipeline = make_pipeline(sharded_model_in(model), self.parallel, None, None)  # type: ignore[arg-type]
+
+    def _example(self) -> Any:
+        """Return arguments of ``forward``, from which the policy of an unknown model is derived, or None."""
+        data = self.train_dataset if self.train_dataset is not None else self.eval_dataset
+        collate = self._get_collator_with_removed_columns(copy.copy(self.data_collator), description="training")
+        return example_of_data(data, self.model, collate)
 
     @property
     def sharded_model(self) -> nn.Module:
@@ -216,6 +227,19 @@ class ShardedTrainer:
         with self._counting(data.size, data.rank):  # for the seeds of the loader's workers, and for batch_rebalance
             return super()._get_dataloader(*args, **kwargs)  # type: ignore[misc]
 
+    def set_initial_training_values(self, args: Any, loader: Any, *others: Any, **options: Any) -> Any:
+        self._check_loader(loader, "get_train_dataloader")
+        return super().set_initial_training_values(args, loader, *others, **options)  # type: ignore[misc]
+
+    def _check_loader(self, loader: Any, method: str) -> None:
+        """Raise ConfigError if the data-parallel ranks would read the same samples."""
+        if self.context.data.size > 1 and repeats_samples(loader):
+            raise ConfigError(
+                f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
+                f"{self.context.data.size} data-parallel ranks",
+                remedy="Return self.accelerator.prepare(loader), which splits them over the ranks",
+            )
+
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
         return self._group_global_batches(super()._get_train_sampler(*args, **kwargs))  # type: ignore[misc]
 
@@ -235,11 +259,12 @@ class ShardedTrainer:
         with self._counting(self.context.data.size, self.args.process_index):
             return super().predict(*args, **kwargs)  # type: ignore[misc]
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+    def evaluation_loop(self, dataloader: Any, *args: Any, **kwargs: Any) -> Any:
         """Evaluate a data set. Predictions and labels of samples that pad the last batch are dropped.
 
         Seq2SeqTrainer keeps them, because one process has none, and averages the losses over batches.
         """
+        self._check_loader(dataloader, "get_eval_dataloader or get_test_dataloader")
         use_objects = self.args.eval_use_gather_object
         gather_losses = self.gather_function
         gather_samples = partial(self.accelerator.gather_for_metrics, use_gather_object=use_objects)
@@ -250,7 +275,7 @@ class ShardedTrainer:
 
         self.gather_function = gather
         try:
-            return super().evaluation_loop(*args, **kwargs)  # type: ignore[misc]
+            return super().evaluation_loop(dataloader, *args, **kwargs)  # type: ignore[misc]
         finally:
             self.gather_function = gather_losses
 
@@ -306,6 +331,7 @@ class ShardedTrainer:
 
     def _predict(self, step: Any, model: Any, inputs: Any, prediction_loss_only: bool) -> Any:
         mean = self._loss_mean
+        mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
         real = self._real_samples(inputs)
         if real is None:
             with mean.of_samples(None):
@@ -361,6 +387,7 @@ class ShardedTrainer:
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         if not self.has_stages:
+            self._loss_mean.batch_size = transformers.trainer_pt_utils.find_batch_size(inputs)
             with self._loss_mean.of_samples(None):
                 loss: Tensor = super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
                 if self.args.average_tokens_across_devices:

@@ -301,6 +301,17 @@ def _is_user_hook(hook: Any) -> bool:
     return root != package and not any(file.startswith(sysconfig.get_path(name)) for name in ("purelib", "platlib"))
 
 
+def warn_of_batch_statistics(division: str) -> None:
+    """Warn that BatchNorm computes statistics of the parts of a batch, which is divided as ``division`` describes."""
+    warnings.warn(
+        "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
+        f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
+        "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
+        "with one micro-batch. See docs/engine.md",
+        stacklevel=3,
+    )
+
+
 def report_finding(
     findings: Sequence[int], division: str, is_exact: bool, allows_gather: bool, only_normalizes: bool
 ) -> None:
@@ -317,13 +328,7 @@ def report_finding(
     if (is_gathered and allows_gather) or not (is_gathered or Finding.COMPARES in findings):
         return
     if only_normalizes and is_exact:
-        warnings.warn(
-            "The model computes statistics over the batch (BatchNorm in training mode), but the batch is divided "
-            f"{division}. Each part uses its own statistics, so loss and weights differ from training on one "
-            "device. Use GroupNorm or LayerNorm, put these layers into eval mode, or use torch.nn.SyncBatchNorm "
-            "with one micro-batch. See docs/engine.md",
-            stacklevel=2,
-        )
+        warn_of_batch_statistics(division)
     if only_normalizes:
         return
     how = "the loss of four samples differs from the losses of two and two"

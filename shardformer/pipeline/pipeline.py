@@ -349,7 +349,7 @@ class Pipeline:
         if not self._requires_exact_loss(len(head.sizes)):
             return self._loss_fn is not None
         return not head.has_only_class_means or (
-            self._model.training and any(map(_is_batch_norm, self._model.modules()))
+            self._model.training and any(is_batch_norm(module) and module.training for module in self._model.modules())
         )
 
     def _check_samples_are_independent(
@@ -601,8 +601,9 @@ def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputErr
     )
 
 
-def _is_batch_norm(module: nn.Module) -> bool:
-    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)) and module.training
+def is_batch_norm(module: nn.Module) -> bool:
+    """Return whether a module normalizes with statistics of the batch, if it is in training mode."""
+    return isinstance(module, (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d))
 
 
 def _check_factors_agree(mean: Tensor, mean_square: Tensor) -> None:

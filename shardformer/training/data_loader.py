@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import itertools
 import threading
@@ -251,6 +252,27 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
     loader: ShardedDataLoader = collective_call(context, make, action="create the data loader")
     loader.compare()
     return loader
+
+
+def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
+    """Return the arguments of ``forward`` for the first two samples of a data set or DataLoader.
+
+    Leaves out what the forward does not take. None if the samples cannot be read by their index.
+    """
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    in_order = [each.name for each in parameters if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)]
+    named = [each.name for each in parameters if each.kind is each.KEYWORD_ONLY]
+    try:
+        data = make_source(source, copy.copy(collate), 0, None)
+        batch = data.example() if isinstance(data, IndexedSource) else None
+    except Exception:  # code of the user, for which the error of the model is more useful
+        return None
+    if isinstance(batch, Mapping):
+        return {name: value for name, value in batch.items() if takes_all or name in {*in_order, *named}}
+    if isinstance(batch, Tensor):
+        batch = (batch,)
+    return dict(zip(in_order, batch, strict=False)) if isinstance(batch, (list, tuple)) else None
 
 
 def _check_conflict(name: str, value: object, default: object, loader_value: object) -> None:

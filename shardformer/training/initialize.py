@@ -29,7 +29,8 @@ from shardformer.mesh.parallel_context import ParallelContext, local_device, wit
 from shardformer.mesh.rank_grid import RankGrid
 from shardformer.meta_init.materialization import copy_to_meta, record_changes
 from shardformer.offload.activations import offload_activations
-from shardformer.pipeline.pipeline import Pipeline, modes_of, set_modes, start_training
+from shardformer.pipeline.contrastive_losses import warn_of_batch_statistics
+from shardformer.pipeline.pipeline import Pipeline, is_batch_norm, modes_of, set_modes, start_training
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
@@ -346,14 +347,33 @@ def initialize(
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
     plain, _ = unwrap_compiled(model)
-    meta_model = start_training(copy_to_meta(plain)) if METADATA_ATTRIBUTE not in plain.__dict__ else None
-    arguments = RebuildArguments(meta_model, policy, loss_fn, loss_weight)
-    arguments.example = partial(_example_arguments, data, plain, has_target=loss_fn is not None)
+    example = partial(_example_arguments, data, plain, has_target=loss_fn is not None)
+    arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
     if data is not None:
         engine.set_data(data)
     return engine
+
+
+def shard_with_data(
+    model: nn.Module,
+    optimizer: Any,
+    config: ParallelConfig,
+    context: ParallelContext,
+    policy: Any = None,
+    example: Callable[[], Any] = lambda: None,
+) -> Engine:
+    """Shard a model and its optimizers as ``initialize`` does, for a loop that reads the data itself.
+
+    Args:
+        example: Function that returns arguments of ``forward``, from which a policy may be derived, or None.
+    """
+    _check_argument_types(model, None, None, "step", context, None)
+    if context.data.size > 1 and any(map(is_batch_norm, model.modules())):
+        warn_of_batch_statistics(f"over {context.data.size} data ranks")
+    arguments = RebuildArguments(None, policy, None, None, example=example)
+    return _shard_engine(model, _normalize_optimizers(optimizer), None, config, context, arguments)
 
 
 def _example_arguments(data: ShardedDataLoader | None, model: nn.Module, *, has_target: bool) -> Any:
@@ -389,6 +409,9 @@ def _shard_engine(
     arguments: RebuildArguments,
 ) -> Engine:
     """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
+    plain, _ = unwrap_compiled(model)
+    if METADATA_ATTRIBUTE not in plain.__dict__:
+        arguments.meta_model = start_training(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:

@@ -283,7 +283,8 @@ class IndexedSource:
         """Return a batch of the first two samples without changing the random state, or None if keys are batches."""
         if self.makes_batches or not self.size:
             return None
-        return self._collate([self.read(index % self.size) for index in range(2)])
+        with restore_cpu_generators():
+            return self._collate([self.read(index % self.size) for index in range(2)])
 
     def _epoch_order(self, epoch: int, seed: int) -> Sequence[Any]:
         if self._sampler is not None:

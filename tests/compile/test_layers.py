@@ -385,6 +385,7 @@ def test_engine_compiles_again_after_resharding() -> None:
     assert max(run_as_threads(do, tensor=2, in_turn=True)) < BOUND
 
 
+@pytest.mark.full  # the test above passes such a model to the engine
 def test_model_from_torch_compile_is_sharded_without_the_wrapper() -> None:
     def do(context: ParallelContext) -> float:
         torch.manual_seed(0)

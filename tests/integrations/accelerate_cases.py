@@ -195,7 +195,9 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
     reset_accelerate()
     accelerator = Accelerator(cpu=True, parallel=layout)
     torch.manual_seed(100 + int(os.environ["RANK"]))
-    loader = accelerator.prepare(DataLoader(list(range(16)), batch_size=4, shuffle=True))
+    sampler = torch.utils.data.WeightedRandomSampler([1.0] * 16, 16, replacement=False)
+    loaders = DataLoader(list(range(16)), 4, shuffle=True), DataLoader(list(range(16)), 4, sampler=sampler)  # type: ignore
+    loader, weighted = accelerator.prepare(*loaders)
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
     optimizer, prepared = accelerator.prepare(optimizer, scheduler)
@@ -212,6 +214,7 @@ def helpers(layout: dict[str, Any]) -> dict[str, Any]:
         "is_last": accelerator.is_last_process,
         "split": split,
         "order": [int(x) for batch in loader for x in batch],
+        "weighted": [int(x) for _ in range(2) for batch in weighted for x in batch][16 // accelerator.num_processes :],
         "steps": scheduler.last_epoch,
         "reduced": [float(accelerator.reduce(value, how)) for how in ("sum", "mean", "max")],
         "triggered": [accelerator.check_trigger(), accelerator.check_trigger()],

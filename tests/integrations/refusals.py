@@ -169,6 +169,11 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             {"one process": ("found one process", "use_cpu=True")},
         ),
         Refusal(
+            "with `data`: your own `get_train_dataloader` that returns a plain `DataLoader`",
+            "All data-parallel ranks would read the same samples. Return `self.accelerator.prepare(loader)`",
+            {"plain loader": ("get_train_dataloader", "same samples", "self.accelerator.prepare(loader)")},
+        ),
+        Refusal(
             "a sharded model in the plain Trainer",
             "It passes different batches to all processes",
             {

@@ -138,8 +138,9 @@ def test_processes_are_counted_as_data_ranks(integrations: IntegrationProcess) -
     assert [rank["is_last"] for rank in tensor] == [rank["is_last"] for rank in data] == [False, True]
     assert [rank["split"] for rank in tensor] == [["a", "b", "c"]] * 2
     assert [rank["split"] for rank in data] == [["a", "b"], ["c"]]
-    assert tensor[0]["order"] == tensor[1]["order"]  # although the ranks have different random states
-    assert not set(data[0]["order"]) & set(data[1]["order"])
+    for order in ("order", "weighted"):
+        assert tensor[0][order] == tensor[1][order]  # although the ranks have different random states
+        assert not set(data[0][order]) & set(data[1][order])
     assert [rank["steps"] for rank in tensor] == [1, 1] and [rank["steps"] for rank in data] == [2, 2]
     assert tensor[0]["reduced"] == [3.0, 3.0, 3.0] and data[0]["reduced"] == [4.0, 2.0, 3.0]
     assert [rank["triggered"] for rank in tensor + data] == [[True, False]] * 4  # by the first of all processes

@@ -172,3 +172,47 @@ def test_a_loss_without_weights_warns_of_different_numbers_of_labels(
     for found in integrations(2).run(uses.warnings_of_own_losses, str(tmp_path)):
         assert len(found["Masked"]) == 1 and "num_items_in_batch" in found["Masked"][0]
         assert found["Mean"] == found["Items"] == []
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("derives two policies")
+def test_models_that_only_run_with_the_data_are_sharded(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    results = integrations(2).run(uses.own_models, str(tmp_path))
+    alone = integrations(1).run(uses.own_models, str(tmp_path / "one"))[0]
+    for name, losses in alone.items():
+        assert results[0][name] == pytest.approx(losses, rel=1e-5), name
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("may start the workers")
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"data": 2}])
+def test_losses_that_count_targets_equal_one_process(
+    layout: dict[str, Any], integrations: IntegrationProcess, tmp_path: Path
+) -> None:
+    alone = integrations(1).run(uses.detection, str(tmp_path / "one"), {})[0]
+    for found in integrations(2).run(uses.detection, str(tmp_path), layout):
+        assert found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+        assert found["grad_norm"] == pytest.approx(alone["grad_norm"], rel=1e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.above_budget("may start the workers")
+def test_batch_norm_warns_of_data_ranks(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    for found in integrations(2).run(uses.warnings_of_batch_norm, str(tmp_path)):
+        assert len(found) == 1 and "over 2 data ranks" in found[0]
+
+
+@pytest.mark.slow
+@pytest.mark.full
+@pytest.mark.above_budget("may start the workers")
+def test_in_batch_negatives_warn_unless_gathered(integrations: IntegrationProcess, tmp_path: Path) -> None:
+    alone = integrations(1).run(uses.contrastive, str(tmp_path / "one"), {})[0]
+    assert alone["Negatives"][1] == []
+    for found in integrations(2).run(uses.contrastive, str(tmp_path), {"data": 2}):
+        losses, messages = found["Negatives"]
+        assert losses != pytest.approx(alone["Negatives"][0], rel=1e-3)
+        assert len(messages) == 1 and "compares the 4 samples of each data-parallel rank" in messages[0]
+        losses, messages = found["Gathered"]
+        assert losses == pytest.approx(alone["Gathered"][0], rel=1e-5) and messages == []

@@ -15,7 +15,7 @@ from torch import nn
 import shardformer
 from shardformer.config import ParallelConfig
 from tests.integrations.errors import errors_of
-from tests.integrations.small_models import gpt2, llama, t5, token_rows
+from tests.integrations.small_models import bert, class_rows, gpt2, llama, t5, token_rows
 from tests.integrations.trainer_cases import reset_accelerate
 
 
@@ -33,6 +33,10 @@ def refusals(folder: str) -> dict[str, str]:
     class OwnLoss(Trainer):
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(**inputs).loss
+
+    class OwnLoader(Trainer):
+        def get_train_dataloader(self) -> Any:
+            return torch.utils.data.DataLoader(self.train_dataset, 4, shuffle=True, collate_fn=self.data_collator)
 
     def args(**options: Any) -> Any:
         return transformers.TrainingArguments(folder, use_cpu=True, report_to=[], max_steps=1, **options)
@@ -63,6 +67,7 @@ def refusals(folder: str) -> dict[str, str]:
         "pipe and compute_loss_func": lambda: start({"pipe": 2}, lambda *args, **kwargs: None),
         "pipe and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"pipe": 2}),
         "pipe and NEFTune": lambda: start({"pipe": 2}, neftune_noise_alpha=5.0),
+        "plain loader": lambda: OwnLoader(llama(), args(), train_dataset=rows, parallel={"data": 2}).train(),
         "two layouts": start_twice,
         "one process": lambda: Trainer(llama(), without_cpu(), parallel={"data": 2}),
         "fully_shard": lambda: Trainer(fully_shard(llama()), args(), parallel={"data": 2}),
@@ -217,4 +222,162 @@ def warnings_of_own_losses(folder: str) -> dict[str, list[str]]:
             warnings.simplefilter("always")
             Trainer.train(kind(llama(), args, train_dataset=token_rows(), parallel={"data": 2}))
         found[kind.__name__] = [str(each.message) for each in caught if "different weights" in str(each.message)]
+    return found
+
+
+class OwnHead(nn.Module):
+    """A body of transformers with the user's head. Its forward takes no argument that shows what its inputs are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = bert().bert
+        self.heads = nn.ModuleList([nn.Linear(32, 3), nn.Linear(32, 3)])
+
+    def forward(self, input_ids: Any = None, task: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.heads[int(task[0])](self.body(input_ids).pooler_output)
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class OwnSubclass(transformers.BertPreTrainedModel):  # type: ignore[misc]
+    """A subclass of a model of transformers, which cannot be run without the user's own input."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__(config)
+        self.encoder, self.score = transformers.BertModel(config), nn.Linear(32, 3)
+        self.post_init()
+
+    def forward(self, input_ids: Any = None, weight: Any = None, labels: Any = None) -> dict[str, torch.Tensor]:
+        logits = self.score(self.encoder(input_ids).pooler_output) * weight[:, None]
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+class Normalized(nn.Module):
+    """A model with BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.norm, self.out = nn.Embedding(127, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        logits = self.out(self.norm(self.embed(input_ids).mean(1)))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+def own_models(folder: str) -> dict[str, list[float]]:
+    """Return the losses of models that only run with the inputs of the user's data."""
+    from accelerate.utils import DataLoaderConfiguration
+    from torch.utils.data import DataLoader
+
+    from shardformer.integrations.accelerate import Accelerator
+    from shardformer.integrations.transformers import Trainer
+
+    layout = {"tensor": 2} if int(os.environ["WORLD_SIZE"]) > 1 else {}
+    weighted = [{**row, "weight": 1.0 + n % 3} for n, row in enumerate(class_rows())]
+    with_tasks = [{**row, "task": n // 8 % 2, "unused": n} for n, row in enumerate(class_rows())]
+    options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
+    options |= {"per_device_train_batch_size": 8, "disable_tqdm": True, "train_sampling_strategy": "sequential"}
+
+    def by_trainer(model: Any) -> list[float]:
+        reset_accelerate()
+        args = transformers.TrainingArguments(folder, remove_unused_columns=False, **options)
+        trainer = Trainer(model, args, train_dataset=weighted, parallel=layout)
+        trainer.remove_callback(transformers.PrinterCallback)
+        trainer.train()
+        return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+    def by_accelerate(model: Any) -> list[float]:
+        reset_accelerate()
+        split = DataLoaderConfiguration(split_batches=True)
+        accelerator, losses = Accelerator(cpu=True, dataloader_config=split, parallel=layout), []
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        loader = DataLoader(with_tasks, 8, collate_fn=transformers.default_data_collator)  # type: ignore[arg-type]
+        model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+        for batch in loader:
+            del batch["unused"]
+            loss = model(**batch)["loss"]
+            accelerator.backward(loss)
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(float(loss.detach()))
+        return losses
+
+    subclass = bert().config
+    torch.manual_seed(0)
+    return {
+        "own subclass": by_trainer(OwnSubclass(subclass)),
+        "own head": by_accelerate(OwnHead()),
+    }
+
+
+def detection(folder: str, layout: dict[str, Any]) -> dict[str, list[float]]:
+    """Return the losses and gradient norms of object detection, whose loss divides by the number of boxes."""
+    from shardformer.integrations.transformers import Trainer
+
+    reset_accelerate()
+    torch.manual_seed(0)
+    sizes: dict[str, Any] = dict(hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4)
+    sizes |= dict(image_size=[16, 16], patch_size=4, num_detection_tokens=5, num_labels=3)
+    drop = dict(hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0)
+    rows = []
+    for n in range(24):
+        boxes, count = torch.rand(3, 4) * 0.3 + 0.3, 1 + n % 3
+        target = {"class_labels": torch.arange(count), "boxes": boxes[:count]}
+        rows.append({"pixel_values": torch.randn(3, 16, 16), "labels": target})
+
+    def collate(batch: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"pixel_values": torch.stack([x["pixel_values"] for x in batch]), "labels": [x["labels"] for x in batch]}
+
+    options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=3, log_level="error")
+    options |= {"per_device_train_batch_size": 8 // layout.get("data", 1), "disable_tqdm": True}
+    args = transformers.TrainingArguments(folder, remove_unused_columns=False, **options)
+    model = transformers.YolosForObjectDetection(transformers.YolosConfig(**sizes, **drop))
+    trainer = Trainer(model, args, train_dataset=rows, data_collator=collate, parallel=layout)
+    trainer.train()
+    history = trainer.state.log_history
+    return {name: [entry[name] for entry in history if name in entry] for name in ("loss", "grad_norm")}
+
+
+def warnings_of_batch_norm(folder: str) -> list[str]:
+    """Return the warnings about statistics of the batch of a data-parallel rank."""
+    from shardformer.integrations.transformers import Trainer
+
+    reset_accelerate()
+    args = transformers.TrainingArguments(folder, use_cpu=True, report_to=[], log_level="error")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        Trainer(Normalized(), args, train_dataset=class_rows(), parallel={"data": 2})
+    return [str(each.message) for each in caught if "BatchNorm" in str(each.message)]
+
+
+def contrastive(folder: str, layout: dict[str, Any]) -> dict[str, Any]:
+    """Return the losses of in-batch negatives and the warnings about them, with and without gathered embeddings."""
+    from shardformer.integrations.transformers import Trainer
+
+    class Negatives(Trainer):
+        gathers = False
+
+        def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+            first, second = (model(inputs[name]).last_hidden_state[:, 0] for name in ("input_ids", "others"))
+            if self.gathers:
+                first, second = (shardformer.pipeline.gather_over_data(x, self.context) for x in (first, second))
+            return nn.functional.cross_entropy(first @ second.T, torch.arange(len(first)))
+
+    class Gathered(Negatives):
+        gathers = bool(layout)
+
+    ids = torch.randint(3, 127, (32, 2, 9), generator=torch.Generator().manual_seed(1)).tolist()
+    rows = [{"input_ids": first, "others": second} for first, second in ids]
+    options: dict[str, Any] = dict(use_cpu=True, report_to=[], logging_steps=1, max_steps=2, log_level="error")
+    options |= {"per_device_train_batch_size": 8 // layout.get("data", 1), "disable_tqdm": True}
+    found: dict[str, Any] = {}
+    for kind in (Negatives, Gathered):
+        reset_accelerate()
+        args = transformers.TrainingArguments(folder, remove_unused_columns=False, **options)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            trainer = kind(bert().bert, args, train_dataset=rows, parallel=layout)
+            trainer.train()
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        messages = [str(each.message) for each in caught if "compares the" in str(each.message)]
+        found[kind.__name__] = losses, messages
     return found
