@@ -141,7 +141,7 @@ $(VENV)/.installed-timm: constraints.txt | $(BIN)/python
 # A folder of their own for the libraries of shardformer/integrations: transformers changes its behavior when accelerate
 # can be imported, and the other tests must run without it. Their dependencies are in constraints.txt.
 $(VENV)/.installed-integrations: constraints-integrations.txt | $(BIN)/python
-	@echo "Installing PEFT, accelerate, TRL and Lightning into $(VENV)/integrations for their tests."
+	@echo "Installing PEFT, bitsandbytes, accelerate, TRL and Lightning into $(VENV)/integrations for their tests."
 	rm -rf $(VENV)/integrations
 	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target $(VENV)/integrations \
 	    --requirement constraints-integrations.txt

@@ -35,10 +35,11 @@ from shardformer.public_names import renamed_parameters
 from shardformer.random_state import fork_random_state
 from shardformer.sharding.apply import ResolvedPolicy, Sharder, bind_policy
 from shardformer.sharding.apply_context_parallel import choose_ring_sizes, is_explicit_method
-from shardformer.sharding.checks import check_can_be_sharded, runs_user_code
+from shardformer.sharding.checks import check_can_be_sharded, check_no_integer_weights, runs_user_code
 from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
+from shardformer.tensor_parallel.quantized_linear import as_plain_linears
 from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
@@ -100,9 +101,11 @@ def _shard_without_adapters(
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
-        resolved = _find_and_bind_policy(sharder, policy, example)
-        if resolved.source != NO_POLICY:
-            _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
+        check_no_integer_weights(model, sharder.context.sizes)
+        with as_plain_linears(model):
+            resolved = _find_and_bind_policy(sharder, policy, example)
+            if resolved.source != NO_POLICY:
+                _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))
         return sharder.plan(resolved)
 
     with sharder.restoring_on_error():

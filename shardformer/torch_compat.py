@@ -226,6 +226,17 @@ def has_data(x: Tensor) -> bool:
     return not (x.is_meta or isinstance(x, FakeTensor))
 
 
+save_own_tensors, load_own_tensors = nn.Module._save_to_state_dict, nn.Module._load_from_state_dict
+"""Methods of a module that save and load its own parameters and buffers, which layers of other libraries extend."""
+apply_to_tensors = nn.Module._apply
+"""Method of a module with which ``to`` converts its parameters and buffers."""
+
+
+def is_wrapper_tensor(x: Tensor) -> bool:
+    """Return whether a tensor is of a class that wraps other tensors, and has no memory of its own."""
+    return hasattr(type(x), "__tensor_flatten__")
+
+
 def has_meta_tensors(model: nn.Module) -> bool:
     """Return whether a parameter or buffer of a model is on the meta device."""
     with DisableTorchFunction():  # inside LazyInit tensors report another device
@@ -370,6 +381,16 @@ def reason_of_recompilation(call: Callable[[], Any]) -> str:
     finally:
         logger.removeFilter(note)
     return reasons[0] if reasons else "unknown"
+
+
+def view_as_bytes(tensor: Tensor) -> Tensor:
+    """Return the values of a tensor as a vector of bytes, which shares its memory if it is contiguous.
+
+    A tensor of one element is contiguous with any stride, such as 0 after ``expand``, but a view of another element
+    size requires stride 1.
+    """
+    flat = tensor.detach().contiguous().reshape(-1)
+    return (flat if flat.stride(0) == 1 else flat.clone(memory_format=torch.contiguous_format)).view(torch.uint8)
 
 
 def is_dtensor(value: object) -> bool:

@@ -156,6 +156,12 @@ def accepted_keywords(model: nn.Module) -> frozenset[str] | None:
     return frozenset(named | (known or frozenset()))
 
 
+def forward_arguments(batch: Mapping[str, Any], model: nn.Module) -> dict[str, Any]:
+    """Return the values of a batch that a model's forward pass accepts, without others such as the loss's target."""
+    names = accepted_keywords(model)
+    return {name: value for name, value in batch.items() if names is None or name in names}
+
+
 def prepare_batch_without_cache(batch: Mapping[str, Any], model: nn.Module, *, is_checkpointed: bool) -> dict[str, Any]:
     """Return a copy of the batch that disables the key-value cache but keeps the default attention mask.
 

@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_the_page_has_the_tested_files_and_commands() -> None:
-    assert list(FILES) == ["save.py", "phi.py", "nystromformer.py", "train.py"]
+    assert list(FILES) == ["save.py", "phi.py", "nystromformer.py", "train.py", "net.py"]
     assert [line.split()[1] for line in COMMANDS] == [
         "derive-policy",
         "derive-policy",
@@ -59,6 +59,8 @@ def test_the_page_has_the_tested_files_and_commands() -> None:
         "verify",
         "verify",
         "run",
+        "derive-policy",
+        "verify",
     ]
 
 
@@ -75,6 +77,12 @@ def test_comments_list_the_modules_that_were_not_understood(folder: Path) -> Non
     text = (folder / "found.py").read_text().replace("\n#   ", " ")  # long comments are wrapped
     (why,) = [line for line in text.splitlines() if line.startswith("#") and "layer.*.attention.self.query" in line]
     assert "groups=6, weight of size [6, 1, 65, 1]" in why and "to have 6 channels, but got 3" in why
+
+
+def test_the_policy_of_a_plain_module_is_derived(folder: Path) -> None:
+    policy = runpy.run_path(str(folder / "net_policy.py"))["NetPolicy"]
+    attention, mlp = policy.stack.blocks
+    assert (attention.projections.q, attention.num_heads, mlp.at) == ("query", 6, "up")
 
 
 @pytest.mark.full

@@ -15,8 +15,10 @@ from pathlib import Path
 import pytest
 import torch
 
+from shardformer.comm.autograd_collectives import copy_to_tp_region
 from shardformer.comm.recorder import CollectiveRecorder
 from shardformer.errors import ConfigError
+from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.local_ranks.threads import run_as_threads
 from shardformer.local_ranks.worker_pool import WorkerPool
 from shardformer.mesh.parallel_context import ParallelContext
@@ -83,6 +85,23 @@ def _pass_group() -> str:
     with pytest.raises(ConfigError) as refused:
         importlib.import_module("parallel").ParallelSquaredReLU(torch.distributed.group.WORLD)
     return str(refused.value)
+
+
+def test_a_shard_as_replicated_input_is_refused(folder: Path) -> None:
+    """The sum of the gradients of different shards is wrong, and gloo aborts if their sizes differ."""
+    layer = importlib.import_module("parallel").ParallelSquaredReLU
+
+    def copy_shard(context: ParallelContext) -> str:
+        axis = context.tensor
+        new = layer(axis)
+        full = torch.nn.Parameter(torch.ones(5, 4))
+        new.register_shard("weight", full, ShardSpec(full.shape, {0: Split.even(5, axis.size, axes=(axis.name,))}))
+        with pytest.raises(ConfigError) as refused:
+            copy_to_tp_region(new.weight, axis)
+        return str(refused.value)
+
+    for message in run_as_threads(copy_shard, tensor=2):
+        assert "'ParallelSquaredReLU.weight', which is sharded over tensor" in message
 
 
 def _train(script: Path) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Adagrad
 
-from shardformer.torch_compat import state_when_made
+from shardformer.torch_compat import state_when_made, view_as_bytes
 from shardformer.zero.elementwise_trial import needs_full_matrices, state_after_step, state_bytes
 
 own_init_group: Any = Adagrad._init_group
@@ -41,3 +41,12 @@ def test_only_adagrad_has_state_before_its_first_step() -> None:
     for kind in (torch.optim.SGD, torch.optim.AdamW, torch.optim.Rprop):
         optimizer: torch.optim.Optimizer = kind([param])
         assert state_when_made(optimizer, optimizer.param_groups[0], param) == {} == dict(optimizer.state)
+
+
+def test_the_bytes_of_an_expanded_element_can_be_read() -> None:
+    """Such a tensor is contiguous with stride 0, so that ``contiguous`` does not copy the element."""
+    element = torch.tensor(2.0)
+    assert view_as_bytes(element.expand(1)).numpy().tobytes() == element.numpy().tobytes()
+    assert view_as_bytes(element.expand(3)).numpy().tobytes() == 3 * element.numpy().tobytes()
+    values = torch.arange(4.0)
+    assert view_as_bytes(values).data_ptr() == values.data_ptr()

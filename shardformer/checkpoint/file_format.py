@@ -33,6 +33,7 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.filesystem.atomic_write import create_file, write_all, write_new
 from shardformer.layout.shard_spec import Offsets
 from shardformer.random_state import SPLITMIX64
+from shardformer.torch_compat import view_as_bytes
 
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -279,7 +280,7 @@ def write_file(
         for written in tensors:
             values = written.load()
             if values.numel():
-                data: Any = values.reshape(-1).view(torch.uint8).numpy()
+                data: Any = view_as_bytes(values).numpy()
                 write_all(file, data)
         if to_disk:
             os.fsync(file.fileno())

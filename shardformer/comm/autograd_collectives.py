@@ -19,13 +19,16 @@ from itertools import pairwise
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 
 from shardformer.comm.collectives import all_gather, all_reduce, reduce_scatter
 from shardformer.errors import ConfigError
 from shardformer.layout.shard_spec import Split
 from shardformer.mesh.parallel_context import Axis
+
+SHARD_OF = "_shardformer_shard_of"
+"""Parameter attribute: name of a shard and the axes over which its parameter is sharded."""
 
 
 def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
@@ -135,8 +138,23 @@ def _gather_slices(x: Tensor, axis: Axis, dim: int, split: Split, purpose: str) 
 
 
 def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
-    """Return ``x`` as input of a tensor-parallel block. The backward pass all-reduces the gradient of ``x``."""
-    return x if axis.size == 1 else CopyToTpRegion.apply(x, axis)
+    """Return ``x`` as input of a tensor-parallel block. The backward pass all-reduces the gradient of ``x``.
+
+    Raises:
+        ConfigError: ``x`` is a parameter that is sharded over ``axis``. The sum of the gradients of different shards
+            would be wrong, and gloo aborts if their sizes differ.
+    """
+    if axis.size == 1:
+        return x
+    name, axes = getattr(x, SHARD_OF, ("", ())) if isinstance(x, nn.Parameter) else ("", ())
+    if axis.name in axes:
+        raise ConfigError(
+            f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}",
+            rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor",
+            remedy="Use the parameter directly, because each rank's shard has its own gradient",
+        )
+    copied: Tensor = CopyToTpRegion.apply(x, axis)
+    return copied
 
 
 def reduce_from_tp_region(x: Tensor, axis: Axis) -> Tensor:

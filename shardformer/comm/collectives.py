@@ -18,7 +18,7 @@ from shardformer.comm.recorder import bytes_of, no_wait_event, record
 from shardformer.layout.shard_spec import ShardSpec, even_bounds
 from shardformer.mesh.parallel_context import Axis
 from shardformer.mesh.transport import Work
-from shardformer.torch_compat import has_data, without_fake_tensors
+from shardformer.torch_compat import has_data, view_as_bytes, without_fake_tensors
 
 EXCHANGE_BELOW_BYTES = 512 * 1024
 """An all-reduce of two processes below this size is one exchange instead of gloo's two rounds (measured)."""
@@ -300,7 +300,7 @@ def checksum(t: Tensor) -> tuple[int, int]:
 
 def digest(t: Tensor) -> Tensor:
     """Return a hash of the bits of ``t`` as a tensor on its device, without synchronizing."""
-    flat = t.detach().contiguous().reshape(-1).view(torch.uint8)
+    flat = view_as_bytes(t)
     if flat.storage_offset() % 4:  # unaligned for the int32 view
         flat = flat.clone()
     full_blocks = flat.numel() // CHECKSUM_BYTES * CHECKSUM_BYTES

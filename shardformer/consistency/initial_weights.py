@@ -14,6 +14,7 @@ from torch import nn
 from shardformer.comm.collective_call import all_gather_from_grid
 from shardformer.comm.collectives import all_gather_numbers, all_gather_objects, broadcast, broadcast_object, checksum
 from shardformer.errors import ConfigError
+from shardformer.layout.packed_weights import find_packed_weights, packed_tensors
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.meta_init.init_recipe import deferred_storage_of, describe_recipe, iter_random_steps
 from shardformer.meta_init.safetensors_source import FileFingerprint, find_weight_files
@@ -29,6 +30,7 @@ def model_fingerprint(model: nn.Module) -> list[str]:
         + [f"{path or 'model'}: {_format_module(module)}" for path, module in model.named_modules()]
         + [f"config.{name}={value}" for config in find_configs(model) for name, value in _plain_config_fields(config)]
         + [f"{n} {tuple(p.shape)} {p.dtype} requires_grad={p.requires_grad}" for n, p in model.named_parameters()]
+        + [f"{n} {[checksum(t) for t in packed_tensors(p)]}" for n, p in find_packed_weights(model).items()]
         + [
             f"{n}: {describe_recipe(place)}"
             for n, t in (list_named_tensors(model) if has_meta_tensors(model) else ())
@@ -61,7 +63,8 @@ def sync_initial_weights(model: nn.Module, axes: list[Axis]) -> list[str]:
     tensor, and the tensors or random states only if they differ. Returns notes about what was copied.
     """
     named = list_named_tensors(model)
-    tensors = [t for _, t in named if t.numel() and not t.is_meta]
+    packed = set(map(id, find_packed_weights(model).values()))  # the ranks compared them in the fingerprint
+    tensors = [t for _, t in named if id(t) not in packed and t.numel() and not t.is_meta]
     waiting = named if has_meta_tensors(model) else ()
     places = [place for _, t in waiting if (place := deferred_storage_of(t)) is not None]
     steps = [step for place in places for step in iter_random_steps(place)]

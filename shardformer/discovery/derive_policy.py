@@ -587,6 +587,7 @@ def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
+        "or on the command line FILE.py:function, where the function returns (model_fn, batch_fn),\n"
         "or describe the modules of the model (docs/policies.md)",
     )
 

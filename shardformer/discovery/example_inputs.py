@@ -14,6 +14,7 @@ from shardformer.errors import InputError, PolicyError
 from shardformer.gradient_accumulation.micro_batches import KINDS, special_token_ids
 from shardformer.random_state import fixed_seed
 from shardformer.torch_compat import to_list, tree_leaves
+from shardformer.transformers_compat import forward_arguments
 
 Forward = Callable[[nn.Module], Any]  # A function that calls a model with a batch
 BATCH, LENGTH, TARGET_LENGTH = 2, 9, 7
@@ -40,11 +41,13 @@ class UnknownInputsError(PolicyError):
 def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     """Return a batch as keyword arguments of a model's forward pass: a dict, or a tensor or tensors in their order.
 
+    Values of a dict that the forward pass does not accept, such as the target of a loss function, are left out.
+
     Raises:
         InputError: if it is none of these, or has more tensors than the forward pass has arguments.
     """
     if isinstance(batch, Mapping):
-        return dict(batch)
+        return forward_arguments(batch, model)
     values = (batch,) if isinstance(batch, Tensor) else batch
     names = list(inspect.signature(model.forward).parameters)
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
@@ -66,10 +69,12 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     names = inspect.signature(model.forward).parameters
     inputs = dict(generate_inputs(model))
     if not inputs:
+        example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
         raise UnknownInputsError(
             f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}",
             rule="A policy is derived from one forward pass with tokens, images or audio",
-            remedy="Pass an example batch: derive_policy(model, batch={...})",
+            remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), on the "
+            "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md)",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in inputs.items() if name in text}

@@ -70,7 +70,18 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the global gradient norm of a model without clipping. See ``clip_grad_norm_``."""
+    """Return the norm of all gradients of a sharded model as one device would compute it, without clipping.
+
+    Call it on all ranks after ``backward``. Each value counts once, although ranks have different shards of some
+    gradients and the same values of others.
+
+    Args:
+        model: a model that ``shard_model`` returned.
+        norm_type: the p of the p-norm; ``math.inf`` is the largest absolute value.
+
+    Returns:
+        A scalar tensor, identical on all ranks. Communicates as ``clip_grad_norm_`` does.
+    """
     state = find_metadata(model)
     if state.gradient_owner is not None:
         return state.gradient_owner.clip_grad_norm_(math.inf, norm_type)

@@ -106,6 +106,8 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         seconds = timeout_s if timeout_s is not None else SHUTDOWN_TIMEOUT_S
         if not signals:
             Path(folder, ENDED_FILE).touch()
+        if signals == 1 and processes and not saves:
+            _report_waiting(len(processes), number, seconds)
         if signals > 1:
             seconds, number = AT_ONCE_S, signal.SIGKILL if saves else number
         elif signals == 1 and saves:
@@ -135,6 +137,17 @@ def set_shutdown_timeout(options: argparse.Namespace) -> Iterator[None]:
         else:
             os.environ[FOLDER] = before
         shutil.rmtree(folder, ignore_errors=True)
+
+
+def _report_waiting(count: int, number: signal.Signals, seconds: float) -> None:
+    """Print at once that the launcher waits for processes to end, because it may wait some seconds."""
+    processes = f"{count} process{'es' * (count > 1)}"
+    again = "press Ctrl-C again" if number is signal.SIGINT else "send it again"
+    print(
+        f"\n{number.name}: waiting at most {seconds:g} s for {processes} to end; {again} to end them at once",
+        file=sys.stderr,
+        flush=True,
+    )
 
 
 def _running_processes(context: PContext) -> list[Any]:

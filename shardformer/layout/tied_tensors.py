@@ -9,7 +9,7 @@ from math import inf
 import torch
 from torch import Tensor, nn
 
-from shardformer.torch_compat import has_data, memory_of
+from shardformer.torch_compat import has_data, is_wrapper_tensor, memory_of
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class MemoryRange:
             span = 1 + sum([(n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)])
         begin = int(x.storage_offset()) * x.element_size()
         view = (x.dtype, tuple(x.shape), tuple(x.stride()))
-        address = x.untyped_storage().data_ptr() if has_data(x) else 0
+        address = x.untyped_storage().data_ptr() if has_data(x) and not is_wrapper_tensor(x) else 0
         return cls(address or memory_of(x), begin, begin + span * x.element_size(), view)
 
 

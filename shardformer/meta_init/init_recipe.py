@@ -22,7 +22,14 @@ from typing import Any
 import torch
 from torch import Tensor, UntypedStorage
 
-from shardformer.torch_compat import DisableTorchFunction, disable_current_modes, schema_of, tree_flatten, tree_map
+from shardformer.torch_compat import (
+    DisableTorchFunction,
+    disable_current_modes,
+    schema_of,
+    tree_flatten,
+    tree_map,
+    view_as_bytes,
+)
 
 ATTRIBUTE = "_shardformer_place"
 MAPPED_BYTES = 1 << 17
@@ -204,8 +211,7 @@ def describe_recipe(deferred: DeferredStorage) -> str:
             number = numbers.setdefault(id(x.deferred), len(numbers))
             return f"{number} {x.dtype} {x.size} {x.stride} {x.offset}"
         if isinstance(x, Tensor):
-            raw = x.detach().cpu().contiguous().flatten().view(torch.uint8)
-            return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(raw.numpy().tobytes()).hexdigest()}"
+            return f"{x.dtype} {tuple(x.shape)} {hashlib.sha256(view_as_bytes(x.cpu()).numpy().tobytes()).hexdigest()}"
         return str(x)
 
     for step in get_recipe(deferred):

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from shardformer.errors import ConfigError
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
+from shardformer.layout.packed_weights import count_values, find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.module_paths import find_configs, parent_of
 from shardformer.pipeline.layer_sequence import (
@@ -300,9 +301,15 @@ def build_stages(model: nn.Module, policy: LayerSequencePolicy, manager: Pipelin
     """
     chain, owners, costs, spans = partition_model(model, policy, manager)
     tensors = _map_to_first_name(model.state_dict(keep_vars=True))
-    state = {name: (first, tuple(t.shape)) for name, (first, t) in tensors.items()}
+    packed = find_packed_weights(model)
+    quantized = tuple(f"{name.rpartition('.')[0]}." for name in packed)
+    state = {
+        name: (first, tuple(t.shape))
+        for name, (first, t) in tensors.items()
+        if name not in packed and (name in owners or not name.startswith(quantized))
+    }
     tensors = _map_to_first_name(dict(model.named_parameters(remove_duplicate=False)))
-    parameters = {name: (first, p.numel()) for name, (first, p) in tensors.items()}
+    parameters = {name: (first, count_values(p)) for name, (first, p) in tensors.items()}
     stages = Stages(manager, chain, spans, costs, owners, owner_stages(owners, spans), state, parameters)
     names: dict[str, list[str]] = {}
     for name, (first, _) in parameters.items() if manager.num_stages > 1 else ():

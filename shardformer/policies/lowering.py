@@ -167,10 +167,13 @@ class HeadLayout:
 
     def __post_init__(self) -> None:
         if self.num_heads % self.num_kv_heads or self.num_kv_heads % self.partitions:
+            counts = range(self.partitions, self.num_heads + 1, self.partitions)
+            fits = ", ".join(str(n) for n in counts if self.num_heads % n == 0) or f"a multiple of {self.partitions}"
             raise ConfigError(
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
                 + self._in_partitions,
-                remedy="Check the head counts in the model's config",
+                rule="A model type has default head counts, which apply if its config sets only one of them",
+                remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
             fits = ", ".join(str(n) for n in range(1, most + 1))

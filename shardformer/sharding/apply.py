@@ -21,6 +21,7 @@ from shardformer.errors import ConfigError, PolicyError
 from shardformer.kernels.attention_registration import use_flash_attention
 from shardformer.kernels.fused_ops import defer_bias, fused_norm
 from shardformer.layout.activation_layout import ActivationLayout
+from shardformer.layout.packed_weights import hide_packed_weights
 from shardformer.layout.sharding_metadata import ShardingMetadata, ShardingRequest, sharded_parameters
 from shardformer.layout.tied_tensors import group_overlapping
 from shardformer.mesh.init_distributed import launch_from_torch
@@ -41,6 +42,7 @@ from shardformer.sharding.compiled_layers import compile_as_configured
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
+from shardformer.tensor_parallel.quantized_linear import UnalignedSliceError
 from shardformer.torch_compat import has_meta_tensors, is_compiled_wrapper, wrapped_module_attribute
 from shardformer.torch_patches import install_all
 from shardformer.zero.torch_optimizer_patches import TRAINING_PATCHES
@@ -152,6 +154,7 @@ class Sharder:
             state.stages.uses_random = uses_dropout(self.model)
             checks.check_tied_stages(self._ties, state.stages.stages_of)
         state.unproven = self._find_unsupported_inputs()
+        checks.check_packed_weights(self.model, plan, self.context)
         checks.check_no_hooks(self.model, plan)
         checks.check_no_views(self.model, plan, state.stages)
         if not self._fresh:
@@ -236,6 +239,10 @@ class Sharder:
             state.note("", injected[0], injected[1], kind="class")
         if self.is_tensor_parallel:
             self._replace_modules(plan)
+        if hide_packed_weights(self.model):
+            state.notes.append(
+                "Frozen quantized weights are not in state dicts and checkpoints, and ZeRO keeps them whole."
+            )
         for target, source in legacy.bind_parameters(policy, self.model) if is_legacy else ():
             state.note(target, "own parameter", f"tied to {source}", kind="tie")
         if config.enable_flash_attention and not config.uses_context_parallel:  # which has its own fused kernels
@@ -319,6 +326,8 @@ class Sharder:
             group = self.grid if target.takes_grid else axis
         try:
             new: nn.Module = make(module, group, **kwargs)
+        except UnalignedSliceError as error:
+            raise ConfigError(f"{path}: {error.what}", rule=error.rule, remedy=error.remedy) from None
         except TypeError as error:
             if "argument" not in str(error):
                 raise

@@ -35,6 +35,7 @@ from shardformer.tensor_parallel.block import TensorParallelBlock, change_argume
 from shardformer.tensor_parallel.grid.layers import LAYERS_BY_MODE, GridModule, GridTensorParallelBlock, ModeLayers
 from shardformer.tensor_parallel.grid.padded_activations import GridStackActivations
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.tensor_parallel.quantized_linear import QuantizedLinear
 from shardformer.tensor_parallel.region import align_random_state, enter_region
 from shardformer.tensor_parallel.sequence_parallel import StackActivations
 
@@ -183,6 +184,7 @@ def _install_block(
     for name in [*description.columns, *description.cross_columns]:
         column = _require_layer(model, name, classes.column, "column")
         column.block = block
+        block.has_adapters |= isinstance(column, QuantizedLinear)  # whose product is its own
         if name in description.columns:
             block.columns.append(column)
     _require_layer(model, description.row, classes.row, "row").block = block

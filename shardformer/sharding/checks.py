@@ -23,6 +23,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.kernels.fused_ops import fused_norm, is_elementwise
+from shardformer.layout.packed_weights import find_packed_weights, has_quantizer
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -40,7 +41,9 @@ from shardformer.policies import legacy
 from shardformer.policies.policy import Policy
 from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
+from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.tensor_parallel.quantized_linear import is_4bit_linear
 from shardformer.torch_compat import has_meta_tensors, is_dtensor, tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/announcement"
@@ -225,6 +228,52 @@ def make_checked_plan(
     if policy.changes_classes_or_ties:
         legacy.check_legacy(policy, model)
     return make_plan(model, policy, applies_rules=applies_rules)
+
+
+def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: ParallelContext) -> None:
+    """Raise ConfigError if the layout needs a slice or the formula of quantized weights that only a quantizer knows."""
+    packed = find_packed_weights(model)
+    owners = {name.rpartition(".")[0]: param for name, param in packed.items()}
+    for path, param in owners.items():
+        if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
+            raise ConfigError(
+                f"bitsandbytes has changed the 4-bit weight of {path} for evaluation on the CPU",
+                rule="It rounded the scales of the weight, and its gradients would be incomplete",
+                remedy="Load the model again, and shard it before you evaluate it",
+            )
+        if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
+            raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
+    for path, replacement in plan.replacements.items():
+        module, target = model.get_submodule(path), replacement.target_module
+        is_parallel = isinstance(target, type) and issubclass(target, (Linear1D_Col, Linear1D_Row))
+        if path in owners and not (is_parallel and is_4bit_linear(module)):
+            raise _make_quantized_error(model, path, f"tensor={context.tensor.size}")
+    if found := next((path for path in plan.parameters if path in packed), None):
+        raise _make_quantized_error(model, found.rpartition(".")[0], f"tensor={context.tensor.size}")
+
+
+def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None:
+    """Raise ConfigError for a quantizer with integer weights in buffers (GPTQ, AWQ), if an axis shards the layers."""
+    axis = next((name for name in ("tensor", "sequence") if sizes.get(name, 1) > 1), None)
+    if axis is None or not has_quantizer(model):
+        return
+    for path, module in model.named_modules():
+        is_own = not runs_library_code(module) or type(module).__module__.startswith("transformers.integrations.")
+        if is_own and any(
+            not (x.is_floating_point() or x.dtype == torch.bool) for x in module._buffers.values() if x is not None
+        ):
+            raise _make_quantized_error(model, path, f"{axis}={sizes[axis]}")
+
+
+def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
+    kind = type(model.get_submodule(path)).__name__
+    return ConfigError(
+        f"{path} is a quantized {kind}, which does not support {layout}",
+        rule="It may scale its input by the largest value of all features and tokens, so a rank with a slice of them "
+        "could compute something else than one process",
+        remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
+        "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts",
+    )
 
 
 def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:

@@ -36,6 +36,7 @@ from shardformer.tensor_parallel.parallel_module import (
     select_product_dtype,
     wrong_class_error,
 )
+from shardformer.tensor_parallel.quantized_linear import is_4bit_linear, make_stand_in, store_packed_shard
 from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     RowParallelMatmul,
@@ -97,7 +98,16 @@ class _ParallelLinear(ParallelModule):
 
     @classmethod
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
-        """Shard a full nn.Linear or transformers Conv1D over the ranks. Raises ConfigError for other classes."""
+        """Shard a full nn.Linear, transformers Conv1D or 4-bit linear of bitsandbytes over the ranks.
+
+        Raises ConfigError for other classes, and for a 4-bit weight whose slices divide its blocks.
+        """
+        if is_4bit_linear(module):
+            plain = make_stand_in(module)
+            new = cls(plain.in_features, plain.out_features, process_group=process_group, native=plain, **kwargs)
+            (kwargs.get("shared") or {}).pop(id(plain.weight), None)  # its id is used again
+            store_packed_shard(new, module, new.coords)
+            return new
         if not is_linear(module):
             raise wrong_class_error(
                 cls, module, "Name the linear layer itself in the policy, not the module that contains it"

@@ -17,13 +17,14 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from shardformer.comm.autograd_collectives import SHARD_OF
 from shardformer.errors import ConfigError, PolicyError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.layout.shard_export_guard import mark_slices
 from shardformer.layout.shard_spec import Coords, ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear
-from shardformer.torch_compat import without_fake_tensors
+from shardformer.torch_compat import FakeTensor, without_fake_tensors
 
 STATISTICS_BUFFER = "running_mean"
 """A buffer of norms that track statistics. torch requires that their weight has the dtype of this buffer."""
@@ -142,6 +143,8 @@ class ParallelModule(nn.Module, ABC):
             self.register_parameter(name, None)
             return
         shard = _get_or_create_shard(full, spec, self.coords, shared)
+        axes = tuple(axis for splits in spec.splits.values() for split in splits for axis in split.axes)
+        setattr(shard, SHARD_OF, (f"{type(self).__name__}.{name}", axes))
         self.register_parameter(name, shard)
         self.shard_specs[name] = spec
         if shard.shape != full.shape:
@@ -230,6 +233,10 @@ def embedding_scale(embedding: nn.Embedding) -> float | None:
     if type(embedding).forward is nn.Embedding.forward and "forward" not in vars(embedding):
         return 1.0
     probe, weight = copy.copy(embedding), embedding.weight[:, :2]
+    probe._buffers = {  # a dry run has fake tensors, which know the value of a constant
+        name: getattr(buffer, "constant", None) if isinstance(buffer, FakeTensor) else buffer
+        for name, buffer in embedding._buffers.items()
+    }
     ids = torch.arange(len(weight))
 
     def output(table: Tensor, ids: Tensor) -> Tensor:

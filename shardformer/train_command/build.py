@@ -36,12 +36,12 @@ from shardformer.train_command.config_schema import (
     OptimizerTable,
     ScheduleTable,
     TrainConfig,
+    hook_classes,
     remote_code_hint,
     suggest_key,
 )
 from shardformer.train_command.load_data import TrainingData
 from shardformer.train_command.model_config import derive_fields_from_data, load_model_config
-from shardformer.training import hooks as included
 from shardformer.training.hook import Hook
 from shardformer.transformers_compat import config_classes_of, load_transformers, uninitialized_weights
 from shardformer.weights.from_pretrained import from_pretrained
@@ -352,11 +352,7 @@ FOLDERS = {"json_lines": ".", "checkpoint": "checkpoints"}
 """Hook -> its subfolder in the folder of the run. By default, the subfolder has the name of the hook."""
 
 
-KNOWN_HOOKS = {
-    re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): kind  # EarlyStopping as early_stopping
-    for name, kind in vars(included).items()
-    if isinstance(kind, type)
-}
+KNOWN_HOOKS = hook_classes()
 
 
 def build_hooks(config: TrainConfig) -> list[Hook]:
@@ -524,7 +520,11 @@ def build_model(
     trust = config.model.trust_remote_code
     try:
         if lazy and not config.model.random:
-            model = from_pretrained(kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust)
+            has_new_classes = getattr(saved, "num_labels", None) != getattr(complete, "num_labels", None)
+            model = from_pretrained(
+                kind, config.model.name, config=complete, dtype=dtype, trust_remote_code=trust,
+                ignore_mismatched_sizes=has_new_classes,
+            )  # fmt: skip
         else:
             with LazyInit() if lazy else uninitialized_weights():
                 model = create_model(kind, complete, dtype, trust)

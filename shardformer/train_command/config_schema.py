@@ -77,8 +77,8 @@ class DataTable(ConfigTable):
     """The training data."""
 
     train: str | list[str] = _config_key(
-        "A file, a list of files, a folder with one subfolder of images per class, or the name of a data set. See "
-        "`format`."
+        "A file, a list of files, a pattern of files such as `data/*.parquet`, a folder with one subfolder of images "
+        "per class, or the name of a data set. See `format`."
     )
     weights: list[float] | None = _config_key(
         "One number per item of `train`, to mix them in this proportion. An epoch ends when each item was read at "
@@ -567,12 +567,25 @@ def suggest_key(name: str, known: Iterable[str]) -> str:
     same_name = [key for key in all_keys if key.rpartition(".")[2] == name]
     if name in tables:
         same_name.append(f"{name}, above all tables" if tables[name] is None else f"a table [{name}]")
+    if not same_name and name in hook_classes():
+        same_name.append(f"hooks.{name}")
     if key := TRAINER_KEYS.get(name, " or ".join(same_name)):
         return f"Write it as {key}"
     if {*known} == {*TrainConfig.model_fields}:
         suggestion = did_you_mean(name, [*TrainConfig.model_fields, *all_keys])
         return f"{suggestion} Write a key under its table, as in [data] or data.batch_size"
     return did_you_mean(name, known)
+
+
+def hook_classes() -> dict[str, Any]:
+    """Return the hooks of the package by their names in a run configuration, such as ``early_stopping``."""
+    from shardformer.training import hooks
+
+    return {
+        re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower(): kind
+        for name, kind in vars(hooks).items()
+        if isinstance(kind, type)
+    }
 
 
 def _remove_union_types(key_path: Iterable[str]) -> list[str]:

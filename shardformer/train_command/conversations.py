@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NoReturn, cast
@@ -30,6 +32,8 @@ NONE = "{% for message in messages %}{{ message['content'] }}{% endfor %}"
 TEMPLATES = {"chatml": CHATML, "none": NONE}
 """Templates that ``data.chat_template`` can name. ``none`` concatenates the texts."""
 
+SYSTEM, TOOLS, CALLS, WEIGHT = "system", "tools", "tool_calls", "weight"
+
 Message = Mapping[str, Any]
 
 
@@ -50,7 +54,7 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     """
     field = None if data.prompt is not None else _messages_field(row, data)
     if field is not None:
-        return _read_messages(row[field], field)
+        return _add_system(_read_messages(row[field], field), row)
     pair = _pair_fields(row, data)
     if pair is None and data.prompt is None and data.messages in row:
         raise InputError(
@@ -80,13 +84,27 @@ def _pair_fields(row: Mapping[str, Any], data: DataTable) -> tuple[str, str] | N
 def _read_pair(row: Mapping[str, Any], fields: tuple[str, str]) -> list[Message]:
     prompt, answer = (row[name] for name in fields)
     if isinstance(prompt, (list, tuple)):
-        return [*_read_messages(prompt, fields[0]), *_as_answer(answer, fields[1])]
-    system = row.get("system")
+        return _add_system([*_read_messages(prompt, fields[0]), *_as_answer(answer, fields[1])], row)
     context = row.get(CONTEXT) if fields[0] == "instruction" else None
     prompt = f"{prompt}\n\n{context}" if context else prompt
-    first = [{"role": "system", "content": system}] if isinstance(system, str) and system else []
-    messages = [*first, {"role": "user", "content": prompt}, *_as_answer(answer, fields[1])]
-    return _read_messages(messages, fields[0])
+    return _add_system(
+        [*_read_messages([{"role": "user", "content": prompt}], fields[0]), *_as_answer(answer, fields[1])], row
+    )
+
+
+def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message]:
+    """Put the text of the field ``system`` before a conversation that does not start with a system message."""
+    system = row.get(SYSTEM)
+    if not isinstance(system, str) or not system:
+        return messages
+    if not messages or messages[0]["role"] != SYSTEM:
+        return [{"role": SYSTEM, "content": system}, *messages]
+    if messages[0]["content"] != system:
+        raise InputError(
+            f"A row has the system message {messages[0]['content']!r:.60}, but {system!r:.60} in the field {SYSTEM!r}",
+            remedy="Remove one of them",
+        )
+    return messages
 
 
 def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Message]:
@@ -106,7 +124,38 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
             rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the prompt",
             remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields",
         )
-    return messages
+    return _add_system(messages, row)
+
+
+def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the variables of the chat template that a row sets: its tools, which may be JSON."""
+    tools = _from_json(row.get(TOOLS) or [])
+    if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
+        raise InputError(
+            f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions",
+            remedy="Write a list of JSON schemas, or remove the field",
+        )
+    return {TOOLS: [_from_json(tool) for tool in tools]} if tools else {}
+
+
+def _from_json(value: Any) -> Any:
+    """Return the object or list of a string that contains JSON, and any other value unchanged."""
+    if isinstance(value, str):
+        with suppress(ValueError):
+            found = json.loads(value)
+            return found if isinstance(found, (dict, list)) else value
+    return value
+
+
+def clean_rows(rows: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield rows without the fields that only other rows have, which the library ``datasets`` sets to None."""
+    return iter(rows) if isinstance(rows, list) else map(_drop_none, rows)
+
+
+def _drop_none(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {name: _drop_none(each) for name, each in value.items() if each is not None}
+    return [_drop_none(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _as_answer(value: Any, field: str) -> list[Message]:
@@ -120,17 +169,33 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
         if isinstance(message, Mapping):
             role = message.get("role", message.get("from"))
             content = message.get("content", message.get("value"))
-        if not isinstance(role, str) or not isinstance(content, (str, list)):
+        calls = message.get(CALLS) if isinstance(message, Mapping) else None
+        if not isinstance(role, str) or not (isinstance(content, (str, list)) or (content is None and calls)):
             raise InputError(
                 f"A message in the field {field!r} is {message!r:.80}",
                 rule='A message has a role and a text, such as {"role": "user", "content": "words"}',
                 remedy="Correct the data",
             )
         assert isinstance(message, Mapping)
-        content = content if isinstance(content, str) else _join_parts(content, message, field)
+        content = _join_parts(content, message, field) if isinstance(content, list) else content
         others = {name: value for name, value in message.items() if name not in ("from", "value") and value is not None}
+        if calls:
+            others[CALLS] = [_read_call(call) for call in calls]
+        if others.get(WEIGHT, 1) not in (0, 1):
+            raise InputError(
+                f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}",
+                rule="Answers of weight 0 have no labels",
+                remedy="Use the weight 0 or 1",
+            )
         found.append({**others, "role": ROLES.get(role, role), "content": content})
     return found
+
+
+def _read_call(call: Any) -> Any:
+    """Return a call of a tool with its arguments as an object, which templates expect, instead of as JSON."""
+    if not isinstance(call, Mapping):
+        return call
+    return {name: _from_json(v) if name == "arguments" else _read_call(v) for name, v in call.items()}
 
 
 def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
@@ -162,12 +227,14 @@ class ChatFormat:
         template: Jinja template of a conversation.
         train_on: "answers": labels on all messages of the assistant; "last": on the last message; "all": on all tokens.
         max_length: Maximum number of tokens. Further tokens are dropped.
+        checked: Sequences of roles that the template renders completely.
     """
 
     tokens: TextTokenizer
     template: str
     train_on: str
     max_length: int
+    checked: set[Any] = field(default_factory=set)
 
     @classmethod
     def of(cls, data: DataTable, tokens: TextTokenizer) -> ChatFormat:
@@ -216,6 +283,7 @@ class ChatFormat:
             InputError: The template does not render an answer as a continuation of its prompt.
         """
         text = self.render(messages, **options)
+        self._check_is_complete(messages, text, options)
         if self.train_on == "all":
             ids = self.tokens.encode(text)
             is_trained = [True] * len(ids)
@@ -226,11 +294,36 @@ class ChatFormat:
         labels = [token if trained else IGNORED for token, trained in zip(ids, is_trained, strict=True)]
         return ids[: self.max_length], labels[: self.max_length]
 
+    def _check_is_complete(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> None:
+        """Raise InputError if the text of a conversation does not depend on one of its messages, or on its tools."""
+        key = (*((message["role"], bool(message.get(CALLS))) for message in messages), *options)
+        if key in self.checked:
+            return
+        ignored = next((name for name in options if self.render(messages, **{**options, name: []}) == text), None)
+        for index, message in enumerate(messages):
+            content, calls = message["content"] or "", message.get(CALLS)
+            other = {**message, CALLS: []} if calls else {**message, "content": f"{content} x"}
+            first, second = (
+                self.render(
+                    [*messages[:index], {**each, "content": each["content"] or ""}, *messages[index + 1 :]], **options
+                )
+                for each in (message, other)
+            )
+            if ignored is None and first == second:
+                ignored = f"{f'the {CALLS} of' if calls else 'the role'} {message['role']!r} in message {index + 1}"
+        if ignored is not None:
+            raise InputError(
+                f"The chat template ignores {ignored} of {list(messages)!r:.100}",
+                remedy="Set data.chat_template to a template that includes it, or remove it from the data",
+            )
+        self.checked.add(key)
+
     def _find_answers(self, messages: Sequence[Message], text: str, options: dict[str, Any]) -> list[tuple[int, int]]:
         """Return the character spans of the answers in the text of a conversation, with their end markers."""
         answers = [index for index, message in enumerate(messages) if message["role"] == ANSWER]
         if self.train_on == "last":
             answers = answers[-1:] if answers and answers[-1] == len(messages) - 1 else []
+        answers = [index for index in answers if _is_trained(messages[index])]
         spans = []
         for index in answers:
             prompt = self.render(messages[:index], add_generation_prompt=True, **options)
@@ -245,6 +338,11 @@ class ChatFormat:
                 )
             spans.append((len(prompt), len(until)))
         return spans
+
+
+def _is_trained(answer: Message) -> bool:
+    """Return whether an answer has labels, which is not the case for weight 0 and for empty answers."""
+    return answer.get(WEIGHT, 1) != 0 and bool(answer.get(CALLS) or (answer["content"] or "").strip())
 
 
 def _read_template(name: str | None) -> str | None:
@@ -279,10 +377,9 @@ def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, cha
         InputError: No row has a trained token.
     """
     has_any = False
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(clean_rows(rows), start=1):
         try:
-            options = {"tools": row["tools"]} if row.get("tools") else {}
-            ids, labels = chat.encode(read_conversation(row, data), **options)
+            ids, labels = chat.encode(read_conversation(row, data), **template_options(row))
         except InputError as error:
             raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
         if any(label != IGNORED for label in labels[1:]):

@@ -14,7 +14,14 @@ from torch.utils.data import Dataset
 from shardformer.comm.collectives import all_gather_objects
 from shardformer.errors import InputError
 from shardformer.train_command.config_schema import DataTable, PreferenceTable
-from shardformer.train_command.conversations import IGNORED, ChatFormat, Sample, read_answer
+from shardformer.train_command.conversations import (
+    IGNORED,
+    ChatFormat,
+    Sample,
+    clean_rows,
+    read_answer,
+    template_options,
+)
 from shardformer.train_command.datasets import PaddingCollator
 
 # B batch, S sequence, V vocabulary
@@ -58,9 +65,10 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
     """
     last = replace(chat, train_on="last")
     pairs = []
-    for number, row in enumerate(rows, start=1):
+    for number, row in enumerate(clean_rows(rows), start=1):
         try:
-            both = [last.encode(read_answer(row, field, data)) for field in (data.chosen, data.rejected)]
+            options = template_options(row)
+            both = [last.encode(read_answer(row, field, data), **options) for field in (data.chosen, data.rejected)]
         except InputError as error:
             raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
         if all(any(label != IGNORED for label in labels[1:]) for _, labels in both):

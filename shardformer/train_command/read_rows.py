@@ -7,9 +7,12 @@ import csv
 import io
 import json
 import math
+import os
+import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from glob import glob
 from pathlib import Path
 from typing import Any, cast
 
@@ -26,6 +29,8 @@ _CONVERT = (
     "force_ascii=False), or read_feather"
 )
 IMAGES = {".png", ".jpg", ".jpeg", ".bmp", ".webp", ".gif", ".tif", ".tiff"}
+CHECKED_BYTES = 2**20
+"""Number of bytes at the start and the end of a file that its checksum covers."""
 DatasetRows = Sequence[Mapping[str, Any]]
 
 
@@ -33,6 +38,27 @@ def data_sources_of(data: DataTable, *, validation: bool = False) -> list[str]:
     """Return the files, folders or data set names that the configuration lists as training or validation data."""
     settings = data.validation if validation and data.validation is not None else data.train
     return [settings] if isinstance(settings, str) else list(settings)
+
+
+def expand_patterns(names: Sequence[str]) -> list[str]:
+    """Replace patterns such as ``data/*.parquet`` by the files that match, in alphabetical order."""
+    return [
+        file for name in names for file in (not os.path.exists(name) and sorted(glob(name, recursive=True))) or [name]
+    ]
+
+
+def file_checksums(data: DataTable) -> dict[str, int]:
+    """Return a checksum of the size, the start and the end of each file of the training and validation data."""
+    found = {}
+    names = [*data_sources_of(data), *data_sources_of(data, validation=True)]
+    for name in dict.fromkeys(expand_patterns(names)):
+        with suppress(OSError), open(name, "rb") as file:  # other names are folders and data sets
+            size = file.seek(0, io.SEEK_END)
+            file.seek(0)
+            start = file.read(CHECKED_BYTES)
+            file.seek(max(size - CHECKED_BYTES, 0))
+            found[name] = zlib.crc32(start + file.read() + str(size).encode())
+    return found
 
 
 def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
@@ -58,6 +84,7 @@ def read_sources(config: TrainConfig, *, validation: bool) -> list[DatasetRows]:
 def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> DatasetRows:
     data, task = config.data, config.model.task
     data_format = infer_format(data, names)
+    names = expand_patterns(names)
     if data.streaming and data_format in ("text", "images"):
         raise ConfigError(
             f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}",

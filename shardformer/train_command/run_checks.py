@@ -16,6 +16,7 @@ from shardformer.filesystem.atomic_write import make_folder, remove_leftovers, r
 from shardformer.meta_init.lazy_init import LazyInit
 from shardformer.train_command.build import lr_schedule
 from shardformer.train_command.config_schema import ScheduleTable, TrainConfig, format_toml
+from shardformer.train_command.read_rows import file_checksums
 from shardformer.training.hook import Hook, TrainerProtocol
 
 CONFIG_FILE = "resolved_config.toml"
@@ -41,16 +42,17 @@ class Resume(Hook):
         self._config, self._num_steps, self._chat_template = config, num_steps, chat_template
         self._values: dict[str, Any] = json.loads(json.dumps(config.model_dump(), default=str))
         self._before: dict[str, Any] | None = None
+        self._checksums = file_checksums(config.data)
         self._model_config = ""
 
     def state(self) -> Any:
         return {
             "config": json.dumps(self._values), "num_steps": self._num_steps, MODEL_KEY: self._model_config,
-            TEMPLATE_KEY: self._chat_template,
+            TEMPLATE_KEY: self._chat_template, "data_checksums": self._checksums,
         }  # fmt: skip
 
     def load_state(self, state: Any) -> None:
-        self._before = {"config": json.loads(state["config"]), "num_steps": state["num_steps"]}
+        self._before = {**state, "config": json.loads(state["config"])}
 
     def setup(self, trainer: TrainerProtocol) -> None:
         model_config: Any = trainer.engine.model.config
@@ -69,6 +71,14 @@ class Resume(Hook):
                     f"{self._config.folder!r} started",
                     remedy=f"{keep} to resume the run, or set another folder to start a new run",
                 )
+        self._check_classes(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
+        checksums = self._before.get("data_checksums") or {}
+        changed = [name for name, each in self._checksums.items() if checksums.get(name, each) != each]
+        if changed and trainer.is_first:
+            print(
+                f"Changed since the checkpoint: {', '.join(changed)}. The run continues at the same position.",
+                flush=True,
+            )
         old, new = _lr_schedule(before["schedule"], old_steps), _lr_schedule(self._values["schedule"], self._num_steps)
         last = max(self._num_steps, old_steps)
         steps = range(trainer.step, last + 1, max((last - trainer.step) // MAX_COMPARED_STEPS, 1))
@@ -91,6 +101,17 @@ class Resume(Hook):
             print("Resumed with changed settings:", *format_changes(changes), sep="\n", flush=True)
             if any(key.startswith(("schedule.", "training.steps", "training.epochs", "data.")) for key in changes):
                 print(f"Learning rate: {rates}.", flush=True)
+
+    @staticmethod
+    def _check_classes(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+        """Raise ConfigError if the outputs of the checkpoint are other classes."""
+        old, new = before.get("id2label"), now.get("id2label")
+        if before and old != new:
+            what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
+            raise ConfigError(
+                f"The classes of the data are {what[0]:.100}, but were {what[1]:.100} when the run started",
+                remedy="Use data with the same classes, or set another folder to start a new run",
+            )
 
     def before_train(self, trainer: TrainerProtocol) -> None:
         if trainer.is_first:

@@ -214,7 +214,8 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"The checkpoint was saved with {state['samples']} training samples, but the data has "
                 f"{self._source.count}",
-                remedy="Pass the same data, or load the model without its data position: shardformer.load_checkpoint",
+                remedy="Use the same data. To train on other data, load the model without its data position with "
+                "shardformer.load_checkpoint, or in a new run set model.name to the exported model",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -242,7 +243,7 @@ class ShardedDataLoader:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
                 f"than the {num_ranks} data ranks",
-                remedy="Pass drop_last=True, or change batch_size",
+                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
             )
 
 

@@ -23,7 +23,8 @@ from shardformer.comm.collectives import all_gather_objects
 from shardformer.config import ParallelConfig
 from shardformer.errors import ConfigError, check_argument, check_callable, check_choice
 from shardformer.gradient_accumulation.micro_batches import TARGET_KEY
-from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module
+from shardformer.layout.packed_weights import check_trains_adapters, find_packed_weights
+from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, check_module, metadata_of
 from shardformer.mesh.init_distributed import launch_from_torch, launcher_variable, num_slurm_tasks
 from shardformer.mesh.parallel_context import ParallelContext, local_device, with_grid_axes, with_ring_axes
 from shardformer.mesh.rank_grid import RankGrid
@@ -238,8 +239,9 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     config = ParallelConfig.of(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
-            "The engine cannot be resharded, because initialize received a model that was already sharded",
-            remedy="Pass the unsharded model to initialize",
+            "The engine cannot be resharded, because initialize received a model that was already sharded or quantized",
+            remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint, load the "
+            "model again, and load the checkpoint under the new layout",
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:
@@ -410,11 +412,13 @@ def _shard_engine(
 ) -> Engine:
     """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
     plain, _ = unwrap_compiled(model)
-    if METADATA_ATTRIBUTE not in plain.__dict__:
+    if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
         arguments.meta_model = start_training(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:
+        check_trains_adapters(model, metadata_of(model).adapters)
+
         def make() -> tuple[Pipeline, list[Optimizer], Any]:
             pipeline = make_pipeline(model, config, arguments.loss_fn, arguments.loss_weight)
             optimizers = (

@@ -157,7 +157,7 @@ def check_batch_size(num_samples: int, shard: DataShard) -> None:
     if num_samples < shard.size:
         raise InputError(
             f"A batch of {num_samples} samples is too small for {shard.size} data ranks",
-            remedy="Pass drop_last=True, or choose a batch size that divides the number of samples",
+            remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
         )
 
 

@@ -28,7 +28,7 @@ from shardformer.errors import ConfigError
 from shardformer.mesh.parallel_context import Axis
 from shardformer.sharding.forward_checks import OF_LIBRARIES, is_library_hook
 from shardformer.tensor_parallel.parallel_module import MODULE_HOOK_TABLES
-from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of
+from shardformer.torch_compat import COMPILED_CALL, has_data, tensor_hooks_of, view_as_bytes
 
 ItemKey = tuple[str, str, str]
 PLAIN = (int, float, complex, str, bytes, type(None), torch.dtype, torch.device, Enum)
@@ -197,7 +197,7 @@ def _snapshot_attribute(name: str, value: Any, depth: int) -> Iterator[tuple[str
 
 
 def _snapshot_tensor(tensor: Tensor) -> Snapshot:
-    numbers = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+    numbers = view_as_bytes(tensor.cpu()).numpy().tobytes()
     return Snapshot(
         f"{tuple(tensor.shape)} {tensor.dtype} {hashlib.sha256(numbers).hexdigest()}", tensor.detach(), is_sendable=True
     )

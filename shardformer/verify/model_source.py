@@ -221,9 +221,15 @@ def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
         f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}",
-        remedy="Pass module:function, where the function returns (model_fn, batch_fn)",
+        remedy=BATCH_FUNCTION,
     )
 
+
+BATCH_FUNCTION = (
+    "Pass FILE.py:function, where the function returns (model_fn, batch_fn), and batch_fn(step) returns the batch of a "
+    'step, such as {"features": tensor} (docs/add-a-model.md). In Python, batch_fn is the second argument of verify'
+)
+"""Remedy for a model whose inputs are unknown."""
 
 HUB_TIMEOUT_S = 5.0
 
@@ -500,8 +506,9 @@ class ModelSource:
         vocab_size = _min_vocab_size(self.config)
         if vocab_size is None:
             raise ConfigError(
-                f"The inputs of {self.title} are unknown: its config has no vocab_size",
-                remedy="Pass module:function, where the function returns (model_fn, batch_fn)",
+                f"The inputs of {self.title} are unknown: "
+                + ("it has no config" if self.config is None else "its config has no vocab_size"),
+                remedy=BATCH_FUNCTION,
             )
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:

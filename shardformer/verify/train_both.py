@@ -42,6 +42,7 @@ from shardformer.shard_model_api import shard_in_place
 from shardformer.torch_compat import TorchDispatchMode, schema_of
 from shardformer.torch_patches import Patch, Undo, replace_attribute, temporarily
 from shardformer.training.data_loader import move_to_device
+from shardformer.transformers_compat import forward_arguments
 from shardformer.verify.report import Tolerances, tolerances_for, tolerances_of_16_bits
 from shardformer.verify.training_options import ReferenceOptimizers, VerifyTraining, make_verify_optimizers
 from shardformer.weights.state_dict import full_state_dict
@@ -191,7 +192,7 @@ def _outputs_with_sample_pairs(
     """Yield the names of model outputs with one row and one column per sample, as contrastive models return."""
     try:
         with torch.no_grad():
-            both = [model(**batch) for batch in (larger, smaller)]
+            both = [model(**forward_arguments(batch, model)) for batch in (larger, smaller)]
     except Exception:  # a loss_fn calls the model in another way
         return
     if all(isinstance(output, Mapping) for output in both):
@@ -246,21 +247,21 @@ class LossFunction:
 
     def __call__(self, model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
         if self.takes_model is not None:
-            return self._call(model if self.takes_model else model(**batch), batch)
+            return self._call(model if self.takes_model else model(**forward_arguments(batch, model)), batch)
         try:
             loss, self.takes_model = self._call(model, batch), True
         except ShardFormerError:
             raise
         except Exception as error:
             try:
-                loss, self.takes_model = self._call(model(**batch), batch), False
+                loss, self.takes_model = self._call(model(**forward_arguments(batch, model)), batch), False
             except ShardFormerError:
                 raise
             except Exception as other:
                 raise InputError(
                     f"loss_fn raised {_describe_error(other)} as loss_fn(output, batch), and {_describe_error(error)} "
                     "as loss_fn(model, batch)",
-                    rule="output is what the model returns for the batch, a dict of its arguments",
+                    rule="output is what the model returns for the arguments of its forward pass in the batch",
                     remedy="Correct loss_fn",
                 ) from other
         return loss

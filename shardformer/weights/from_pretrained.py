@@ -42,6 +42,7 @@ def from_pretrained(
     config: Any = None,
     dtype: Any = None,
     all_bytes: bool = False,
+    ignore_mismatched_sizes: bool = False,
     **options: Any,
 ) -> nn.Module:
     """Build a transformers model from saved weights. In ``shard_model``, each rank reads only its shards.
@@ -57,6 +58,8 @@ def from_pretrained(
         dtype: dtype of the weights. None uses that of the config, as in transformers.
         all_bytes: whether ranks compare checksums over all bytes of the files, which each rank then reads. By default
             they compare headers and sampled bytes.
+        ignore_mismatched_sizes: whether weights of another shape than in the files, such as those of a head with other
+            classes, are initialized as missing weights are. By default they raise an error.
         options: options of the hub, such as ``revision`` or ``local_files_only``; ``trust_remote_code=True`` to run
             Python code from the model's folder, for an Auto class; or fields of the config.
 
@@ -70,6 +73,7 @@ def from_pretrained(
     trust = options.pop("trust_remote_code", False)
     check_bool("trust_remote_code", trust)
     check_bool("all_bytes", all_bytes)
+    check_bool("ignore_mismatched_sizes", ignore_mismatched_sizes)
     path_or_name = str(pretrained_model_name_or_path)
     config, model_class = _load_config_and_class(model_class, path_or_name, config, trust, hub, options)
     files = [load_lazy_tensors(path, all_bytes=all_bytes) for path in _find_weights_files(path_or_name, hub)]
@@ -79,6 +83,9 @@ def from_pretrained(
         model, info = _load_model(
             model_class, path_or_name, config=config, state_dict=state, dtype=dtype, generation_config=generation
         )
+        if ignore_mismatched_sizes:
+            mismatched = {name for name, *_ in info["mismatched_keys"]}
+            info = {**info, "mismatched_keys": [], "missing_keys": {*info["missing_keys"], *mismatched}}
         _check_loaded_weights(model, path_or_name, info)
         _tie_equal_weights(model)
     model.name_or_path = model.config.name_or_path = path_or_name
@@ -240,7 +247,8 @@ def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]
             f"{name!r} has the shape {tuple(saved)} in {path_or_name!r}, but {tuple(own)} in this "
             f"{type(model).__name__}"
             + (f". {len(info['mismatched_keys']) - 1} more shapes differ" if len(info["mismatched_keys"]) > 1 else ""),
-            remedy="Pass the config with which the weights were saved",
+            remedy="Pass the config with which the weights were saved, or ignore_mismatched_sizes=True to initialize "
+            "these weights randomly",
         )
     missing = set(info["missing_keys"])
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:

@@ -34,6 +34,7 @@ from shardformer.comm.collective_call import collective_call, run_on_all_ranks, 
 from shardformer.errors import ConfigError, InputError, check_int
 from shardformer.filesystem.atomic_write import DirectoryWriter, path_of, remove, write_new
 from shardformer.filesystem.lock import release
+from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import ShardingMetadata, find_metadata, metadata_of
 from shardformer.public_names import renamed_parameters
 from shardformer.tensor_parallel.layers import Embedding1D, VocabParallelEmbedding1D
@@ -115,6 +116,7 @@ def export_pretrained(
 
 def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes: int) -> Path:
     check_int("max_file_bytes", max_file_bytes, unit="bytes", example=5 * 10**9)
+    check_no_packed_weights(tensors.model, "export_pretrained")
     if find_metadata(tensors.model).adapters is not None:
         raise ConfigError(
             f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load",
@@ -277,7 +279,8 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
             )
         return int(state.stages.num_parameters)
     embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
-    return sum(
+    packed = 0 if only_trainable else count_packed_values(self)
+    return packed + sum(
         prod(entry.spec.shape)
         for entry in state.entries
         if (entry.param.requires_grad or not only_trainable)
@@ -293,6 +296,7 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
     state = metadata_of(self)
     context = state.context
     wait_for_all_ranks("save_pretrained", *context.base_axes)
+    check_no_packed_weights(self, "save_pretrained")
     collective_call(context, lambda: _check_saving(state, save_directory, kwargs), action="save this model")
     kwargs.pop("is_main_process", None)
     weights = kwargs.pop("state_dict", None) or full_state_dict(self)

@@ -11,13 +11,15 @@ from torch import nn
 from torch.optim import Optimizer
 
 from shardformer.comm.collective_call import collective_call
-from shardformer.comm.collectives import broadcast
+from shardformer.comm.collectives import broadcast, checksum
 from shardformer.consistency.ddp_and_fsdp_guards import check_ddp, check_no_new_parameters, install_wrapper_guards
+from shardformer.consistency.initial_weights import differs_across_ranks
 from shardformer.errors import ConfigError
 from shardformer.forward_hooks import HookOrder, register_forward_hooks
 from shardformer.gradients.buckets import GradientSlot
 from shardformer.gradients.reducer import GradientReducer
 from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
+from shardformer.layout.packed_weights import find_packed_weights, hide_packed_weights, packed_tensors
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -166,6 +168,13 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
             remedy="Call shardformer.shard_model(model, context=context) first",
         )
     install_all(TRAINING_PATCHES)
+    packed = [checksum(t) for weight in find_packed_weights(model).values() for t in packed_tensors(weight)]
+    if context.data.size > 1 and differs_across_ranks(packed, context.data):
+        raise ConfigError(
+            f"The quantized weights of this {type(model).__name__} differ between ranks",
+            remedy="Load the same model with the same quantization config on all ranks",
+        )
+    hide_packed_weights(model)
     table, stream = ShardingMetadata(context), ActivationLayout()
     for name, param in model.named_parameters():
         spec = ShardSpec(param.shape)

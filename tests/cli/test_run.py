@@ -494,6 +494,7 @@ def test_the_launcher_kills_and_reports_a_process_that_ignores_sigterm(how: str,
     process.terminate()
     code, _, err = finish(process)
     assert code == 128 + signal.SIGTERM and time.monotonic() - begin < 10
+    assert err.lstrip().startswith("SIGTERM: waiting at most 4 s for 2 processes to end; send it again to end them")
     assert "ended by SIGTERM" in err
     assert ("it was stopped (SIGSTOP" if how == "stopped" else "it did not end on SIGTERM") in err
     assert f'rank 0 was at\n  File "{script}", line 7, in <module>\n    time.sleep(100)' in err

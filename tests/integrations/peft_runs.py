@@ -482,17 +482,6 @@ def call_on_sharded(context: ParallelContext, method: str, *args: Any) -> None:
     getattr(model if hasattr(type(model.base_model), method) else model.get_base_model(), method)(*args)
 
 
-def shard_quantized(context: ParallelContext) -> None:
-    class Linear4bit(nn.Linear):
-        """Stands for the class of bitsandbytes."""
-
-    Linear4bit.__module__ = "bitsandbytes.nn.modules"
-    model = adapted("llama", config_of("LoRA", target_modules=["o_proj"]))
-    for layer in model.get_base_model().model.layers:
-        layer.self_attn.q_proj.__class__ = Linear4bit
-    shardformer.shard_model(model, context=context)
-
-
 def refusals() -> dict[str, str]:
     """Return the messages of the errors by what is refused."""
     lora: dict[str, Any] = {"target_modules": ["q_proj"]}
@@ -537,7 +526,6 @@ def refusals() -> dict[str, str]:
         for name, (kind, settings, options, sizes) in cases.items()
     }
     found["optimizer"] = error_of(shard_with_optimizer, tensor=2)
-    found["quantized"] = error_of(shard_quantized, data=2)
     found["zero"] = error_of(adapt_after_zero, data=2)
     found["merge under stage 3"] = error_of(merge_under_stage_3, data=2)
     found["PiSSA and pipe"] = error_of(adapt_sharded, {"init_lora_weights": "pissa"}, pipe=2)

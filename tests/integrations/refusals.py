@@ -100,10 +100,60 @@ REFUSALS: dict[str, Sequence[Refusal]] = {
             "It combines all values of several adapters. Call it before sharding",
             {"weighted adapter": ("add_weighted_adapter is not supported",)},
         ),
+    ),
+    "bitsandbytes": (
         Refusal(
-            "bitsandbytes layers (QLoRA) without a GPU",
-            "Quantized weights need a GPU",
-            {"quantized": ("Linear4bit layers of bitsandbytes, but this process has no GPU",)},
+            "4-bit weights with a `tensor` axis, if a row is not a whole number of blocks (64 values), or the columns "
+            "of a rank are not a multiple of 32",
+            "The values of a block have one scale. Use a smaller axis, or list the layer in `llm_int8_skip_modules`",
+            {
+                "rows": ("self_attn.q_proj: a row", "(48, 48)", "llm_int8_skip_modules"),
+                "columns": ("self_attn.o_proj: the columns 0-16", "(64, 64)", "32"),
+            },
+        ),
+        Refusal(
+            "`load_in_8bit=True` with a `tensor` or `sequence` axis",
+            "Its layers scale their input by the largest value of all features, and of all tokens if it is an outlier",
+            {
+                "int8 and tensor": ("q_proj is a quantized Linear8bitLt", "tensor=2"),
+                "int8 and sequence": ("q_proj is a quantized Linear8bitLt", "sequence=2"),
+            },
+        ),
+        Refusal(
+            "other quantizers (GPTQ, AWQ, torchao, HQQ, fp8, mxfp4) with a `tensor` or `sequence` axis",
+            "Only the quantizer knows how its weights are stored",
+            {
+                "subclass": ("q_proj is a quantized Linear, which", "tensor=2"),
+                "buffers": ("q_proj is a quantized IntegerLinear", "tensor=2"),
+            },
+        ),
+        Refusal(
+            "`initialize` for a quantized model without adapters",
+            "Quantized weights cannot be trained, as in the Trainer of transformers",
+            {"no adapters": ("Training does not include the quantized weights", "get_peft_model")},
+        ),
+        Refusal(
+            "`save_pretrained` and `export_pretrained` of the quantized base; `engine.reshard`",
+            "Save the adapters, or a checkpoint, which contain everything that trains",
+            {"save the base": ("save_pretrained does not include",), "reshard": ("already sharded or quantized",)},
+        ),
+        Refusal(
+            "merging adapters into 4-bit weights that tensor parallelism shards",
+            "Each rank would quantize its slice with its own scales. Merge in one process",
+            {"merge": ("merge_and_unload is not supported while tensor parallelism shards quantized weights",)},
+        ),
+        Refusal(
+            "DoRA, PiSSA and other adapters that are computed from the weights, added to a sharded quantized model",
+            "Call `get_peft_model` first, then `shard_model`",
+            {"DoRA after sharding": ("This LoraConfig, which is computed from the weights", "before shard_model")},
+        ),
+        Refusal(
+            "quantized weights that differ between ranks, or that bitsandbytes changed for evaluation on the CPU",
+            "Load the same model on all ranks, and shard it before the first evaluation",
+            {
+                "different weights": ("model.layers.1.mlp.up_proj.weight",),
+                "after evaluation": ("changed the 4-bit weight of model.layers.0.mlp.up_proj",),
+            },
         ),
     ),
     "transformers": (

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from tests.integrations import refusals, test_accelerate, test_lightning, test_peft, test_trainer
+from tests.integrations import refusals, test_accelerate, test_lightning, test_peft, test_qlora, test_trainer
 from tests.integrations.peft_models import LAYOUTS as PEFT_LAYOUTS
 from tests.integrations.rows import Row
 
@@ -32,7 +32,7 @@ COLUMNS = (
     "files",
 )
 MEASURED, REFUSED, NOT_RUN, EMPTY = "measured", "error", "not run", "–"
-LIBRARIES = ("peft", "transformers", "accelerate", "lightning")
+LIBRARIES = ("peft", "bitsandbytes", "transformers", "accelerate", "lightning")
 Cells = dict[tuple[str, str, str], str]
 """(library, feature, column) -> text of the cell."""
 
@@ -75,6 +75,9 @@ def existing_cases() -> dict[tuple[str, str, str], str]:
         add("peft", feature, column_of_peft(layout), REFUSED if is_refused else MEASURED)
     for feature in test_peft.FEATURES_WITH_FILES:
         add("peft", feature, "files")
+    for feature, layout in test_qlora.MATRIX:
+        kind = REFUSED if (feature, layout) in test_qlora.REFUSED else MEASURED
+        add("bitsandbytes", feature, column_of_peft(layout), kind)
     for feature in test_trainer.FEATURES:
         for layout in test_trainer.LAYOUTS:
             reasons = {test_trainer.EXCLUDED.get((feature, axis)) for axis in layout} - {None}
@@ -101,7 +104,7 @@ def cells_of(rows: Iterable[Row]) -> Cells:
     numbers: dict[tuple[str, str, str], float] = {}
     texts: Cells = {}
     for row in rows:
-        is_peft = row.library == "peft"
+        is_peft = row.library in ("peft", "bitsandbytes")
         column = column_of_peft(row.layout) if is_peft else column_of(parse_layout(row.layout))
         for key, value in (
             (column, row.loss),

@@ -215,6 +215,18 @@ def test_mismatched_shapes_are_refused(tmp_path: Path) -> None:
         from_pretrained(transformers.BertForMaskedLM, tmp_path, intermediate_size=80)
 
 
+def test_a_head_for_other_classes_is_initialized_as_in_transformers(tmp_path: Path) -> None:
+    kind = transformers.BertForSequenceClassification
+    kind(BERT.config()).save_pretrained(tmp_path)
+    options: dict[str, Any] = {"num_labels": 5, "ignore_mismatched_sizes": True}
+    torch.manual_seed(4)
+    expected = kind.from_pretrained(tmp_path, **options)
+    torch.manual_seed(4)
+    found = from_pretrained(kind, tmp_path, **options)
+    assert "randomly initialized: classifier.bias, classifier.weight." in str(vars(found))
+    assert_same(materialize(found), expected)
+
+
 def test_missing_layers_are_refused(tmp_path: Path) -> None:
     save(BERT(), tmp_path)
     with pytest.raises(ConfigError, match=r"no weights for bert.encoder.layer.2\..*number of saved layers"):

@@ -340,3 +340,14 @@ def test_freezing_nothing_or_everything_raises(freeze: list[str], words: str, tm
     made = config(tmp_path, "gpt2", {"train": write_text(tmp_path)}, model={"freeze": freeze})
     with pytest.raises(ShardFormerError, match=words):
         make_dry_run_report(made)
+
+
+def test_a_pattern_is_the_list_of_its_files(tmp_path: Path) -> None:
+    for name, rows in (("b", labelled(4)), ("a", labelled(6)), ("c", labelled(2))):
+        write_rows(tmp_path, rows, f"part-{name}.jsonl")
+    found = load_data(classified(tmp_path, {"train": str(tmp_path / "part-[ab].jsonl")}))
+    files = [str(tmp_path / f"part-{name}.jsonl") for name in "ab"]
+    assert found.train.texts == load_data(classified(tmp_path, {"train": files})).train.texts
+    assert len(found.train) == 10
+    with pytest.raises(InputError, match=r"'.*part-x\*.jsonl' cannot be read"):
+        load_data(classified(tmp_path, {"train": str(tmp_path / "part-x*.jsonl")}))

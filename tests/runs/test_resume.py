@@ -124,3 +124,24 @@ def test_changed_settings_are_reported(tmp_path: Path, capsys: pytest.CaptureFix
     run_training(run(tmp_path, 3, data={"drop_last": True}))
     assert re.search(r"^  data.drop_last  false +true$", capsys.readouterr().out, re.M)
     assert tomllib.loads((tmp_path / "run" / "resolved_config.toml").read_text())["data"]["drop_last"] is True
+
+
+def test_a_changed_data_file_is_reported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run_training(run(tmp_path, 2))
+    run_training(made := run(tmp_path, 3))
+    assert "Changed since the checkpoint" not in capsys.readouterr().out
+    text = Path(str(made.data.train))
+    text.write_text(text.read_text().replace("fox", "cat", 1))
+    run_training(config(tmp_path, "gpt2", {"train": str(text)}, training={"steps": 4}))
+    assert f"Changed since the checkpoint: {text}. " in capsys.readouterr().out
+
+
+def test_other_classes_in_the_data_raise(tmp_path: Path) -> None:
+    def of(names: str, steps: int) -> TrainConfig:
+        rows = [{**row, "label": names[row["label"] == "good"]} for row in labelled()]
+        data = {"train": write_rows(tmp_path, rows)}
+        return config(tmp_path, "bert", data, model={"task": "classification"}, training={"steps": steps})
+
+    run_training(of("ab", 1))
+    with pytest.raises(ConfigError, match=r"The classes of the data are a, c, but were a, b when the run started"):
+        run_training(of("ac", 2))

@@ -107,6 +107,7 @@ def test_epochs_may_be_a_fraction(epochs: float, steps: int, tmp_path: Path) -> 
         ({"optimizer": {"max_grad_norm": 1}}, "Write it as parallel.max_grad_norm"),
         ({"optimizer": {"betaz": 1}}, "Did you mean 'betas'"),
         ({"hooks": {"save_steps": True}}, "Write it as hooks.checkpoint.every_steps"),
+        ({"early_stopping": {"patience": 2}}, "Write it as hooks.early_stopping"),
         ({"hooks": {"checkpoint": {"save_steps": 1}}}, "Write it as hooks.checkpoint.every_steps"),
         ({"hooks": {"checkpoint": {"batch_size": 1}}}, "Write it as data.batch_size"),
         ({"parallel": {"folder": "x"}}, "Write it as folder, above all tables"),

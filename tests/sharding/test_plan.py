@@ -235,7 +235,10 @@ GOOD_ATTENTION, GOOD_MLP = ToyPolicy.stack.blocks
         ({"num_heads": "n_head"}, ("num_heads='n_head' is not found", "no config", "Set num_heads to the number")),
         ({"num_heads": 4}, ("layers.*.attn.o has 30 features", "4 heads")),
         ({"num_kv_heads": 1}, ("layers.*.attn.k has 30 features", "1 heads of 6")),
-        ({"num_kv_heads": 2}, ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "Check the head counts")),
+        (
+            {"num_kv_heads": 2},
+            ("num_heads=5 cannot be divided evenly among num_kv_heads=2", "num_key_value_heads, to 1, 5"),
+        ),
         (
             {"stack": block(GOOD_ATTENTION)},
             ("The policy has no rule for 'layers.0.mlp.fc1.weight' (41, 30)", "`keep_replicated`"),

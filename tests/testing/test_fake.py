@@ -26,6 +26,7 @@ from shardformer.mesh.parallel_context import ParallelContext
 from shardformer.mesh.transport import CollectiveEvent, CollectiveRecord
 from shardformer.pipeline.pipeline import Pipeline
 from shardformer.shard_model_api import shard_model
+from shardformer.tensor_parallel.parallel_module import embedding_scale
 from shardformer.verify.small_models import RandomBatches, SmallModel
 
 SEQUENCE = {"enable_sequence_parallelism": True}
@@ -309,3 +310,19 @@ def test_trace_of_one_of_1024_llama_7b_ranks_takes_seconds() -> None:
     assert counts.split() == [str(17 * 32 + 5), str(4 * (8 * 4 + 1)), "4", "1", "True"]
     seconds, gib = map(float, costs.split())
     assert seconds < 15 and gib < 1
+
+
+class ScaledEmbedding(torch.nn.Embedding):
+    """An embedding that keeps its factor in a buffer, as that of Gemma 3."""
+
+    def __init__(self) -> None:
+        super().__init__(5, 4)
+        self.register_buffer("factor", torch.tensor(8.0), persistent=False)
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * self.factor.to(self.weight.dtype)
+
+
+def test_the_factor_of_an_embedding_is_known_without_values() -> None:
+    with fake_tensors():
+        assert embedding_scale(ScaledEmbedding()) == 8.0

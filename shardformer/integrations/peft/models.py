@@ -18,11 +18,13 @@ from shardformer.errors import ConfigError, InputError
 from shardformer.integrations.peft import sharding
 from shardformer.integrations.peft.layers import EMBEDDINGS
 from shardformer.integrations.peft.sharding import calls_model, inner_model, is_tuner_model
+from shardformer.layout.packed_weights import check_no_packed_weights, count_packed_values
 from shardformer.layout.sharding_metadata import METADATA_ATTRIBUTE, ShardingMetadata, metadata_of, sharded_module
 from shardformer.module_paths import parent_of
 from shardformer.sharding import checks
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
+from shardformer.tensor_parallel.quantized_linear import QuantizedLinear, make_4bit_placeholder
 from shardformer.torch_compat import IncompatibleKeys
 from shardformer.weights.state_dict import gather_state_dict, load_state_dict
 
@@ -54,6 +56,8 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
             f"{state.context.pipe.size} pipeline stages",
             remedy="Call peft.get_peft_model first, then shard_model",
         )
+    if needs_values:
+        check_no_packed_weights(inner, f"This {type(config).__name__}, which is computed from the weights,")
     for axis in state.context.base_axes[::-1]:
         broadcast_random_state(axis, state.context.device)
     with checks.restore_on_error(model):
@@ -106,6 +110,8 @@ def _parallel_layers(model: nn.Module) -> dict[str, ParallelModule]:
 
 def _plain_layer(layer: Any, state: ShardingMetadata, with_values: bool) -> nn.Module:
     """Return the plain layer that a parallel layer replaced, with full values, or with one repeated value."""
+    if isinstance(layer, QuantizedLinear):
+        return make_4bit_placeholder(layer)
     if isinstance(layer, EMBEDDINGS):
         plain: Any = nn.Embedding(layer.num_embeddings, layer.embedding_dim, layer.padding_idx, device="meta")
     elif layer.transposed:
@@ -338,6 +344,12 @@ def _changing_base(self: Any, what: str) -> Iterator[None]:
             f"{what} is not supported while ZeRO stage 3 shards the parameters",
             remedy="Save the adapters with save_pretrained, and merge them in a process without ZeRO stage 3",
         )
+    if what != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
+        raise ConfigError(
+            f"{what} is not supported while tensor parallelism shards quantized weights",
+            rule="Each rank would quantize its slice of the sum with its own scales",
+            remedy="Save the adapters with save_pretrained, and merge them in one process",
+        )
     wait_for_all_ranks(what, *state.context.base_axes)
     yield
 
@@ -391,6 +403,7 @@ def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
             remedy="Call the method on the plain model before sharding",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
+    counts.append((count_packed_values(self), False))
     return sum(n for n, trains in counts if trains), sum(n for n, _ in counts)
 
 

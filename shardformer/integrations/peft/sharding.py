@@ -197,7 +197,6 @@ def shard_with_adapters(
     Raises ShardFormerError on every rank if an adapter does not support the layout. The model is then unchanged.
     """
     inner = inner_model(model)
-    _check_quantized(inner)
     referenced = checks.find_referenced_parameters(model)
     with checks.restore_on_error(model):
         aliases = _find_aliases(model, inner)
@@ -212,16 +211,6 @@ def shard_with_adapters(
             finish(model)
 
         return model, shard(inner, finish=put_on)[1]
-
-
-def _check_quantized(model: nn.Module) -> None:
-    kinds = {type(module) for module in model.modules()}
-    quantized = next((k.__name__ for k in kinds if k.__module__.partition(".")[0] == "bitsandbytes"), None)
-    if quantized is not None and not torch.cuda.is_available():
-        raise ConfigError(
-            f"The model has {quantized} layers of bitsandbytes, but this process has no GPU",
-            remedy="Train quantized models (QLoRA) on GPUs, or load the model without a quantization config",
-        )
 
 
 def _find_aliases(model: nn.Module, inner: nn.Module) -> dict[str, str]:

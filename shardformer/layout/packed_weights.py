@@ -1,0 +1,167 @@
+"""Frozen weights that a quantizer packed, such as the 4-bit weights of bitsandbytes (QLoRA).
+
+The bytes of such a parameter are not its values: a scale per block, or another tensor, belongs to them. They cannot be
+cast, flattened, averaged or sliced like other parameters, and they never change. A sharded model therefore keeps them
+as attributes of their modules. They are no longer parameters, so that optimizers, ZeRO, checkpoints and state dicts do
+not see them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.torch_compat import (
+    DisableTorchFunctionSubclass,
+    apply_to_tensors,
+    is_dtensor,
+    is_wrapper_tensor,
+    load_own_tensors,
+    save_own_tensors,
+)
+
+PLAIN_DTYPES = frozenset(
+    (torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128)
+)
+BITSANDBYTES = "bitsandbytes"
+FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
+"""Attribute with which bitsandbytes repacks a weight in evaluation, rounds its scales, and stops its gradients."""
+
+
+def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
+    named, is_quantized = model.named_parameters(remove_duplicate=False), has_quantizer(model)
+    return {name: param for name, param in named if _is_packed(param, is_quantized)}
+
+
+def has_quantizer(model: nn.Module) -> bool:
+    """Return whether a model of transformers was loaded with a quantization config."""
+    return any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
+
+
+def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
+    if param.requires_grad:
+        return False
+    if is_from_bitsandbytes(param):
+        return not param.dtype.is_floating_point or bool(getattr(param, "bnb_quantized", False))
+    return (is_wrapper_tensor(param) and not is_dtensor(param)) or (is_quantized and param.dtype not in PLAIN_DTYPES)
+
+
+def is_from_bitsandbytes(value: object) -> bool:
+    """Return whether an object is of a class of bitsandbytes, which the process has then imported."""
+    return type(value).__module__.partition(".")[0] == BITSANDBYTES
+
+
+def packed_tensors(weight: nn.Parameter) -> list[Tensor]:
+    """Return the plain tensors that a packed weight consists of: its bytes, and its scales."""
+    if is_wrapper_tensor(weight):
+        wrapper: Any = weight
+        names, _ = wrapper.__tensor_flatten__()
+        return [getattr(weight, name) for name in names]
+    state = getattr(weight, "quant_state", None)
+    owners = [weight, *(owner for owner in (state, getattr(state, "state2", None)) if owner is not None)]
+    with DisableTorchFunctionSubclass():
+        plain = weight.data.as_subclass(Tensor)
+    return [plain, *(x for owner in owners for x in vars(owner).values() if type(x) is Tensor and x is not plain)]
+
+
+def count_values(param: Tensor) -> int:
+    """Return the number of values of a parameter, which a 4-bit weight has two of in a byte."""
+    shape = getattr(getattr(param, "quant_state", None), "shape", None)
+    return prod(param.shape if shape is None else shape)
+
+
+def count_packed_values(model: nn.Module) -> int:
+    """Return the number of values of the packed weights of a sharded model, in full."""
+    return sum(module.num_packed_values for module in modules_with_packed_weights(model))
+
+
+class KeepsPackedWeights:
+    """Mixin of a module that has packed weights as attributes, and not among its parameters and in its state dict."""
+
+    def __setattr__(self: Any, name: str, value: Any) -> None:
+        if name in self.__dict__["packed_names"]:
+            self.__dict__[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def _save_to_state_dict(self: Any, destination: Any, prefix: str, keep_vars: bool) -> None:
+        save_own_tensors(self, destination, prefix, keep_vars)
+
+    def _load_from_state_dict(self: Any, *args: Any, **kwargs: Any) -> None:
+        load_own_tensors(self, *args, **kwargs)
+
+    def _apply(self: Any, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        apply_to_tensors(self, fn, recurse)
+        for name in self.packed_names:
+            weight = self.__dict__[name]
+            device = fn(torch.empty(0, dtype=torch.uint8, device=weight.device)).device
+            if device != weight.device:
+                self.__dict__[name] = weight.to(device)
+        return self
+
+
+def hide_packed_weights(model: nn.Module) -> int:
+    """Turn the packed parameters of a model into attributes of their modules, in place, and return their number."""
+    packed = set(map(id, find_packed_weights(model).values()))
+    count = 0
+    for module in model.modules():
+        if names := [name for name, param in module._parameters.items() if id(param) in packed]:
+            keep_as_attributes(module, {name: module._parameters[name] for name in names})
+            count += len(names)
+    return count
+
+
+def keep_as_attributes(module: nn.Module, weights: dict[str, Any], num_values: int | None = None) -> None:
+    """Make packed weights attributes of a module instead of parameters. Changes the class of the module.
+
+    Args:
+        num_values: number of values of the full weights, of which these may be shards.
+    """
+    for name in weights:
+        module._parameters.pop(name, None)
+    count = sum(map(count_values, weights.values())) if num_values is None else num_values
+    vars(module).update(weights, packed_names=tuple(weights), num_packed_values=count)
+    if FAST_CPU_KERNEL in vars(module):
+        vars(module)[FAST_CPU_KERNEL] = False
+    add_mixins(module, KeepsPackedWeights)
+
+
+def add_mixins(module: nn.Module, *mixins: type) -> None:
+    """Put classes in front of the class of a module, if they are not among its classes yet."""
+    if new := tuple(mixin for mixin in mixins if not isinstance(module, mixin)):
+        kind: Any = type(module)
+        module.__class__ = _mixed(new, kind)
+
+
+@cache
+def _mixed(mixins: tuple[type, ...], kind: Any) -> Any:
+    return type(kind.__name__, (*mixins, kind), {"__module__": kind.__module__, "__qualname__": kind.__qualname__})
+
+
+def modules_with_packed_weights(model: nn.Module) -> Iterator[Any]:
+    return (module for module in model.modules() if isinstance(module, KeepsPackedWeights))
+
+
+def check_trains_adapters(model: nn.Module, adapters: object) -> None:
+    """Raise ConfigError for a quantized model of transformers without adapters, as its Trainer does."""
+    if adapters is None and any(getattr(module, "is_quantized", False) for module in model.modules()):
+        check_no_packed_weights(model, "Training")
+
+
+def check_no_packed_weights(model: nn.Module, what: str) -> None:
+    """Raise ConfigError if the weights of a sharded model are quantized, and ``what`` would need their values."""
+    if (module := next(modules_with_packed_weights(model), None)) is not None:
+        raise ConfigError(
+            f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "
+            f"{type(module).__name__} layers",
+            rule="Quantized weights are frozen, and a sharded model does not store them in state dicts",
+            remedy="Call peft.get_peft_model before shard_model, train adapters, and save them with save_pretrained of "
+            "the PEFT model",
+        )

@@ -1,0 +1,235 @@
+"""Tensor-parallel linear layers with the 4-bit weights of bitsandbytes (Dettmers et al. 2023, "QLoRA").
+
+A 4-bit weight is one sequence of bytes with two values each, row after row, and one scale (``absmax``) per block of
+values. A shard of it takes its bytes and the scales of its blocks, so that its values are exactly those of the full
+weight:
+
+    columns    the rows of this rank are adjacent in the sequence
+    rows       the columns of this rank are adjacent in each row
+
+A slice that divides a block repeats its scale for smaller blocks, down to 32 values. Scales that are quantized
+themselves (double quantization) are stored in fp32, because their own blocks do not follow the rows.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from shardformer.errors import ConfigError
+from shardformer.layout.packed_weights import (
+    FAST_CPU_KERNEL,
+    KeepsPackedWeights,
+    add_mixins,
+    find_packed_weights,
+    is_from_bitsandbytes,
+    keep_as_attributes,
+)
+from shardformer.layout.shard_spec import Slice
+from shardformer.module_paths import parent_of
+
+MIN_BLOCK = 32
+"""Smallest number of values that share a scale."""
+QUANTIZER_ATTRIBUTES = ("hf_quantizer", "is_quantized", "quantization_method")
+"""Attributes of a quantized model of transformers, which then cannot be cast."""
+HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_forward_", "_backward_")))
+
+
+class UnalignedSliceError(ConfigError):
+    """The slice of a rank divides a block of a 4-bit weight."""
+
+
+def is_4bit_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of bitsandbytes whose weight is packed into 4 bits."""
+    state = getattr(getattr(module, "weight", None), "quant_state", None)
+    return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
+
+
+class QuantizedLinear(KeepsPackedWeights):
+    """Mixin of a parallel linear whose local product is that of a linear of bitsandbytes.
+
+    It communicates as the parallel linear does with an adapter: at its entry and its exit. ``weight`` is the packed
+    local shard, which adapters of PEFT dequantize.
+    """
+
+    def multiply(self: Any, x: Tensor) -> Tensor:
+        """Multiply a local input by the local weight, and add the bias unless it is added after a reduction."""
+        product = self.__dict__["product"]
+        product.__dict__["weight"] = self.weight
+        product._parameters["bias"] = getattr(self, "fused_bias", None)
+        product.__dict__["training"] = self.training
+        y: Tensor = type(product).forward(product, x)
+        return y
+
+    def forward(self: Any, x: Tensor) -> Any:
+        if self.is_inside_adapter:
+            return self.multiply(x)
+        if self.block is not None and hasattr(self, "fused_bias"):
+            return super().forward(x)  # type: ignore[misc]  # of a column-parallel linear in a block
+        return self.leave_adapter(self.multiply(self.enter_adapter(x)))
+
+
+def make_stand_in(native: Any) -> nn.Linear:
+    """Return a plain linear without values, in the shape of a quantized linear, with its bias and its hooks."""
+    plain = nn.Linear(native.in_features, native.out_features, bias=False, device="meta")
+    plain.weight.requires_grad_(False)
+    plain.register_parameter("bias", native.bias)
+    vars(plain).update({name: getattr(native, name) for name in HOOK_TABLES})
+    return plain.train(native.training)
+
+
+@contextmanager
+def as_plain_linears(model: nn.Module) -> Iterator[None]:
+    """Show plain linear layers in place of quantized ones, so that a policy is found as for the unquantized model.
+
+    The plain layers have one value in memory.
+    """
+    owners = {name.rpartition(".")[0] for name in find_packed_weights(model)}
+    shown: dict[int, nn.Module] = {}
+    places: list[tuple[dict[str, Any], str, Any]] = []
+    for path in sorted(owners):
+        native = model.get_submodule(path)
+        if isinstance(native, nn.Linear):
+            holder, name = parent_of(model, path)
+            places.append((holder._modules, name, native))
+            shown.setdefault(id(native), make_stand_in(native))
+            shown[id(native)].weight = _expand_zero(native)
+    attributes = [
+        (vars(m), name, vars(m)[name]) for m in model.modules() for name in QUANTIZER_ATTRIBUTES if name in vars(m)
+    ]
+    try:
+        for table, name, native in places:
+            table[name] = shown[id(native)]
+        for table, name, _ in attributes if places else ():
+            del table[name]
+        yield
+    finally:
+        for table, name, value in (*places, *attributes):
+            table[name] = value
+
+
+def _expand_zero(native: Any) -> nn.Parameter:
+    dtype = getattr(getattr(native.weight, "quant_state", None), "dtype", None) or torch.get_default_dtype()
+    zero = torch.zeros((), dtype=dtype, device=native.weight.device)
+    return nn.Parameter(zero.expand(native.out_features, native.in_features), requires_grad=False)
+
+
+def store_packed_shard(parallel: Any, native: Any, coords: Mapping[str, int]) -> None:
+    """Store this rank's shard of a 4-bit weight in a parallel linear that was built from ``make_stand_in``, in place.
+
+    Communicates nothing.
+    """
+    spec = parallel.shard_specs.pop("weight")
+    dim = next(iter(spec.splits))
+    vars(parallel)["product"] = _copy_without_weight(native, *spec.local_shape(coords))
+    shard = slice_4bit(native.weight, dim, spec.slices_of(dim, coords))
+    keep_as_attributes(parallel, {"weight": shard}, num_values=prod(spec.shape))
+    add_mixins(parallel, QuantizedLinear)
+
+
+def _copy_without_weight(linear: Any, out_features: int, in_features: int) -> Any:
+    """Return a linear of the same class and settings with other sizes, and without parameters and hooks."""
+    new = copy.copy(linear)
+    vars(new).update({name: type(getattr(linear, name))() for name in HOOK_TABLES})
+    vars(new).update(_parameters={"bias": None}, in_features=in_features, out_features=out_features)
+    vars(new).update({FAST_CPU_KERNEL: False, "quant_state": None})  # which the weight has, too
+    return new
+
+
+def make_4bit_placeholder(layer: Any) -> nn.Module:
+    """Return the linear of bitsandbytes that a parallel linear replaced, in full sizes but with one value in memory."""
+    from bitsandbytes.nn import Params4bit
+
+    plain = _copy_without_weight(layer.product, layer.out_features, layer.in_features)
+    weight, num_bytes = layer.weight, -(-layer.out_features * layer.in_features // 2)
+    settings = {
+        name: getattr(weight, name) for name in ("blocksize", "compress_statistics", "quant_type", "quant_storage")
+    }
+    empty = weight.data.as_subclass(Tensor).new_zeros(()).expand(num_bytes // weight.itemsize, 1)
+    vars(plain)["weight"] = Params4bit(empty, quant_state=weight.quant_state, bnb_quantized=True, **settings)
+    if layer.bias is not None:
+        plain._parameters["bias"] = nn.Parameter(
+            layer.bias.detach().new_zeros(()).expand(layer.out_features), requires_grad=layer.bias.requires_grad
+        )
+    return plain.train(layer.training)  # type: ignore[no-any-return]
+
+
+def choose_block(state: Any, dim: int, slices: Sequence[Slice]) -> int | None:
+    """Return the largest number of values per scale that fits the slices of a 4-bit weight, or None."""
+    block = int(state.blocksize)
+    if state.shape[1] % block:  # for which bitsandbytes computes wrong values on the CPU
+        return None
+    while dim == 1 and block >= MIN_BLOCK and any(edge % block for pair in slices for edge in pair):
+        block //= 2
+    return block if block >= MIN_BLOCK else None
+
+
+def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
+    """Return a slice of the rows (dim 0) or columns (dim 1) of a 4-bit weight, with the same values.
+
+    Raises UnalignedSliceError if a slice divides a block of 32 values, and ConfigError if this release of bitsandbytes
+    computes other values.
+    """
+    from bitsandbytes.functional import QuantState, dequantize_4bit
+    from bitsandbytes.nn import Params4bit
+
+    state = weight.quant_state
+    block = choose_block(state, dim, slices)
+    rows, width = state.shape
+    if block is None:
+        columns = ", ".join(f"{a}-{b}" for a, b in slices)
+        raise UnalignedSliceError(
+            f"a row of its 4-bit weight of shape {tuple(state.shape)} is not a whole number of blocks"
+            if width % state.blocksize
+            else f"the columns {columns} of its 4-bit weight of shape {tuple(state.shape)} divide a block",
+            rule=f"The values of a block have one scale. Blocks have {state.blocksize} values, and can be divided into "
+            f"blocks of {MIN_BLOCK}",
+            remedy="Use a smaller tensor size, use data parallelism or ZeRO instead of the tensor axis, or list the "
+            "layer in llm_int8_skip_modules of the BitsAndBytesConfig",
+        )
+    packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
+    scales = full_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
+    units = (1, 1) if dim == 0 else (2, block)
+    packed, scales = (
+        torch.cat([x.narrow(dim, a // unit, (b - a) // unit) for a, b in slices], dim)
+        for x, unit in zip((packed, scales), units, strict=True)
+    )
+    length = sum(b - a for a, b in slices)
+    shape = (length, width) if dim == 0 else (rows, length)
+    local = Params4bit(
+        packed.contiguous().view(weight.dtype).reshape(-1, 1),
+        requires_grad=False,
+        quant_state=QuantState(
+            scales.reshape(-1).contiguous(), torch.Size(shape), state.code, block, state.quant_type, state.dtype
+        ),
+        blocksize=block,
+        compress_statistics=False,
+        quant_type=weight.quant_type,
+        quant_storage=weight.quant_storage,
+        bnb_quantized=True,
+    )
+    full = dequantize_4bit(weight.data, state)
+    expected = torch.cat([full.narrow(dim, a, b - a) for a, b in slices], dim)
+    if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
+        raise ConfigError(
+            "A shard of a 4-bit weight does not have the values of the full weight",
+            rule="This release of bitsandbytes stores 4-bit weights in an unknown order",
+            remedy="Use the newest bitsandbytes, or data parallelism or ZeRO instead of the tensor axis",
+        )
+    return local
+
+
+def full_scales(state: Any) -> Tensor:
+    """Return the fp32 scale of each block of a 4-bit weight, as bitsandbytes computes it."""
+    scales: Tensor = state.absmax
+    if state.nested:
+        from bitsandbytes.functional import dequantize_blockwise
+
+        scales = dequantize_blockwise(state.absmax, state.state2) + state.offset
+    return scales.float()
