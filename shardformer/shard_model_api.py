@@ -40,7 +40,7 @@ from shardformer.sharding.compiled_layers import compile_model
 from shardformer.sharding.describe import sharded_extra_repr
 from shardformer.sharding.plan import ShardingPlan
 from shardformer.tensor_parallel.quantized_linear import as_plain_linears
-from shardformer.torch_compat import without_fake_tensors
+from shardformer.torch_compat import unwrap_compiled, without_fake_tensors
 from shardformer.torch_patches import call_after_import
 from shardformer.weights.save_pretrained import (
     num_parameters,
@@ -66,7 +66,8 @@ def shard_in_place(
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
     """Shard a model in place: find and validate its policy, apply the policy, and replace methods of the model.
 
-    Adapters that PEFT added to the model are sharded too.
+    Adapters that PEFT added to the model are sharded too. The wrapper of ``torch.compile(model)`` is removed, and the
+    layers of the sharded model are compiled with its arguments.
 
     Args:
         model: the plain model, identical on every rank. If weights differ, rank 0's are used.
@@ -80,7 +81,8 @@ def shard_in_place(
     Raises:
         ShardFormerError: on every rank, if the model cannot be sharded. The model is unchanged.
     """
-    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example)
+    model, compiler = unwrap_compiled(model)
+    shard = partial(_shard_without_adapters, config=config, policy=policy, example=example, compiler=compiler)
     if "peft" in sys.modules and has_adapters(model):
         return shard_with_adapters(model, shard, finish)
     return shard(model, finish=finish)
@@ -93,8 +95,9 @@ def _shard_without_adapters(
     policy: Policy | type[Policy] | None,
     example: Example,
     finish: Callable[[nn.Module], object],
+    compiler: Mapping[str, Any],
 ) -> tuple[nn.Module, list[dict[int, Tensor]]]:
-    sharder = Sharder(model, config)
+    sharder = Sharder(model, config, compiler=compiler)
 
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
@@ -281,14 +284,14 @@ def shard_model(
     which averages over labels.
 
     Args:
-        model: the plain model.
+        model: the plain model. For ``torch.compile(model)``, the layers of the sharded model are compiled.
         policy: your policy. None uses the policy registered for the model's family, or derives one.
         context: the process grid from ``launch_from_torch``.
         config: a full ``ShardConfig``. Alternatively pass its fields by name, such as
             ``enable_sequence_parallelism=True``.
 
     Returns:
-        The same model object, sharded.
+        The same model object, sharded, without a wrapper of ``torch.compile``.
 
     Raises:
         ShardFormerError: on every rank, before training starts, if the model cannot be sharded.

@@ -159,6 +159,24 @@ def is_compiled_wrapper(module: nn.Module) -> bool:
     return _is_instance_of_loaded_class(module, "torch._dynamo.eval_frame", "OptimizedModule")
 
 
+def unwrap_compiled(module: nn.Module) -> tuple[nn.Module, dict[str, Any]]:
+    """Return the module inside the wrapper that ``torch.compile(module)`` returns, and the wrapper's arguments.
+
+    The arguments are those of ``module.compile()``: the backend, which includes the mode and the options, and
+    ``dynamic``. They are empty for a module without a wrapper, or if the wrapper disables compilation.
+    """
+    arguments: dict[str, Any] = {}
+    while is_compiled_wrapper(module):
+        from torch._dynamo.eval_frame import innermost_backend
+
+        wrapper: Any = module
+        module = wrapper._orig_mod
+        if callable(callback := wrapper.dynamo_ctx.callback):
+            backend = innermost_backend(callback)
+            arguments = {"backend": backend, "dynamic": getattr(backend, "dynamic", None)}
+    return module, arguments
+
+
 def is_compiled_in_place(module: nn.Module) -> bool:
     """Return whether a module was compiled in place by ``module.compile()``."""
     return getattr(module, COMPILED_CALL, None) is not None
@@ -332,12 +350,17 @@ def backend_compiler(
     if backend == "inductor":
         compiler: Callable[..., Any] = torch._TorchCompileInductorWrapper(mode, options, dynamic)
         return compiler
-    if isinstance(backend, str):
-        from torch._dynamo import lookup_backend
-
-        found: Callable[..., Any] = lookup_backend(backend)
+    if isinstance(backend, str) or mode or options:
+        found: Callable[..., Any] = torch._TorchCompileWrapper(backend, mode, options, dynamic)
         return found
     return backend
+
+
+def name_of_backend(backend: str | Callable[..., Any]) -> str:
+    """Return the name of a backend of torch.compile. That of ``unwrap_compiled`` has the name as an attribute."""
+    if isinstance(backend, str):
+        return backend
+    return str(getattr(backend, "compiler_name", getattr(backend, "__name__", "a function")))
 
 
 def reason_of_recompilation(call: Callable[[], Any]) -> str:

@@ -210,9 +210,12 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int, *, purpose: str = "block") -
 
 _LIBRARY = torch.library.Library("shardformer", "DEF")
 """Collectives as operators, which torch.compile puts into its graphs. A graph refers to an axis by ``Axis.key``."""
-_LIBRARY.define("all_reduce(Tensor x, str axis, str op, str purpose) -> Tensor")
-_LIBRARY.define("all_gather(Tensor x, str axis, int dim, SymInt? full, SymInt[]? lengths, str purpose) -> Tensor")
-_LIBRARY.define("reduce_scatter(Tensor x, str axis, int dim, str purpose) -> Tensor")
+for _schema in (
+    "all_reduce(Tensor x, str axis, str op, str purpose) -> Tensor",
+    "all_gather(Tensor x, str axis, int dim, SymInt? full, SymInt[]? lengths, str purpose) -> Tensor",
+    "reduce_scatter(Tensor x, str axis, int dim, str purpose) -> Tensor",
+):  # they call Python, which a CUDA graph (mode="reduce-overhead") would not repeat
+    _LIBRARY.define(_schema, tags=torch.Tag.cudagraph_unsafe)
 
 
 def _run_all_reduce(x: Tensor, axis: str, op: str, purpose: str) -> Tensor:

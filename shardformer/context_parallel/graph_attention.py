@@ -30,11 +30,13 @@ _HELD = "held_by_tensor"
 _LIBRARY = torch.library.Library("shardformer", "FRAGMENT")
 _LIBRARY.define(
     "context_attention(Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor site, Tensor? mask, int group, "
-    "float dropout, float scale, float? cap, bool? is_causal) -> (Tensor, Tensor, Tensor)"
+    "float dropout, float scale, float? cap, bool? is_causal) -> (Tensor, Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
 )
 _LIBRARY.define(
     "context_attention_backward(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor? sinks, Tensor out, Tensor lse, "
-    "Tensor call) -> (Tensor, Tensor, Tensor, Tensor)"
+    "Tensor call) -> (Tensor, Tensor, Tensor, Tensor)",
+    tags=torch.Tag.cudagraph_unsafe,
 )
 
 

@@ -23,6 +23,7 @@ from shardformer.layout.activation_layout import ActivationLayout, ModelRegion
 from shardformer.layout.shard_export_guard import mark_slices, refuse_pickling
 from shardformer.layout.shard_spec import ShardSpec
 from shardformer.mesh.parallel_context import Axis, ParallelContext
+from shardformer.torch_compat import is_compiled_wrapper
 
 
 @dataclass(frozen=True)
@@ -324,10 +325,10 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
     state = model.__dict__.get(METADATA_ATTRIBUTE)
     if isinstance(state, ShardingMetadata):
         return state
-    raise ConfigError(
-        f"This {type(model).__name__} is not sharded",
-        remedy="Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it",
-    )
+    remedy = "Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it"
+    if is_compiled_wrapper(model):
+        remedy = "Pass the model itself, not what torch.compile(model) returned, or compile it with model.compile()"
+    raise ConfigError(f"This {type(model).__name__} is not sharded", remedy=remedy)
 
 
 def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:

@@ -38,7 +38,7 @@ from shardformer.random_state import restore_random_state_on_error, uses_dropout
 from shardformer.sharding import apply_context_parallel, apply_tensor_grid, checks, forward_checks
 from shardformer.sharding.apply_tensor_parallel import InstalledBlock, install_gradient_reduction, install_regions
 from shardformer.sharding.checks import ACTIVATIONS, WRITTEN_OUT, iterate_norms
-from shardformer.sharding.compiled_layers import DEFAULT_BACKEND, compile_stacks
+from shardformer.sharding.compiled_layers import compile_as_configured
 from shardformer.sharding.plan import ShardingPlan, qualified_name
 from shardformer.tensor_parallel.layers import Linear1D_Col
 from shardformer.tensor_parallel.parallel_module import ParallelModule, move_hooks, shard_parameter
@@ -81,13 +81,16 @@ class Sharder:
         config: the configuration.
         fresh: whether the model was built only for this call. No optimizer can then refer to its parameters, so the
             search for one, which visits every object of the process, is skipped.
+        compiler: arguments of the wrapper that ``torch.compile(model)`` returned, from ``unwrap_compiled``.
 
     Raises:
         ShardFormerError: on every rank, if the ranks do not form one grid.
         LaunchError: if no launcher started this process.
     """
 
-    def __init__(self, model: nn.Module, config: ShardConfig, *, fresh: bool = False) -> None:
+    def __init__(
+        self, model: nn.Module, config: ShardConfig, *, fresh: bool = False, compiler: Mapping[str, Any] = {}
+    ) -> None:
         if config.context is None and config.tensor_parallel_process_group is None and not dist.is_initialized():
             launch_from_torch()
         self.context = checks.check_process_group(config)
@@ -95,7 +98,7 @@ class Sharder:
         if config.is_grid and self.context.tensor.size > 1:
             config, self.grid = apply_tensor_grid.reshape_config_to_grid(config, self.context)
             self.context = config.resolve_context()
-        self.model, self.config = model, config
+        self.model, self.config, self._compiler = model, config, compiler
         self.is_tensor_parallel = config.enable_tensor_parallelism and self.context.tensor.size > 1
         manager = config.pipeline_stage_manager
         stages = self.context.pipe.size if manager is None else manager.num_virtual_stages
@@ -265,8 +268,7 @@ class Sharder:
             )
         forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
-        if config.compile:
-            compile_stacks(self.model, state, DEFAULT_BACKEND if config.compile is True else config.compile, {})
+        compile_as_configured(self.model, state, config.compile, self._compiler)
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks

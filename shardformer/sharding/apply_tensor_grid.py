@@ -226,6 +226,7 @@ class _LocalSamplesHook:
     ) -> None:
         self._arguments, self._stream, self._samples = arguments, stream, samples
         self._rows, self._names = 0, _get_argument_names(module)
+        self._key, _ = make_argument_key(arguments.at, "")  # the path without indices, so that layers share their graph
         register_forward_hooks(module, HookOrder.LOCAL_SAMPLES, self._before_entry, with_kwargs=True)
         for name in arguments.region_inputs:
             change_argument(module, name, partial(self._select_local_samples, name), HookOrder.SAMPLE_ARGUMENTS)
@@ -246,7 +247,7 @@ class _LocalSamplesHook:
 
     def _select_local_samples(self, argument: str, tensor: Tensor) -> Tensor:
         default = 0 if tensor.dim() > 1 and tensor.shape[0] == self._stream.samples else None
-        dim = self._samples.get(make_argument_key(self._arguments.at, argument), default)
+        dim = self._samples.get((self._key, argument), default)
         return (
             tensor
             if dim is None or not self._stream.is_sharded

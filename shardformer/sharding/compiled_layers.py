@@ -93,7 +93,7 @@ class StackCompiler:
         return copy
 
     def __str__(self) -> str:
-        backend = self.backend if isinstance(self.backend, str) else getattr(self.backend, "__name__", "a function")
+        backend = torch_compat.name_of_backend(self.backend)
         text = f"Compiled with {backend}: {len(self.layers)} layer{'' if len(self.layers) == 1 else 's'} of {self.path}"
         count = len(self.graphs)
         graphs = f"{count} graph{'' if count == 1 else 's'}, no graph break"
@@ -108,9 +108,9 @@ def _call_layer(
     kwargs: dict[str, Any],
     lengths: Sequence[tuple[StackActivations, int]],
 ) -> Any:
-    """Call a layer. The lengths of the sequence are arguments, because each attribute needs another graph per value."""
+    """Call a layer. The lengths of the input are arguments, because each attribute needs another graph per value."""
     for stream, length in lengths:
-        stream.full = length
+        setattr(stream, stream.length_name, length)
     return forward(*args, **kwargs) if layer is None else forward(layer, *args, **kwargs)
 
 
@@ -182,7 +182,7 @@ class CompiledLayer:
     def _call_compiled(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         layer = self._layer if self._is_method else None
         args, kwargs = tree_map(hold_masks, (args, kwargs))
-        lengths = [(stream, stream.full) for stream in self._streams if stream.is_sharded]
+        lengths = [(stream, getattr(stream, stream.length_name)) for stream in self._streams if stream.is_sharded]
         return self._stack.call(self._forward, layer, args, kwargs, lengths)
 
     def _run_eagerly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -218,8 +218,9 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
     _check_can_be_compiled(model, state, backend)
     found = {path: _find_layers(model, path) for path in state.layer_stacks}
     if not found:
+        name = torch_compat.name_of_backend(backend)
         raise ConfigError(
-            f"compile={backend!r} has no effect: {type(model).__name__} has no known stack of layers",
+            f"compile={name!r} has no effect: {type(model).__name__} has no known stack of layers",
             remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers",
         )
     differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
@@ -233,6 +234,22 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
             layer.forward = CompiledLayer(layer, path, stack, state.context_run)
 
 
+def compile_as_configured(
+    model: nn.Module, state: ShardingMetadata, compile: bool | str, wrapper: Mapping[str, Any]
+) -> None:
+    """Compile a model that is sharded with ``compile``, or that was in a wrapper of torch.compile.
+
+    Args:
+        wrapper: arguments of the wrapper (``torch_compat.unwrap_compiled``), which ``compile`` overrides.
+    """
+    if compile:
+        compile_stacks(model, state, DEFAULT_BACKEND if compile is True else compile, {})
+    elif wrapper and state.layer_stacks:
+        compile_stacks(model, state, wrapper["backend"], {"dynamic": wrapper["dynamic"]})
+    elif wrapper:
+        nn.Module.compile(model, **wrapper)
+
+
 def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
     """Return a dict from paths to layers of a stack, without the layers of other pipeline stages."""
     layers = {f"{stack}.{name}": layer for name, layer in model.get_submodule(stack).named_children()}
@@ -242,18 +259,16 @@ def _find_layers(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: Backend) -> None:
     if isinstance(backend, str):
         check_choice("compile", backend, torch.compiler.list_backends(exclude_tags=()))
-    sizes = state.context.sizes
     problem, remedy = "", "Set compile=False"
-    if sizes.get("row", 1) * sizes.get("column", 1) > 1:
-        problem = "The layers of tensor_parallel_mode='2d', '2.5d' and '3d' change Python state that is not traced"
-    elif state.context_run is not None and (reason := _why_context_is_eager(model, state)):
+    name = torch_compat.name_of_backend(backend)
+    if state.context_run is not None and (reason := _why_context_is_eager(model, state)):
         problem = f"Context parallelism {reason}"
-    elif backend == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
+    elif name == "inductor" and state.context.device.type == "cuda" and importlib.util.find_spec("triton") is None:
         problem, remedy = "The backend inductor needs triton on a GPU, which is not installed", "Install triton"
-    elif backend == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
+    elif name == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
         problem, remedy = "The backend inductor needs a C++ compiler on a CPU, which is not installed", "Install g++"
     if problem:
-        raise ConfigError(f"compile={backend!r} does not work: {problem}", remedy=remedy)
+        raise ConfigError(f"compile={name!r} does not work: {problem}", remedy=remedy)
 
 
 def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
@@ -271,16 +286,24 @@ def _has_cpp_compiler() -> bool:
     return any(shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++", "c++") if name)
 
 
-def compile_model(self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, **options: Any) -> None:
+def compile_model(
+    self: nn.Module, *, backend: Backend = DEFAULT_BACKEND, disable: bool = False, **options: Any
+) -> None:
     """Compile each layer of a sharded model with torch.compile, as ``compile=True`` of ``ParallelConfig`` does.
 
     Takes the arguments of ``torch.compile``. A model without a known stack of layers is compiled as a whole.
     """
     state = metadata_of(self)
+    if disable:
+        return
     if not state.layer_stacks:
         nn.Module.compile(self, backend=backend, **options)
         return
-    check_names(options, OPTIONS, "model.compile has no argument", "It takes the arguments of torch.compile")
+    check_names(options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}")
+    if options.get("mode") and options.get("options"):
+        raise ConfigError(
+            f"model.compile received both mode={options['mode']!r} and options", remedy="Pass only one of them"
+        )
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
             "model.compile was called on a pipeline stage, whose layers already have a replaced forward method",

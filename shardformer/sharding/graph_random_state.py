@@ -33,7 +33,9 @@ _LIBRARY = torch.library.Library("shardformer", "FRAGMENT")
 _LIBRARY.define("enter_random_state(int rank) -> ()")
 _LIBRARY.define("leave_random_state() -> ()")
 _LIBRARY.define("swap_random_state() -> ()")
-_LIBRARY.define("draw_local_state(Tensor state, int rank, str device) -> (Tensor, Tensor)")
+_LIBRARY.define(
+    "draw_local_state(Tensor state, int rank, str device) -> (Tensor, Tensor)", tags=torch.Tag.cudagraph_unsafe
+)
 ENTER, LEAVE, SWAP = (
     getattr(torch.ops.shardformer, f"{name}_random_state").default for name in ("enter", "leave", "swap")
 )
@@ -104,7 +106,8 @@ def stateful_operator(op: Any) -> Any:
     arguments, _, results = plain.rpartition(") -> ")
     name = re.sub(r"\W+", "_", f"stateful_{op.name()}")
     kinds = results.strip("()") or "()"
-    _LIBRARY.define(f"{name}(Tensor random_state, str random_device, {arguments}) -> ({kinds}, Tensor)")
+    schema = f"{name}(Tensor random_state, str random_device, {arguments}) -> ({kinds}, Tensor)"
+    _LIBRARY.define(schema, tags=torch.Tag.cudagraph_unsafe)
 
     def call(args: Sequence[Any], kwargs: dict[str, Any]) -> tuple[Any, ...]:
         copied = [x.clone() if n in written else x for n, x in enumerate(args)]

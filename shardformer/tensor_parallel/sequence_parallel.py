@@ -49,6 +49,9 @@ class StackActivations:
         random: whether the model draws random numbers in training.
     """
 
+    length_name = "full"
+    """Attribute with the number that differs between inputs."""
+
     def __init__(self, layout: ActivationLayout, axis: Axis, *, overlap: bool = False, random: bool = False) -> None:
         self.layout, self.axis, self.overlap = layout, axis, overlap
         shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None

@@ -35,8 +35,8 @@ from shardformer.pipeline.pipeline import Pipeline, is_batch_norm, modes_of, set
 from shardformer.random_state import restore_random_state_on_error
 from shardformer.shard_model_api import shard_in_place
 from shardformer.sharding.checks import check_no_dtensors
-from shardformer.sharding.compiled_layers import compiled_stacks
-from shardformer.torch_compat import is_compiled_in_place
+from shardformer.sharding.compiled_layers import compile_model, compiled_stacks
+from shardformer.torch_compat import is_compiled_in_place, unwrap_compiled
 from shardformer.training.data_loader import (
     ShardedDataLoader,
     create_data_loader,
@@ -169,7 +169,8 @@ def _shard_with_optimizers(
     lines = [f"{name}={value}" for name, value in vars(config).items() if not callable(value)]
     lines += [type(each).__name__ for each in optimizers]
     collective_call(context, lambda: lines, lambda lines: lines, action="initialize the engine")
-    with _detached_optimizers(optimizers, model) as attach:
+    plain, compiler = unwrap_compiled(model)
+    with _detached_optimizers(optimizers, plain) as attach:
 
         def finish(model: nn.Module) -> None:
             attach(model)
@@ -178,9 +179,11 @@ def _shard_with_optimizers(
                 offload_activations(model, config.activation_offload)
             on_sharded(start_training(model))
 
-        if METADATA_ATTRIBUTE in model.__dict__:
-            finish(model)
-            return model
+        if METADATA_ATTRIBUTE in plain.__dict__:
+            if compiler:
+                compile_model(plain, **compiler)
+            finish(plain)
+            return plain
         return shard_in_place(model, config.shard_config(context), policy, finish, example)[0]
 
 
@@ -345,7 +348,8 @@ def initialize(
     process_grid = make_context(context, config)
     options = {"batch_size": batch_size, **(data_options or {})}
     data = None if train_data is None else create_data_loader(train_data, process_grid, **options)
-    example = partial(_example_arguments, data, model, has_target=loss_fn is not None)
+    plain, _ = unwrap_compiled(model)
+    example = partial(_example_arguments, data, plain, has_target=loss_fn is not None)
     arguments = RebuildArguments(None, policy, loss_fn, loss_weight, example=example)
     engine = _shard_engine(model, optimizers, scheduler, config, process_grid, arguments)
     engine.scheduler_every = scheduler_every
@@ -407,8 +411,9 @@ def _shard_engine(
     arguments: RebuildArguments,
 ) -> Engine:
     """Shard the model and create its engine. If one rank fails, all ranks restore the model and raise."""
-    if METADATA_ATTRIBUTE not in model.__dict__ and not find_packed_weights(model):
-        arguments.meta_model = start_training(copy_to_meta(model))
+    plain, _ = unwrap_compiled(model)
+    if METADATA_ATTRIBUTE not in plain.__dict__ and not find_packed_weights(plain):
+        arguments.meta_model = start_training(copy_to_meta(plain))
     engines: list[Engine] = []
 
     def create(model: nn.Module) -> None:

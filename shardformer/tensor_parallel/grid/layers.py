@@ -27,6 +27,7 @@ from shardformer.comm.autograd_collectives import (
     gather_from_sp_region,
     once_differentiable,
     reduce_from_tp_region,
+    reduce_scatter_to_sp_region,
 )
 from shardformer.comm.collectives import PendingCollective, all_gather, all_reduce, local_chunk, reduce_scatter
 from shardformer.comm.deferred_tensor import DeferredTensor
@@ -53,6 +54,7 @@ from shardformer.tensor_parallel.region import (
     compute_weight_grad,
     linear_matmul,
     local_length,
+    with_backward,
 )
 
 # B batch, b local samples, S sequence, H hidden, h local hidden features
@@ -107,6 +109,34 @@ class GridRegion:
         full = all_gather(grad, self.grid.depth, self._sample_dim(grad))
         local = local_chunk(full, self.grid.depth, full.dim() - 1)
         return reduce_scatter(local, self.grid.column, self._sample_dim(full))
+
+    # --- communication of a compiled block, whose gathers autograd reverses
+
+    def enter_full(self, x: Tensor) -> Tensor:
+        """Return the full input (b, S, H) of a compiled block for a local activation x."""
+        return with_backward(x, self._gather_hidden, self._reduce_gradient)
+
+    def gather_input(self, x: Tensor) -> Tensor:
+        """Return the operand of the column-parallel products: x with all features, or on a 3D grid all samples."""
+        dim = self._sample_dim(x) if self.is_3d else -1
+        full = x.shape[dim] * self.grid.column.size if self.is_3d else self.full
+        return gather_from_sp_region(x, self.grid.column, dim, full)
+
+    def multiply(self, x: Tensor, column: ColumnParallel) -> Tensor:
+        """Return the output of a column-parallel linear for the result x of ``gather_input``."""
+        weight, dim = column.weight, hidden_dim(column.transposed)
+        weight = gather_from_sp_region(weight, self.grid.row, dim, self.num_row_features)
+        y = linear_matmul(x, weight, None, column.transposed)
+        y = reduce_scatter_to_sp_region(y, self.grid.contraction, self._sample_dim(y))
+        return y if column.fused_bias is None else y + column.fused_bias.to(y.dtype)
+
+    def multiply_and_reduce(self, x: Tensor, weight: Tensor, transposed: bool) -> Tensor:
+        """Return the local activations for the input x of a row-parallel linear without bias."""
+        contraction, dim = self.grid.contraction, self._sample_dim(x)
+        weight = gather_from_sp_region(weight, self.grid.row, 1 - hidden_dim(transposed), self.num_row_features)
+        gathered = gather_from_sp_region(x, contraction, dim, x.shape[dim] * contraction.size)
+        y = linear_matmul(gathered, weight, None, transposed)
+        return reduce_scatter_to_sp_region(y, self.grid.column, dim if self.is_3d else -1)
 
     # --- communication of the column- and row-parallel products
 
@@ -276,6 +306,16 @@ class GridTensorParallelBlock(TensorParallelBlock):
             return project_grid_columns(self._source, region, self.columns, gathered_x)
         return None, [column.multiply(self._entered) for column in self.columns]
 
+    def project(self, column: ColumnParallel, x: Tensor) -> Tensor:
+        region = self._region
+        reads_input = self._source is not None and (x is self._source or x is self._entered)
+        if not torch.compiler.is_compiling() or not isinstance(region, GridRegion) or not reads_input:
+            return super().project(column, x)
+        if self._joined is None:
+            assert self._source is not None
+            self._joined = region.gather_input(self._source)
+        return region.multiply(self._joined, column)
+
 
 # --- the layers. They are parts of a block; ``benchmarks.summa_linear`` has linear layers that work without a block.
 # b local samples, S sequence, H hidden, F features; lower case: local shard
@@ -356,6 +396,8 @@ class GridLinear_Row(_GridLinear, Linear1D_Row):
 
     def _compute_reduced_product(self, x: Tensor, weight: Tensor, region: TpRegion) -> Tensor:
         if isinstance(region, GridRegion):
+            if torch.compiler.is_compiling():
+                return region.multiply_and_reduce(x, weight, self.transposed)
             y: Tensor = GridRowParallelMatmul.apply(x, weight, self.transposed, region)
             return y
         weight = gather_weight(weight, self.grid, 1 - hidden_dim(self.transposed), self.out_features)

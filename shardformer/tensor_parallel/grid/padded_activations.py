@@ -39,6 +39,8 @@ class GridStackActivations(StackActivations):
     forward pass that reads or returns cached keys and values is replicated over the ranks.
     """
 
+    length_name = "samples"
+
     def __init__(self, layout: ActivationLayout, grid: TensorGrid, *, random: bool = False) -> None:
         super().__init__(ActivationLayout(), grid.column)
         self.layout, self.grid, self.width = layout, grid, 0
@@ -55,9 +57,16 @@ class GridStackActivations(StackActivations):
         return self.grid.hidden
 
     def select_region(self, x: Tensor) -> TpRegion | GridRegion:  # type: ignore[override]  # a block uses only common methods
-        if current_graph_task_id() >= 0:
-            self._is_open = True  # only forward passes in training are recomputed
+        self.restore_length(x)
         return GridRegion(self.grid, self.width, self.batch_dim) if self._is_open else ReplicatedRegion(self.axis)
+
+    def restore_length(self, x: Tensor) -> None:
+        """Restore the batch size in a recomputation under activation checkpointing."""
+        if self.is_restored or current_graph_task_id() < 0:
+            return
+        self._is_open = True  # only forward passes in training are recomputed
+        if x.dim() > 2:
+            self.samples = self.find_batch_size(x.shape[self.batch_dim]) or self.samples
 
     def register(self, first: nn.Module, last: nn.Module) -> None:
         register_forward_hooks(first, HookOrder.STACK, self._enter_module, with_kwargs=True)
@@ -127,7 +136,7 @@ class GridStackActivations(StackActivations):
 
     def find_batch_size(self, num_local: int) -> int | None:
         """Return the batch size of the current or recomputed forward pass that has ``num_local`` local samples."""
-        if current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
+        if self.is_restored or current_graph_task_id() < 0 or self.num_local_samples(self.samples) == num_local:
             return self.samples
         return next((n for n in self._batch_sizes if self.num_local_samples(n) == num_local), None)
 
