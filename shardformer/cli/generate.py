@@ -68,8 +68,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with a trained model, which may be sharded over several processes.
 
-    If the run trained on conversations, PROMPT is a message of the user in its chat template, and the answer is
-    printed. The tokens equal those of generate() of transformers in one process.
+    If the model was trained on conversations, PROMPT is inserted into the chat template as a message of the user, and
+    the answer is printed. The tokens equal those of generate() of transformers in one process.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
