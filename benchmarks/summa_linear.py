@@ -63,9 +63,9 @@ class Linear2D(GridModule):
         super().__init__(grid.column)
         if grid.mode != "2d":
             raise ConfigError(
-                f"Linear2D needs a grid of mode '2d', not {grid.mode!r}",
-                rule="SUMMA multiplies on rows and columns",
-                remedy="Create the grid with mode='2d'",
+                f"Linear2D needs a grid of mode '2d', not {grid.mode!r}.",
+                rule="SUMMA multiplies on rows and columns.",
+                remedy="Create the grid with mode='2d'.",
             )
         self.__dict__["grid"] = grid
         self.in_features, self.out_features = in_features, out_features
@@ -83,8 +83,8 @@ class Linear2D(GridModule):
         """Shard an nn.Linear with the full weight over a ``TensorGrid``. Raises ConfigError for another module."""
         if not isinstance(module, nn.Linear):
             raise ConfigError(
-                f"{cls.__name__} stands for an nn.Linear, not a {type(module).__name__}",
-                remedy="Pass the path of the nn.Linear",
+                f"{cls.__name__} stands for an nn.Linear, not a {type(module).__name__}.",
+                remedy="Pass the path of the nn.Linear.",
             )
         check_plain_class(module, nn.Linear)
         return cls(module.in_features, module.out_features, grid=process_group, native=module, **kwargs)

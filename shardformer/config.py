@@ -110,17 +110,17 @@ class ShardConfig:
         for name, other in (("enable_sequence_overlap", on), (on, needed)):
             if getattr(self, name) and not getattr(self, other):
                 raise ConfigError(
-                    f"{name}=True needs {other}=True",
+                    f"{name}=True needs {other}=True.",
                     rule="Sequence parallelism shards activations over the tensor axis, and the overlap hides its "
-                    "communication",
-                    remedy=f"Set {other}=True, or remove {name}",
+                    "communication.",
+                    remedy=f"Set {other}=True, or remove {name}.",
                 )
         if self.tensor_parallel_mode != "1d" and (self.enable_sequence_parallelism or self.uses_context_parallel):
             other = f"{on}=True" if self.enable_sequence_parallelism else "a sequence axis"
             raise ConfigError(
-                f"tensor_parallel_mode={self.tensor_parallel_mode!r} cannot be combined with {other}",
-                rule="On a tensor grid, activations are sharded along the batch and hidden dimensions",
-                remedy="Remove the option that shards the sequence, or use tensor_parallel_mode='1d'",
+                f"tensor_parallel_mode={self.tensor_parallel_mode!r} cannot be combined with {other}.",
+                rule="On a tensor grid, activations are sharded along the batch and hidden dimensions.",
+                remedy="Remove the option that shards the sequence, or use tensor_parallel_mode='1d'.",
             )
 
     def _check_types(self) -> None:
@@ -183,14 +183,14 @@ class ShardConfig:
         if self.tensor_parallel_mode == "1d" and "row" in sizes and sizes["tensor"] > 1:
             grid = " x ".join(str(sizes[name]) for name in ("row", "column", "depth"))
             raise ConfigError(
-                f"tensor_parallel_mode='1d' cannot be combined with a tensor axis that is a grid of {grid}",
-                rule="Only the modes 2d, 2.5d and 3d use rows and columns",
-                remedy="Write tensor_parallel_mode='2d', or pass a single number as tensor=",
+                f"tensor_parallel_mode='1d' cannot be combined with a tensor axis that is a grid of {grid}.",
+                rule="Only the modes 2d, 2.5d and 3d use rows and columns.",
+                remedy="Write tensor_parallel_mode='2d', or pass a single number as tensor=.",
             )
         if sizes["sequence"] > 1 and all(s.axis != "sequence" for s in self.resolve_activation_layout().shards):
             raise ConfigError(
-                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}",
-                remedy="Remove activation_layout, or the sequence axis",
+                f"activation_layout={self.activation_layout} does not use the axis sequence={sizes['sequence']}.",
+                remedy="Remove activation_layout, or the sequence axis.",
             )
         return context
 
@@ -202,9 +202,9 @@ class ShardConfig:
             return manager.context
         if (manager is not None and context is not manager.context) or (context is not None and group is not None):
             raise ConfigError(
-                "ShardConfig received more than one of context, tensor_parallel_process_group, pipeline_stage_manager",
-                rule="A context has a tensor group, and a pipeline_stage_manager has a context",
-                remedy="Pass only one of them",
+                "ShardConfig received more than one of context, tensor_parallel_process_group, pipeline_stage_manager.",
+                rule="A context has a tensor group, and a pipeline_stage_manager has a context.",
+                remedy="Pass only one of them.",
             )
         return ParallelContext.from_group(group) if context is None else context
 
@@ -377,7 +377,7 @@ class ParallelConfig:
         changed = [f"{n}={getattr(self, n)!r}" for n in names if getattr(self, n) != _DEFAULTS[n]]
         if changed and not is_used:
             remedy = f"Set {needed}, or remove {' and '.join(n.partition('=')[0] for n in changed)}"
-            raise ConfigError(f"{', '.join(changed)} has no effect without {needed}", remedy=remedy)
+            raise ConfigError(f"{', '.join(changed)} has no effect without {needed}.", remedy=remedy)
 
     @classmethod
     def of(cls, value: Any) -> ParallelConfig:

@@ -58,12 +58,14 @@ class ShardFormerError(Exception):
         remedy: what to do about it.
         rule: the rule that was violated, if it is not obvious.
 
+    Each argument is a sentence. The attributes have no full stop at the end, so that other sentences can include them.
+
     >>> print(ShardFormerError("tensor=3 does not divide 4 processes", remedy="Use a tensor size of 1, 2 or 4"))
     tensor=3 does not divide 4 processes. Use a tensor size of 1, 2 or 4.
     """
 
     def __init__(self, what: str, *, remedy: str, rule: str = "") -> None:
-        self.what, self.rule, self.remedy = what, locate_pages(rule), locate_pages(remedy)
+        self.what, self.rule, self.remedy = map(_without_full_stop, (what, locate_pages(rule), locate_pages(remedy)))
         super().__init__(" ".join(_with_full_stop(part) for part in (self.what, self.rule, self.remedy) if part))
 
     def __reduce__(self) -> tuple[object, ...]:
@@ -104,7 +106,7 @@ def _raise_unless_valid(name: str, value: object, is_valid: bool, problem: str, 
     if not is_valid:
         owner, _, argument = name.rpartition(".")
         shown = f"{argument}={value!r:.80}"
-        raise ConfigError(f"{f'{owner}({shown})' if owner else shown} {problem}", rule=rule, remedy=remedy)
+        raise ConfigError(f"{f'{owner}({shown})' if owner else shown} {problem}.", rule=rule, remedy=remedy)
 
 
 def check_int(name: str, value: object, least: int = 1, *, unit: str = "", example: int | None = None) -> None:
@@ -176,7 +178,7 @@ def check_names(given: Iterable[object], known: Iterable[str], what: str, rule: 
     names = list(known)
     for name in given:
         if name not in names:
-            raise ConfigError(f"{what} {name!r}", rule=rule, remedy=did_you_mean(name, names))
+            raise ConfigError(f"{what} {name!r}.", rule=rule, remedy=did_you_mean(name, names))
 
 
 def check_callable(name: str, value: object, rule: str) -> None:
@@ -200,8 +202,8 @@ def check_release(library: str, installed: str) -> None:
     found, least = ([int(number) for number in re.findall(r"\d+", text)[:3]] for text in (installed, oldest))
     if found < least:
         raise ConfigError(
-            f"{library} {installed} is installed, but ShardFormer needs {library} {oldest} or newer",
-            remedy=f"Run pip install --upgrade '{library}>={oldest}'",
+            f"{library} {installed} is installed, but ShardFormer needs {library} {oldest} or newer.",
+            remedy=f"Run pip install --upgrade '{library}>={oldest}'.",
         )
 
 
@@ -227,6 +229,7 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
     return f"Known names: {shown}{', ...' if len(names) > 8 else ''}." if names else "No names are known."
 
 
+_FINAL_STOPS = re.compile(r"(?<=[^.])\.{1,2}$")
 _HINT = re.compile(r"Did you mean [^?]*\?\s*")
 
 
@@ -242,6 +245,10 @@ def format_error(kind: str, what: str, rule: str, remedy: str) -> str:
     rest = _HINT.sub("", remedy, count=1).strip(" ")
     below = [_with_full_stop(part) for part in (meant, rule, rest) if part.strip()]
     return "\n".join([f"{kind}: {_with_full_stop(what)}", *(indent(part, "  ") for part in below)])
+
+
+def _without_full_stop(part: str) -> str:
+    return part if part.endswith("...") else _FINAL_STOPS.sub("", part)
 
 
 def _with_full_stop(part: str) -> str:
@@ -262,7 +269,7 @@ def import_optional(module: str, what: str, extra: str, instead: str = "", libra
         return import_module(module)
     except ImportError as error:
         raise ConfigError(
-            f"{what} requires {library or module.partition('.')[0]}, which is not installed",
+            f"{what} requires {library or module.partition('.')[0]}, which is not installed.",
             remedy=f"Run pip install 'shardformer[{extra}]'" + (f", or {instead}" if instead else ""),
         ) from error
 

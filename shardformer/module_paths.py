@@ -118,8 +118,8 @@ def get_linear(layer: nn.Module, name: str, path: str) -> nn.Module:
     found = get_module(layer, name, path)
     if not is_linear(found):
         raise PolicyError(
-            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or the Conv1D of transformers",
-            remedy="Pass the path of the linear layer itself",
+            f"{path}.{name} is a {type(found).__name__}, but must be an nn.Linear or the Conv1D of transformers.",
+            remedy="Pass the path of the linear layer itself.",
         )
     return found
 
@@ -132,6 +132,6 @@ def num_features(module: nn.Module, *, out: bool) -> int:
 
 def module_not_found_error(where: str, name: str, inside: nn.Module, hint: str = OPTIONAL_HINT) -> PolicyError:
     return PolicyError(
-        f"The model has no module {join_path(where, name)!r}",
+        f"The model has no module {join_path(where, name)!r}.",
         remedy=did_you_mean(name, [n for n, _ in inside.named_modules() if n]) + hint,
     )

@@ -141,7 +141,7 @@ def _pop_renamed(owner: str, given: dict[str, Any], names: Mapping[str, str]) ->
         new = names[old]
         if new in given:
             both = f"{owner} received both {old}= and {new}=, which replaces it"
-            raise ConfigError(both, remedy=f"Pass only {new}=")
+            raise ConfigError(both, remedy=f"Pass only {new}=.")
         warnings.warn(f"{owner}({old}=) is now {new}=", DeprecationWarning, stacklevel=3)
         found.append((new, given.pop(old)))
     return found

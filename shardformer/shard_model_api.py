@@ -178,9 +178,10 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
         found = validate_tensor_grid(model, policy, sharder.grid)
         if found.failure is not None:
             raise ConfigError(
-                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: {found.failure}",
-                rule="A reduced model must give the same results on the grid as in one process",
-                remedy="Use tensor_parallel_mode='1d' or another mode for this model",
+                f"tensor_parallel_mode={sharder.grid.mode!r} does not work for {type(model).__name__}: "
+                f"{found.failure}.",
+                rule="A reduced model must give the same results on the grid as in one process.",
+                remedy="Use tensor_parallel_mode='1d' or another mode for this model.",
             )
         resolved.samples, resolved.unvalidated = found.samples, found.unproven
     if config.uses_context_parallel:
@@ -190,10 +191,10 @@ def _validate_layout(sharder: Sharder, resolved: ResolvedPolicy, *, is_user_poli
             learned = validate_context_parallel(model, policy, sizes, allow_full_attention=allow_full_attention)
         if learned.failure is not None:
             raise ConfigError(
-                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.failure}",
-                rule="A reduced model must give the same results with a sharded sequence as in one process",
+                f"sequence={context.sequence.size} does not work for {type(model).__name__}: {learned.failure}.",
+                rule="A reduced model must give the same results with a sharded sequence as in one process.",
                 remedy="Remove the sequence axis. enable_sequence_parallelism=True shards the sequence between the "
-                "blocks of tensor parallelism instead",
+                "blocks of tensor parallelism instead.",
             )
         resolved.context = learned.findings
 
@@ -230,8 +231,8 @@ def _is_policy(value: Any) -> bool:
 def _require_shard_config(config: Any) -> ShardConfig:
     if config is not None and not isinstance(config, ShardConfig):
         raise ConfigError(
-            f"The configuration {config!r:.80} is not a ShardConfig",
-            remedy="Pass ShardConfig(...), for example ShardConfig(enable_sequence_parallelism=True), or omit it",
+            f"The configuration {config!r:.80} is not a ShardConfig.",
+            remedy="Pass ShardConfig(...), for example ShardConfig(enable_sequence_parallelism=True), or omit it.",
         )
     return config or ShardConfig()
 
@@ -299,13 +300,13 @@ def shard_model(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model={model!r:.80} is not a torch.nn.Module",
-            remedy="Build the model first, for example with transformers' from_pretrained",
+            f"model={model!r:.80} is not a torch.nn.Module.",
+            remedy="Build the model first, for example with transformers' from_pretrained.",
         )
     if config is not None and (options or context is not None):
         raise ConfigError(
-            f"shard_model received both config and {', '.join(options) or 'context'}",
-            remedy="Put all options into ShardConfig(...), or omit config",
+            f"shard_model received both config and {', '.join(options) or 'context'}.",
+            remedy="Put all options into ShardConfig(...), or omit config.",
         )
     config = config or ShardConfig.of({"context": context, **options})
     return cast(M, shard_in_place(model, _require_shard_config(config), policy)[0])
@@ -366,7 +367,7 @@ def resolve_policy(
     if policy is not None:
         if not _is_policy(policy):
             raise PolicyError(
-                f"policy={policy!r:.80} is neither an instance nor a subclass of shardformer.policies.Policy",
+                f"policy={policy!r:.80} is neither an instance nor a subclass of shardformer.policies.Policy.",
                 remedy="Pass a ShardConfig as config=..."
                 if isinstance(policy, ShardConfig)
                 else "Derive your class from shardformer.policies.Policy or shardformer.policies.RolePolicy",

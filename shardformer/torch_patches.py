@@ -106,8 +106,8 @@ def replace_attribute(owner: Any, name: str, new: Any) -> Undo:
         if getattr(owner, name) is not new:
             where = f"{getattr(owner, '__name__', type(owner).__name__)}.{name}"
             raise ConfigError(
-                f"{where} was patched by another library after shardformer had patched it: {getattr(owner, name)!r}",
-                remedy="Remove the other patch first, then call shardformer.torch_patches.uninstall()",
+                f"{where} was patched by another library after shardformer had patched it: {getattr(owner, name)!r}.",
+                remedy="Remove the other patch first, then call shardformer.torch_patches.uninstall().",
             )
         setattr(owner, name, original)
 

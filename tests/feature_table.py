@@ -259,9 +259,9 @@ def stale(now: Cells, page: Cells) -> ConfigError | None:
 
 def _stale(what: str) -> ConfigError:
     return ConfigError(
-        f"{PAGE} is not what the tests say: {what}",
-        rule="The table is written from the results of the tests",
-        remedy="Run `make features`, look at what changed, and commit the page",
+        f"{PAGE} is not what the tests say: {what}.",
+        rule="The table is written from the results of the tests.",
+        remedy="Run `make features`, look at what changed, and commit the page.",
     )
 
 
@@ -335,9 +335,9 @@ class FeatureTable:
         for nodeid, outcome in self.outcomes.items():
             if any(said.partition(": ")[0] not in WORDS for said in outcome.says):
                 return ConfigError(
-                    f"{nodeid} recorded {outcome.says}",
-                    rule=f"A record is a word, a colon and a note. The words are {', '.join(WORDS)}",
-                    remedy='Write record_property("feature", "refused: ...")',
+                    f"{nodeid} recorded {outcome.says}.",
+                    rule=f"A record is a word, a colon and a note. The words are {', '.join(WORDS)}.",
+                    remedy='Write record_property("feature", "refused: ...").',
                 )
         cells = cells_of(cases, self.outcomes, before)
         page = page_of(cases.values(), cells)

@@ -112,12 +112,16 @@ def texts_in_python(source: str) -> Iterator[Text]:
             name = getattr(node.exc.func, "id", getattr(node.exc.func, "attr", ""))
             parts = [_literal(arg) for arg in [*node.exc.args, *(k.value for k in node.exc.keywords)]]
             if ERRORS.match(name) and any(parts):
-                yield Text(node.lineno, "error", ".\n".join(part for part in parts if part))
+                yield Text(node.lineno, "error", "\n".join(part.rstrip(".") + "." for part in parts if part))
         elif isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             if node.lineno not in docstrings:
                 yield Text(node.lineno, "comment", node.value.value)
         elif isinstance(node, ast.Call):
-            if getattr(node.func, "id", getattr(node.func, "attr", "")) in TEXT_CALLS:
+            name = getattr(node.func, "id", getattr(node.func, "attr", ""))
+            if ERRORS.match(name) and any(keyword.arg == "remedy" for keyword in node.keywords):
+                asked = [*node.args[:1], *(k.value for k in node.keywords if k.arg in ("rule", "remedy"))]
+                yield from (Text(part.lineno, "part", text) for part in asked if (text := _literal(part)))
+            if name in TEXT_CALLS:
                 yield from (Text(arg.lineno, "text", text) for arg in node.args if (text := _literal(arg)))
             for keyword in node.keywords:
                 if keyword.arg in TEXT_KEYWORDS and (text := _literal(keyword.value)):
@@ -178,6 +182,8 @@ def check(path: Path) -> Iterator[Finding]:
             summary = text.text.split("\n\n")[0]
             if BAD_STARTS.match(summary) or (text.place == "action" and NO_IMPERATIVE.match(summary)):
                 yield Finding(shown, text.line, "summary line", summary.split("\n")[0][:100])
+        if text.place == "part" and not text.text.endswith((".", "!", "?", ":", "\n", "{}")):
+            yield Finding(shown, text.line, "error without a full stop", text.text[-60:])
         if text.place == "error" and "{}" not in text.text and VALUE_NEEDED.search(text.text.split("\n")[0]):
             yield Finding(shown, text.line, "error without the value", text.text.split("\n")[0][:100])
 

@@ -269,7 +269,7 @@ class BrokenAtTheEnd(ToyPolicy):
 
     def postprocess(self) -> nn.Module:
         if self.axis.rank == 1:
-            raise PolicyError("Only here", rule="It is a test", remedy="None")
+            raise PolicyError("Only here.", rule="It is a test.", remedy="None.")
         return super().postprocess()
 
 

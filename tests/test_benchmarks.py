@@ -174,7 +174,7 @@ def test_coverage_reports_the_sharded_fraction_and_kind_of_an_architecture(run: 
     assert "| attention and MLP | 2 | 2 | 2 (100%) |" in page
     assert "| attention and MLP | 2 | 1 (50%) |" in page
     assert "| mpnet | it differs |" in page
-    error = DerivationError("No policy could be derived: no layers", remedy="Write a policy")
+    error = DerivationError("No policy could be derived: no layers.", remedy="Write a policy.")
     error.reason = "no layers"
     assert importlib.import_module("coverage").short(error) == "no layers"
 

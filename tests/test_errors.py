@@ -35,7 +35,7 @@ def test_a_wheel_names_pages_that_its_user_can_find(
     urls: list[str], expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     remedy = "Write a policy (docs/add-a-model.md)"
-    assert ConfigError("It failed", remedy=remedy).remedy == remedy, "in a checkout"
+    assert ConfigError("It failed.", remedy=remedy).remedy == remedy, "in a checkout"
     monkeypatch.setattr("shardformer.errors.DOCUMENTATION", tmp_path / "policies.md")
     monkeypatch.setattr("shardformer.errors._project_urls", lambda: urls)
-    assert str(ConfigError("It failed", remedy=remedy)) == f"It failed. Write a policy ({expected})."
+    assert str(ConfigError("It failed.", remedy=remedy)) == f"It failed. Write a policy ({expected})."

@@ -45,7 +45,8 @@ def test_the_prose_is_plain(folder: str) -> None:
         ('"""Gather the weights. All ranks call it."""', "private word"),
         ('"""Return the norm; None if there is no gradient."""', "private word"),
         (f'"""The tensor is {"very " * 30}long."""', "long sentence"),
-        ('raise ConfigError("tensor= must be an int", remedy="Pass a number")', "error without the value"),
+        ('raise ConfigError("tensor= must be an int.", remedy="Pass a number.")', "error without the value"),
+        ('raise ConfigError("It has 3 layers.", remedy="Pass a number")', "error without a full stop"),
     ],
 )
 def test_each_kind_of_text_is_found(source: str, kind: str, tmp_path: Path) -> None:

@@ -73,9 +73,9 @@ def start(args: argparse.Namespace) -> ParallelContext:
     size = context.tensor.size
     if args.tensor_parallel != (size > 1):
         raise ConfigError(
-            f"--tensor-parallel is {'on' if args.tensor_parallel else 'off'}, and the number of processes is {size}",
-            rule="Tensor parallelism needs at least two processes, and replicated models would do the same work",
-            remedy="Use torchrun --nproc_per_node 2 with --tensor-parallel, or one process without it",
+            f"--tensor-parallel is {'on' if args.tensor_parallel else 'off'}, and the number of processes is {size}.",
+            rule="Tensor parallelism needs at least two processes, and replicated models would do the same work.",
+            remedy="Use torchrun --nproc_per_node 2 with --tensor-parallel, or one process without it.",
         )
     if size > 1:
         dist.barrier()  # exclude the wait for ranks that started later from the first step

@@ -145,9 +145,9 @@ def loss_of(logits_BTV: Tensor, labels_BT: Tensor, args: argparse.Namespace, con
 def check_heads(hidden: int, axis: Axis) -> None:
     if hidden % NUM_HEADS or NUM_HEADS % axis.size:
         raise ConfigError(
-            f"--hidden is {hidden}, with {NUM_HEADS} heads on {axis.size} tensor ranks",
-            rule="The heads divide the hidden size, and every rank holds as many whole heads as the others",
-            remedy=f"Use a multiple of {NUM_HEADS}, and 1, 2, 4 or 8 processes",
+            f"--hidden is {hidden}, with {NUM_HEADS} heads on {axis.size} tensor ranks.",
+            rule="The heads divide the hidden size, and every rank holds as many whole heads as the others.",
+            remedy=f"Use a multiple of {NUM_HEADS}, and 1, 2, 4 or 8 processes.",
         )
 
 
@@ -163,9 +163,9 @@ def read_tokens(args: argparse.Namespace) -> tuple[int, Tensor]:
             tokenizer = GPT2Tokenizer(str(vocab), str(merges))
             return len(tokenizer), torch.tensor([tokenizer(TEXT)["input_ids"]])
     raise ConfigError(
-        f"--tokenizer is {str(args.tokenizer)!r}, which holds no GPT-2 vocabulary",
-        rule="The files are vocab.json and merges.txt, or encoder.json and vocab.bpe",
-        remedy="Name the folder with these files, or leave the option out: the ids of this text are known",
+        f"--tokenizer is {str(args.tokenizer)!r}, which holds no GPT-2 vocabulary.",
+        rule="The files are vocab.json and merges.txt, or encoder.json and vocab.bpe.",
+        remedy="Name the folder with these files, or leave the option out: the ids of this text are known.",
     )
 
 

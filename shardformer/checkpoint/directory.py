@@ -80,18 +80,18 @@ def lock_directory(root: Path, step: int, owner: nn.Module) -> bool:
             link has the name of the checkpoint.
     """
     if root.exists() and not root.is_dir():
-        raise ConfigError(f"The checkpoint directory {root} is a file", remedy="Pass the path of a directory")
+        raise ConfigError(f"The checkpoint directory {root} is a file.", remedy="Pass the path of a directory.")
     named = step_folder(root, step)
     if os.path.lexists(named) and (named.is_symlink() or not named.is_dir()):
         raise ConfigError(
-            f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}",
-            rule="A save replaces only an older checkpoint of the same step",
-            remedy="Move this path away, or save into another directory",
+            f"The checkpoint {named} is a {'symbolic link' if named.is_symlink() else 'file'}.",
+            rule="A save replaces only an older checkpoint of the same step.",
+            remedy="Move this path away, or save into another directory.",
         )
     if _is_saved_by_another_model(named, owner):
         raise ConfigError(
-            f"The checkpoint {named} belongs to another model of this process",
-            remedy="Save each model into a directory of its own",
+            f"The checkpoint {named} belongs to another model of this process.",
+            remedy="Save each model into a directory of its own.",
         )
     is_new = hold(root, owner)
     for path in root.glob(".*"):
@@ -139,8 +139,8 @@ def check_folder_is_visible(hidden: Path) -> None:
     while not hidden.is_dir():
         if time.monotonic() > end:
             raise ConfigError(
-                f"Host {platform.node()} does not see the directory {hidden.parent} that rank 0 writes to",
-                remedy="Save into a directory on a file system that all hosts share",
+                f"Host {platform.node()} does not see the directory {hidden.parent} that rank 0 writes to.",
+                remedy="Save into a directory on a file system that all hosts share.",
             )
         time.sleep(wait_s)
         wait_s = min(2 * wait_s, 0.1)
@@ -173,9 +173,9 @@ def find_checkpoints(path: Path) -> Iterator[Path]:
     if not pairs:
         what = "does not exist" if not path.exists() else "is a file" if not path.is_dir() else "contains no checkpoint"
         raise ConfigError(
-            f"No checkpoint can be loaded, because {path} {what}",
+            f"No checkpoint can be loaded, because {path} {what}.",
             rule="Pass the directory that save_checkpoint wrote to, or one of its step-... folders with a "
-            f"{INDEX_FILE}",
+            f"{INDEX_FILE}.",
             remedy=_suggest_path(path),
         )
     yield from (folder for folder, _ in pairs)

@@ -96,8 +96,8 @@ def corrupt_checkpoint_error(what: str) -> CorruptCheckpointError:
     """Build the error for a damaged checkpoint, with the standard rule and remedy."""
     return CorruptCheckpointError(
         what,
-        rule="A checkpoint is loaded only if all files are present and all checksums match",
-        remedy="Load an older checkpoint of the directory, and check the disk",
+        rule="A checkpoint is loaded only if all files are present and all checksums match.",
+        remedy="Load an older checkpoint of the directory, and check the disk.",
     )
 
 
@@ -175,8 +175,8 @@ class CheckpointIndex:
     def _from_json_dict(cls, found: dict[str, Any], folder: Path) -> CheckpointIndex:
         if (version := found.pop("format")) != FORMAT:
             raise InputError(
-                f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}",
-                remedy="Load the checkpoint with the version of shardformer that saved it",
+                f"{folder} has checkpoint format {version}, but this version of shardformer reads format {FORMAT}.",
+                remedy="Load the checkpoint with the version of shardformer that saved it.",
             )
         tensors = {
             name: IndexEntry(dtype, tuple(shape), [chunk_from_json(box) for box in boxes])
@@ -313,9 +313,9 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
     """Raise ConfigError if a checkpoint file cannot store the dtype of the tensor ``name``."""
     if dtype not in DTYPE_NAMES:
         raise ConfigError(
-            f"{name} has dtype {dtype}, which a checkpoint cannot store",
-            rule=f"Supported dtypes are {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}",
-            remedy="Convert the tensor to one of these before you save",
+            f"{name} has dtype {dtype}, which a checkpoint cannot store.",
+            rule=f"Supported dtypes are {', '.join(str(d).removeprefix('torch.') for d in DTYPE_NAMES)}.",
+            remedy="Convert the tensor to one of these before you save.",
         )
 
 
@@ -353,10 +353,10 @@ def to_json(value: Any, where: str) -> Any:
     if isinstance(value, torch.dtype):
         return {KIND: "dtype", "of": str(value).removeprefix("torch.")}
     raise InputError(
-        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store",
+        f"{where} is a {type(value).__module__}.{type(value).__qualname__}, which a checkpoint cannot store.",
         rule="Supported values are numbers, strings, small tensors and arrays "
-        f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these",
-        remedy="Pass its state_dict(), or the plain values it consists of",
+        f"(up to {MOST} elements), and lists, tuples, sets and dictionaries of these.",
+        remedy="Pass its state_dict(), or the plain values it consists of.",
     )
 
 

@@ -266,13 +266,14 @@ class LoadPlan:
             if name not in self._saved:
                 raise ConfigError(
                     f"{self._where} has the weights of a {self.index.values['model']} but no {name}, which this "
-                    f"{self._kind} needs",
-                    remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run",
+                    f"{self._kind} needs.",
+                    remedy=f"{did_you_mean(name, self._saved)} Build the model from the config of the saved run.",
                 )
             if self._saved[name].shape != shape:
                 raise ConfigError(
-                    f"{name} has the shape {shape} in this {self._kind} and {self._saved[name].shape} in {self._where}",
-                    remedy="Build the model from the config of the saved run",
+                    f"{name} has the shape {shape} in this {self._kind} and {self._saved[name].shape} in "
+                    f"{self._where}.",
+                    remedy="Build the model from the config of the saved run.",
                 )
 
     def _check_no_unused_weights(self) -> None:
@@ -280,8 +281,8 @@ class LoadPlan:
         if unused := [name for name in self._saved if name not in names]:
             raise ConfigError(
                 f"{self._where} has the weights of a {self.index.values['model']}. This {self._kind} does "
-                f"not have {len(unused)} of them, such as {unused[0]}",
-                remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run",
+                f"not have {len(unused)} of them, such as {unused[0]}.",
+                remedy=f"{did_you_mean(unused[0], names)} Build the model from the config of the saved run.",
             )
 
     def _add_values(self) -> None:
@@ -333,8 +334,8 @@ class LoadPlan:
         saved = self.index.values["optimizers"]
         if optimizers and len(saved) != len(optimizers):
             raise ConfigError(
-                f"{self._where} contains the states of {len(saved)} optimizers, but {len(optimizers)} were passed",
-                remedy="Build the optimizers as in the saved run, or load only the weights by omitting optimizer",
+                f"{self._where} contains the states of {len(saved)} optimizers, but {len(optimizers)} were passed.",
+                remedy="Build the optimizers as in the saved run, or load only the weights by omitting optimizer.",
             )
         has_saved_dtypes = all(
             getattr(torch, self._saved[name].dtype) == tensor.dtype for name, tensor in self._tensors.tensors.items()
@@ -352,8 +353,8 @@ class LoadPlan:
         if passed and saved != passed:
             raise ConfigError(
                 f"{self._where} contains the states of {', '.join(saved) or 'no scheduler'}, but scheduler= is "
-                f"{', '.join(passed)}",
-                remedy="Pass the schedulers that were passed to save_checkpoint, or omit scheduler",
+                f"{', '.join(passed)}.",
+                remedy="Pass the schedulers that were passed to save_checkpoint, or omit scheduler.",
             )
 
     def _add_random_states(self) -> None:

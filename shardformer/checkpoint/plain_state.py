@@ -117,8 +117,8 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
         found = collect_optimizer_states(optimizer, tensors)
         if len(found) != 1:
             raise ConfigError(
-                f"The states of {len(found)} optimizers cannot be combined into one state dict",
-                remedy="Use shardformer.save_checkpoint and load_checkpoint",
+                f"The states of {len(found)} optimizers cannot be combined into one state dict.",
+                remedy="Use shardformer.save_checkpoint and load_checkpoint.",
             )
         if isinstance(optimizer, ZeroOptimizer):
             groups = [[tensors.name_of(p) or "" for p in params] for params in optimizer.model_params]
@@ -127,10 +127,10 @@ def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[Optimiz
         names = list(tensors.tensors)
         if tensors.has_stages and any(group != sorted(group, key=names.index) for group in groups):
             raise ConfigError(
-                f"The parameters of this {found[0].kind} are not in the order of model.parameters()",
+                f"The parameters of this {found[0].kind} are not in the order of model.parameters().",
                 rule="With pipeline stages, the order of the parameters in the optimizer of the plain model is "
-                "then unknown",
-                remedy="Create the optimizer with parameters in the order of model.parameters()",
+                "then unknown.",
+                remedy="Create the optimizer with parameters in the order of model.parameters().",
             )
         return found[0], groups
 
@@ -152,8 +152,8 @@ def _split_state(
     passed = [len(group["params"]) for group in state_dict["param_groups"]]
     if passed != [len(names) for names in groups]:
         raise ConfigError(
-            f"The state has groups of {passed} parameters, but this {kind} has {[len(names) for names in groups]}",
-            remedy="Create the optimizer with the parameter groups of the saved run",
+            f"The state has groups of {passed} parameters, but this {kind} has {[len(names) for names in groups]}.",
+            remedy="Create the optimizer with the parameter groups of the saved run.",
         )
     scalars: dict[str, dict[str, Any]] = {}
     tensors: dict[str, dict[str, Tensor]] = {}

@@ -244,8 +244,8 @@ def _get_or_add_tensor(tensors: dict[str, _TensorChunks], name: str, shape: Offs
     tensor = tensors.setdefault(name, _TensorChunks(shape, rank))
     if tensor.shape != shape:
         raise ConfigError(
-            f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}",
-            remedy="Build both models from the same config on all ranks",
+            f"{name} has the shape {tensor.shape} on rank {tensor.rank} and {shape} on rank {rank}.",
+            remedy="Build both models from the same config on all ranks.",
         )
     return tensor
 
@@ -400,8 +400,8 @@ def _start_message(op: Literal["send", "receive"], x: Tensor, peer: int, world: 
 
 def _no_source_error(what: str, rank: int, hint: str = "") -> ConfigError:
     return ConfigError(
-        f"Rank {rank} requests {what}, but no rank stores it",
-        remedy=f"{hint}Pass it in the argument have on a rank that stores it",
+        f"Rank {rank} requests {what}, but no rank stores it.",
+        remedy=f"{hint}Pass it in the argument have on a rank that stores it.",
     )
 
 

@@ -44,8 +44,8 @@ class CheckpointRetention:
             value = getattr(self, name)
             if value is not None and (isinstance(value, bool) or not value > 0):
                 raise ConfigError(
-                    f"CheckpointRetention({name}={value!r}) is neither a number above 0 nor None",
-                    remedy="Use retention=3 for the three newest, or CheckpointRetention(last=3, every=1000)",
+                    f"CheckpointRetention({name}={value!r}) is neither a number above 0 nor None.",
+                    remedy="Use retention=3 for the three newest, or CheckpointRetention(last=3, every=1000).",
                 )
 
     @classmethod

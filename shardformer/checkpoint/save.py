@@ -125,8 +125,8 @@ def wait_for_disk(snapshot: Snapshot, path: Path, root: Path, keep: CheckpointRe
         return  # the checkpoint was removed
     except OSError as error:
         raise InputError(
-            f"{path} was written but could not be synced to the disk: {error}",
-            remedy="Check the disk, or save into another directory. Older checkpoints were kept",
+            f"{path} was written but could not be synced to the disk: {error}.",
+            remedy="Check the disk, or save into another directory. Older checkpoints were kept.",
         ) from error
 
 
@@ -155,8 +155,8 @@ def _merge_rank_notes(snapshot: Snapshot, hidden: Path) -> None:
     for name, entry in tensors.items():
         if (covered := sum(prod(box.size) for box in entry.boxes)) != prod(entry.shape):
             raise InputError(
-                f"{covered} elements of {name} were written instead of {prod(entry.shape)}",
-                remedy="Save the full model on all ranks that train it, and pass the optimizer on every rank",
+                f"{covered} elements of {name} were written instead of {prod(entry.shape)}.",
+                remedy="Save the full model on all ranks that train it, and pass the optimizer on every rank.",
             )
 
 
@@ -168,8 +168,8 @@ def _wait_for_rank_record(rank: int, hidden: Path) -> Path:
         if has_failed or time.monotonic() > end or not threading.main_thread().is_alive():
             raise InputError(
                 f"Rank {rank} {'failed' if has_failed else 'did not finish'} while it wrote its share of a "
-                f"checkpoint into {hidden}",
-                remedy="See the log of that rank. With several hosts, save into a directory on a shared file system",
+                f"checkpoint into {hidden}.",
+                remedy="See the log of that rank. With several hosts, save into a directory on a shared file system.",
             )
         time.sleep(LOOK_EVERY_S)
     return note
@@ -395,8 +395,8 @@ def prepare_save(
             if request != (steps[0], folders[0]):
                 raise ConfigError(
                     f"Rank 0 saves step {steps[0]} into {folders[0]}, but rank {rank} saves step {request[0]} into "
-                    f"{request[1]}",
-                    remedy="Pass the same step and the same shared directory on all ranks",
+                    f"{request[1]}.",
+                    remedy="Pass the same step and the same shared directory on all ranks.",
                 )
         hidden = root / names[0]
         try:
@@ -427,7 +427,7 @@ def _check_no_pending_save(before: AsyncSave | None) -> None:
     if not before.was_waited_for:
         raise InputError(
             "Another save began before wait() was called on the previous asynchronous save, which "
-            f"{'has finished' if before.is_done else 'is still in progress'}",
-            remedy="Call wait() on the result of async_save_checkpoint before the next save",
+            f"{'has finished' if before.is_done else 'is still in progress'}.",
+            remedy="Call wait() on the result of async_save_checkpoint before the next save.",
         )
     before.result()

@@ -196,18 +196,18 @@ def find_identical_buffers(sums: Sequence[tuple[int, Mapping[str, int]]]) -> lis
 def _check_state_dict_entry(name: str, value: Any, *, is_registered: bool) -> None:
     if not isinstance(value, Tensor) or not is_registered:
         raise ConfigError(
-            f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer",
-            remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module",
+            f"{name} in the model's state dict is a {type(value).__name__} that is neither a parameter nor a buffer.",
+            remedy="Register it as a buffer, or implement get_extra_state and set_extra_state in its module.",
         )
     if is_dtensor(value):
         raise ConfigError(
-            f"{name} is a DTensor, as created by fully_shard, which save_checkpoint does not support",
-            remedy="Save the model with torch.distributed.checkpoint, or use shard_optimizer(..., stage=3)",
+            f"{name} is a DTensor, as created by fully_shard, which save_checkpoint does not support.",
+            remedy="Save the model with torch.distributed.checkpoint, or use shard_optimizer(..., stage=3).",
         )
     if value.is_meta:
         raise ConfigError(
-            f"{name} is on the meta device and has no values",
-            remedy="Shard the model first, or call shardformer.meta_init.materialize(model)",
+            f"{name} is on the meta device and has no values.",
+            remedy="Shard the model first, or call shardformer.meta_init.materialize(model).",
         )
 
 
@@ -244,9 +244,9 @@ class OptimizerStates:
                     slots.append(OptimizerTensor(name, param, tensors.region_of(param)))
                 else:
                     raise ConfigError(
-                        f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model",
+                        f"{self.kind} has a parameter of shape {tuple(param.shape)} that is not in the model.",
                         remedy="Pass the model that this optimizer trains, and build the optimizer from "
-                        "model.parameters() after shard_model",
+                        "model.parameters() after shard_model.",
                     )
             self.groups.append(slots)
 
@@ -283,10 +283,10 @@ class OptimizerStates:
             return FlatRegion(shape, None, {})
         raise ConfigError(
             f"The state {key!r} of {self.kind} has the shape {shape} for {slot.name}, of which this rank stores only "
-            f"a shard {tuple(slot.param.shape)} of {slot.region.shape}",
-            rule="Only states with the shape of the parameter can be saved in shards",
+            f"a shard {tuple(slot.param.shape)} of {slot.region.shape}.",
+            rule="Only states with the shape of the parameter can be saved in shards.",
             remedy="Call shard_optimizer(model, optimizer) before training: it passes full parameters to such "
-            "optimizers, even with stage=0",
+            "optimizers, even with stage=0.",
         )
 
     def collect_values(self) -> dict[str, Any]:
@@ -308,14 +308,14 @@ class OptimizerStates:
         """Raise ConfigError if the saved state has a different optimizer class or different parameter groups."""
         if saved["kind"] != self.kind:
             raise ConfigError(
-                f"The state of a {saved['kind']} cannot be loaded into a {self.kind}",
-                remedy=f"Continue with {saved['kind']}, or load only the weights by omitting optimizer",
+                f"The state of a {saved['kind']} cannot be loaded into a {self.kind}.",
+                remedy=f"Continue with {saved['kind']}, or load only the weights by omitting optimizer.",
             )
         if len(saved["groups"]) != len(self.groups):
             raise ConfigError(
                 f"The saved state has {len(saved['groups'])} parameter groups, but this {self.kind} has "
-                f"{len(self.groups)} groups",
-                remedy="Build the parameter groups as in the saved run",
+                f"{len(self.groups)} groups.",
+                remedy="Build the parameter groups as in the saved run.",
             )
         group_of = {name: i for i, group in enumerate(saved["groups"]) for name in group["names"]}
         for i, slots in enumerate(self.groups):
@@ -324,7 +324,7 @@ class OptimizerStates:
                     is_known = before is not None
                     raise ConfigError(
                         f"{slot.name} is in parameter group {i} of this {self.kind}, but was in "
-                        f"{f'group {before}' if is_known else 'no group'} when it was saved",
+                        f"{f'group {before}' if is_known else 'no group'} when it was saved.",
                         remedy="Build the parameter groups as in the saved run"
                         if is_known
                         else did_you_mean(slot.name, saved["groups"][i]["names"]),
@@ -385,13 +385,13 @@ def collect_optimizer_states(optimizer: Any, tensors: ModelTensors) -> list[Opti
     for each in as_object_list(optimizer):
         if not isinstance(each, Optimizer):
             raise ConfigError(
-                f"optimizer= is a {type(each).__name__}, not a torch.optim.Optimizer",
-                remedy="Pass the optimizer as optimizer= and a scheduler as scheduler=",
+                f"optimizer= is a {type(each).__name__}, not a torch.optim.Optimizer.",
+                remedy="Pass the optimizer as optimizer= and a scheduler as scheduler=.",
             )
         if isinstance(each, ZeroOptimizer) and each is not tensors.zero:
             raise ConfigError(
-                "The optimizer was returned by shard_optimizer for another model",
-                remedy="Pass the model that was passed to shard_optimizer",
+                "The optimizer was returned by shard_optimizer for another model.",
+                remedy="Pass the model that was passed to shard_optimizer.",
             )
         plain += each.inner if isinstance(each, ZeroOptimizer) else [each]
     return [OptimizerStates(each, number, tensors) for number, each in enumerate(plain)]

@@ -109,7 +109,7 @@ def _make_command_class(renamed: Mapping[str, str], groups: Groups) -> type[Type
             for word in args:
                 old = word.partition("=")[0]
                 if old in renamed:
-                    raise ConfigError(f"{old} has been renamed to {renamed[old]}", remedy=f"Use {renamed[old]}")
+                    raise ConfigError(f"{old} has been renamed to {renamed[old]}.", remedy=f"Use {renamed[old]}.")
             return super().parse_args(ctx, args)
 
     return Command

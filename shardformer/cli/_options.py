@@ -109,7 +109,7 @@ def _parse_parallel_value(name: str, value: Any) -> Any:
     methods = f"{flag} balanced, {flag} uniform, or as " if name == "partition" else ""
     hint = did_you_mean(value, PARTITION_METHODS) if methods and value.isalpha() else ""
     raise ConfigError(
-        f"The value of {flag} is not valid: {value}",
+        f"The value of {flag} is not valid: {value}.",
         rule=ParallelConfig.described_fields()[name][1].rstrip("."),
         remedy=f"{hint} Write {methods}{flag} 3,5".strip(),
     )
@@ -124,8 +124,8 @@ def check_model_directory(model: str) -> None:
         return
     inside = sorted(path.parent.name for path in folder.glob("*/config.json"))
     raise ConfigError(
-        f"The folder {model!r} has no config.json",
-        rule="A model folder is written by save_pretrained",
+        f"The folder {model!r} has no config.json.",
+        rule="A model folder is written by save_pretrained.",
         remedy=f"Pass {str(Path(model, inside[0]))!r}" if inside else "Correct the path, or save the model there",
     )
 
@@ -153,6 +153,6 @@ def check_num_processes(option: str, count: int) -> None:
     if count > limit:
         raise LaunchError(
             f"{option} starts {count} processes" if len(str(count)) < 20 else f"{option:.60} starts too many processes",
-            rule=f"The limit is {MAX_PROCESSES_PER_CORE} processes per core, and this machine has {cores} cores",
-            remedy=f"Use at most {limit}, preferably no more than the machine has devices or cores",
+            rule=f"The limit is {MAX_PROCESSES_PER_CORE} processes per core, and this machine has {cores} cores.",
+            remedy=f"Use at most {limit}, preferably no more than the machine has devices or cores.",
         )

@@ -196,9 +196,9 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
             outputs = [process.communicate(timeout=max(0.1, deadline - time.monotonic())) for process in processes]
         except subprocess.TimeoutExpired as error:
             raise WorkerError(
-                f"{num_processes} processes did not finish an all-reduce within {timeout_s:g} s",
-                rule="Processes on one machine communicate over its loopback device",
-                remedy="Check the firewall and container settings",
+                f"{num_processes} processes did not finish an all-reduce within {timeout_s:g} s.",
+                rule="Processes on one machine communicate over its loopback device.",
+                remedy="Check the firewall and container settings.",
             ) from error
         finally:
             for process in processes:
@@ -209,8 +209,8 @@ def measure_all_reduce(num_processes: int = 2, timeout_s: float = TIMEOUT_S) -> 
         if process.returncode != 0:
             last_line = (stderr.strip().splitlines() or ["no message"])[-1]
             raise WorkerError(
-                f"Rank {rank} exited with code {process.returncode} during an all-reduce: {last_line}",
-                remedy="For more output, run only the check: shardformer check",
+                f"Rank {rank} exited with code {process.returncode} during an all-reduce: {last_line}.",
+                remedy="For more output, run only the check: shardformer check.",
             )
     return float(outputs[0][0].split()[-1])
 

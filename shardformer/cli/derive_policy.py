@@ -30,7 +30,7 @@ def derive_policy(
     from shardformer.verify.model_source import call_user_function, find_model
 
     if not name.isidentifier() or iskeyword(name):
-        raise ConfigError(f"--name {name!r} is not a valid Python class name", remedy="Write --name MyPolicy")
+        raise ConfigError(f"--name {name!r} is not a valid Python class name.", remedy="Write --name MyPolicy.")
     check_model_directory(model)
     source = find_model(model, dropout=False)
     if source.config is None:

@@ -116,7 +116,7 @@ def _check_option_has_effect(passed: list[str]) -> None:
         if name != "as_json" and has_grid != (name in GRID_OPTIONS):
             option = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{option} has no effect {'with' if has_grid else 'without'} --grid",
+                f"{option} has no effect {'with' if has_grid else 'without'} --grid.",
                 remedy=f"Remove {option}" if has_grid else f"Add --grid 2x2, or remove {option}",
             )
 
@@ -124,19 +124,19 @@ def _check_option_has_effect(passed: list[str]) -> None:
 def _check_fits_picture(stages: int, micro_batches: int, chunks: int) -> None:
     if stages > 0 and micro_batches * stages > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"{micro_batches} micro-batches over {stages} stages are too many for one picture",
+            f"{micro_batches} micro-batches over {stages} stages are too many for one picture.",
             rule=f"A picture has at most {MAX_MICRO_BATCHES} micro-batches over all stages, because their "
-            "pattern repeats",
-            remedy=f"Use --micro-batches {max(MAX_MICRO_BATCHES // stages, 1)} or fewer",
+            "pattern repeats.",
+            remedy=f"Use --micro-batches {max(MAX_MICRO_BATCHES // stages, 1)} or fewer.",
         )
 
     if stages * chunks * (stages + micro_batches) > MAX_CELLS:
         raise ConfigError(
             f"{micro_batches} micro-batches over {stages} stages"
             + (f" of {chunks} chunks each" if chunks > 1 else "")
-            + " do not fit into a picture",
-            rule=f"The limit is {MAX_CELLS} cells: a row per stage, and columns that include warm-up and cool-down",
-            remedy="Use fewer stages, such as --stages 16, or fewer chunks",
+            + " do not fit into a picture.",
+            rule=f"The limit is {MAX_CELLS} cells: a row per stage, and columns that include warm-up and cool-down.",
+            remedy="Use fewer stages, such as --stages 16, or fewer chunks.",
         )
 
 
@@ -150,8 +150,8 @@ def _draw_grid(console: Console, grid: str, mode: str, as_json: bool) -> None:
     sizes = parse_axis_size(grid, "grid")
     if (ranks := num_ranks(sizes, "grid")) > MAX_ROWS:
         raise ConfigError(
-            f"--grid {grid} has {ranks} ranks, but the table has at most {MAX_ROWS} rows",
-            remedy="Draw a smaller grid with the same pattern, such as 4x4",
+            f"--grid {grid} has {ranks} ranks, but the table has at most {MAX_ROWS} rows.",
+            remedy="Draw a smaller grid with the same pattern, such as 4x4.",
         )
     if as_json:
         all_shards = [asdict(shards) for shards in describe_grid_shards(mode, sizes)]
@@ -179,15 +179,15 @@ def _parse_durations(text: str, schedule: Schedule) -> dict[ActionKind, float]:
         name, _, value = (word.strip() for word in part.partition("="))
         if name not in kinds:
             raise ConfigError(
-                f"--durations {text} contains the unknown action {part!r}",
-                rule=f"The actions of the schedule {schedule.name!r} are {', '.join(kinds)}",
-                remedy="Use only these actions, for example F=1",
+                f"--durations {text} contains the unknown action {part!r}.",
+                rule=f"The actions of the schedule {schedule.name!r} are {', '.join(kinds)}.",
+                remedy="Use only these actions, for example F=1.",
             )
         try:
             found[kinds[name]] = float(value)
         except ValueError as error:
             raise ConfigError(
-                f"The entry {part!r} of --durations {text} has no number", remedy=f"Write {name}=1.5"
+                f"The entry {part!r} of --durations {text} has no number.", remedy=f"Write {name}=1.5."
             ) from error
     return found
 

@@ -52,8 +52,8 @@ def evaluate(
     assert found.run is not None
     if not found.run.data.has_validation:
         raise ConfigError(
-            f"The run of {model!r} has no validation data",
-            remedy="Specify the validation data, for example with --set data.validation=test.jsonl",
+            f"The run of {model!r} has no validation data.",
+            remedy="Specify the validation data, for example with --set data.validation=test.jsonl.",
         )
     launch_processes(context, prod(size or 1 for size in found.run.layout.sizes.values()))
     values = evaluate_model(found)
@@ -70,15 +70,15 @@ def _find_model(model: str, config: Path | None, changes: list[str]) -> TrainedM
     found = find_trained_model(model)
     if found.run is not None and config is not None:
         raise ConfigError(
-            f"--config {config} has no effect, because {model!r} contains its run configuration",
-            remedy="Use --set to change keys of the run",
+            f"--config {config} has no effect, because {model!r} contains its run configuration.",
+            remedy="Use --set to change keys of the run.",
         )
     if found.run is not None:
         return found.with_changes(changes)
     if config is None:
         raise ConfigError(
-            f"{model!r} has no run configuration, so the data and the task are unknown",
-            remedy="Add --config FILE, or pass the folder of a run",
+            f"{model!r} has no run configuration, so the data and the task are unknown.",
+            remedy="Add --config FILE, or pass the folder of a run.",
         )
     model_keys = [f"model.name={json.dumps(found.name)}", "model.random=", "model.config="]
     return replace(found, run=load_train_config(config, [*changes, *model_keys]))

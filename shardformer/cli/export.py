@@ -44,8 +44,8 @@ def export(
     found = find_trained_model(checkpoint)
     if found.checkpoint is None:
         raise ConfigError(
-            f"{checkpoint!r} is already a model for from_pretrained",
-            remedy="Pass the folder of a run or of a checkpoint",
+            f"{checkpoint!r} is already a model for from_pretrained.",
+            remedy="Pass the folder of a run or of a checkpoint.",
         )
     check_target(output)
     processor = found.load_processor()

@@ -68,8 +68,8 @@ def generate(
 ) -> None:
     """Continue PROMPT with a trained model, which may be sharded over several processes.
 
-    If the run trained on conversations, PROMPT is a message of the user in its chat template, and the answer is
-    printed. The tokens equal those of generate() of transformers in one process.
+    If the model was trained on conversations, PROMPT is inserted into the chat template as a message of the user, and
+    the answer is printed. The tokens equal those of generate() of transformers in one process.
     """
     silence_transformers()
     from shardformer.config import ParallelConfig
@@ -106,12 +106,12 @@ def _print_result(result: dict[str, Any], as_json: bool, is_answer: bool) -> Non
 def _render(found: TrainedModel, tokenizer: Any, prompt: str, system: str | None, raw: bool) -> tuple[bool, str]:
     """Return whether the prompt is a message in the chat template, and the text that the model continues."""
     if not prompt:
-        raise InputError("The prompt '' is empty", remedy="Pass a text to continue")
+        raise InputError("The prompt '' is empty.", remedy="Pass a text to continue.")
     if raw or found.chat_template is None:
         if system is not None:
             raise ConfigError(
-                f"--system {system!r:.60} has no effect without a chat template",
-                rule="It is applied to a run on conversations, unless --raw is set",
+                f"--system {system!r:.60} has no effect without a chat template.",
+                rule="It is applied to a run on conversations, unless --raw is set.",
                 remedy="Remove --raw" if raw else "Remove --system, or pass the folder of a run on conversations",
             )
         return False, prompt
@@ -127,8 +127,8 @@ def _apply_template(tokenizer: Any, messages: list[dict[str, str]], add_generati
         return found
     except Exception as error:  # templates raise their own errors
         raise InputError(
-            f"The chat template does not accept the messages {messages!r:.120}: {first_line(error)}",
-            remedy="Remove --system, or write the text of the conversation yourself and add --raw",
+            f"The chat template does not accept the messages {messages!r:.120}: {first_line(error)}.",
+            remedy="Remove --system, or write the text of the conversation yourself and add --raw.",
         ) from error
 
 
@@ -152,7 +152,7 @@ def _check_sampling(values: dict[str, float | None]) -> dict[str, Any]:
         if name in options and not 0 < options[name] <= most:
             flag = f"--{name.replace('_', '-')}"
             limit = "above 0" if most > 1 else "above 0 and up to 1"
-            raise ConfigError(f"{flag} {options[name]} is not {limit}", remedy=f"Use {flag} 0.8, or remove it")
+            raise ConfigError(f"{flag} {options[name]} is not {limit}.", remedy=f"Use {flag} 0.8, or remove it.")
     return options
 
 
@@ -161,14 +161,14 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int,
     from shardformer.train_command.build import max_positions
 
     if not hasattr(tokenizer, "decode"):
-        raise ConfigError("The model has no tokenizer, so it cannot generate text", remedy="Pass a language model")
+        raise ConfigError("The model has no tokenizer, so it cannot generate text.", remedy="Pass a language model.")
     special = {"add_special_tokens": False} if is_chat else {}  # a template contains them
     ids = tokenizer(prompt, return_tensors="pt", **special)["input_ids"]
     most = max_positions(model_config)
     if most is not None and not model_config.is_encoder_decoder and ids.shape[1] + max_new_tokens > most:
         raise InputError(
             f"The prompt has {ids.shape[1]} tokens, and --max-new-tokens {max_new_tokens} exceeds the {most} positions "
-            "of the model",
+            "of the model.",
             remedy=f"Use --max-new-tokens {most - ids.shape[1]}" if ids.shape[1] < most else "Use a shorter prompt",
         )
     return ids
@@ -177,8 +177,8 @@ def _encode(tokenizer: Any, prompt: str, model_config: Any, max_new_tokens: int,
 def _check_can_generate(model: Any, name: str) -> None:
     if not model.can_generate():
         raise ConfigError(
-            f"The {type(model).__name__} of {name!r} cannot generate text",
-            remedy="Pass a model with a language modeling head",
+            f"The {type(model).__name__} of {name!r} cannot generate text.",
+            remedy="Pass a model with a language modeling head.",
         )
 
 

@@ -54,19 +54,19 @@ def init(
         return
     _check_no_effect({"--json": as_json}, "with a template")
     if template not in templates:
-        raise ConfigError(f"There is no template {template!r}", remedy=did_you_mean(template, templates))
+        raise ConfigError(f"There is no template {template!r}.", remedy=did_you_mean(template, templates))
     file = out if out is not None else Path(f"{template}.toml")
     if file.is_dir():
-        raise ConfigError(f"--out {file} is a folder", remedy=f"Write --out {file / f'{template}.toml'}")
+        raise ConfigError(f"--out {file} is a folder.", remedy=f"Write --out {file / f'{template}.toml'}.")
     if file.exists() and not force:
         raise ConfigError(
-            f"The file {str(file)!r} already exists", remedy="Pass --out FILE, or --force to overwrite it"
+            f"The file {str(file)!r} already exists.", remedy="Pass --out FILE, or --force to overwrite it."
         )
     try:
         file.write_text(templates[template], encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"The file {str(file)!r} cannot be written: {error.strerror}", remedy="Pass another file with --out"
+            f"The file {str(file)!r} cannot be written: {error.strerror}.", remedy="Pass another file with --out."
         ) from error
     print(f"Wrote {file}. Edit [model] and [data], then run:\n  shardformer train -c {file} --dry-run")
 
@@ -74,7 +74,7 @@ def init(
 def _check_no_effect(options: dict[str, bool], when: str) -> None:
     for name, is_passed in options.items():
         if is_passed:
-            raise ConfigError(f"{name} has no effect {when}", remedy=f"Remove {name}")
+            raise ConfigError(f"{name} has no effect {when}.", remedy=f"Remove {name}.")
 
 
 def _list_templates(templates: dict[str, str], as_json: bool) -> None:

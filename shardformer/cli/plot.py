@@ -51,8 +51,8 @@ def plot(
     found = read_runs(runs)
     if not list_metrics(found):
         raise ConfigError(
-            f"No metrics are recorded in {', '.join(map(str, runs))}",
-            remedy="Wait for the first step, or pass another run",
+            f"No metrics are recorded in {', '.join(map(str, runs))}.",
+            remedy="Wait for the first step, or pass another run.",
         )
     names = [name.strip() for name in values.split(",")] if values else []
     selected = check_metric_names(names, found, "--values")

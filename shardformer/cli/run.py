@@ -44,8 +44,8 @@ def check_options(options: argparse.Namespace) -> None:
             socket.getaddrinfo(options.local_addr, None)
         except (OSError, UnicodeError) as error:
             raise LaunchError(
-                f"--local-addr {options.local_addr!r} is not an address of this machine: {error}",
-                remedy="Write --local-addr 127.0.0.1, or remove it",
+                f"--local-addr {options.local_addr!r} is not an address of this machine: {error}.",
+                remedy="Write --local-addr 127.0.0.1, or remove it.",
             ) from error
 
 
@@ -56,13 +56,13 @@ def _check_counts(options: argparse.Namespace) -> None:
         num_processes = determine_local_world_size(options.nproc_per_node)
     except ValueError as error:
         raise LaunchError(
-            f"--nproc_per_node {options.nproc_per_node!r} is not valid: {error}",
-            remedy="Use a number of processes, or a kind of device of this machine: auto, cpu or gpu",
+            f"--nproc_per_node {options.nproc_per_node!r} is not valid: {error}.",
+            remedy="Use a number of processes, or a kind of device of this machine: auto, cpu or gpu.",
         ) from error
     if num_processes < 1:
         raise LaunchError(
-            f"--nproc_per_node {options.nproc_per_node} starts {num_processes} processes",
-            remedy="Use at least one process, as in --nproc_per_node 2",
+            f"--nproc_per_node {options.nproc_per_node} starts {num_processes} processes.",
+            remedy="Use at least one process, as in --nproc_per_node 2.",
         )
     check_num_processes(f"--nproc_per_node {options.nproc_per_node}", num_processes)
     try:
@@ -71,17 +71,17 @@ def _check_counts(options: argparse.Namespace) -> None:
         least, most = 0, 0
     if not 1 <= least <= most <= MAX_NODES:
         raise LaunchError(
-            f"--nnodes {options.nnodes!r} is neither a number of machines nor a range such as 1:4",
-            remedy="Write --nnodes 2, or remove it to run on this machine only",
+            f"--nnodes {options.nnodes!r} is neither a number of machines nor a range such as 1:4.",
+            remedy="Write --nnodes 2, or remove it to run on this machine only.",
         )
     if options.standalone and most > 1:
         raise LaunchError(
-            f"--standalone runs on one machine and does not work with --nnodes {options.nnodes}",
-            remedy="Remove one of the two options",
+            f"--standalone runs on one machine and does not work with --nnodes {options.nnodes}.",
+            remedy="Remove one of the two options.",
         )
     if options.rdzv_backend == "static" and not 0 <= options.node_rank < most:
         raise LaunchError(
-            f"--node_rank {options.node_rank} is out of range for --nnodes {options.nnodes}",
+            f"--node_rank {options.node_rank} is out of range for --nnodes {options.nnodes}.",
             remedy=f"Use a number from 0 to {most - 1}" if most > 1 else "Remove it, or pass --nnodes as well",
         )
 
@@ -98,8 +98,8 @@ def _check_timeouts(options: argparse.Namespace) -> None:
         if not (seconds > 0 or (seconds == 0 and name != "--monitor-interval")) or not seconds <= MAX_TIMEOUT_S:
             value = os.environ[name] if name == SHUTDOWN_TIMEOUT_VARIABLE else f"{seconds:g}"
             raise LaunchError(
-                f"{name} {value} is not a number of seconds up to {MAX_TIMEOUT_S}",
-                remedy=f"Use {name} {1 if name == '--monitor-interval' else 60}, or remove it",
+                f"{name} {value} is not a number of seconds up to {MAX_TIMEOUT_S}.",
+                remedy=f"Use {name} {1 if name == '--monitor-interval' else 60}, or remove it.",
             )
 
 
@@ -108,7 +108,7 @@ def _check_signals(names: str) -> None:
     for name in names.split(","):
         if name.strip() not in known:
             raise LaunchError(
-                f"--signals-to-handle {names!r} is not a list of signals that a process can handle",
+                f"--signals-to-handle {names!r} is not a list of signals that a process can handle.",
                 remedy=f"Write --signals-to-handle SIGTERM,SIGINT. {did_you_mean(name.strip(), known)}",
             )
 
@@ -178,8 +178,8 @@ def launch_processes(context: typer.Context, count: int) -> None:
     if launcher_variable() is not None:
         if num_processes() != count:
             raise ConfigError(
-                f"The layout needs {count} processes, but the launcher started {num_processes()}",
-                remedy=f"Start {count} processes, or run the command without a launcher",
+                f"The layout needs {count} processes, but the launcher started {num_processes()}.",
+                remedy=f"Start {count} processes, or run the command without a launcher.",
             )
     elif count > 1:
         check_num_processes("The layout", count)
@@ -195,16 +195,16 @@ class _RunParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         if "training_script" in message:
-            raise LaunchError("The command has no script", remedy=f"Add the script, or -m and a module: {USAGE}")
+            raise LaunchError("The command has no script.", remedy=f"Add the script, or -m and a module: {USAGE}.")
         short, could, names = message.removeprefix("ambiguous option: ").partition(" could match ")
         if could:
             # torch defines each option twice, with - and with _
             wanted = sorted({name.replace("_", "-") for name in names.split(", ")})
             raise LaunchError(
-                f"The option {short.partition('=')[0]!r} is incomplete",
+                f"The option {short.partition('=')[0]!r} is incomplete.",
                 remedy=f"Did you mean {' or '.join(wanted)}?",
             )
-        raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}", remedy=f"See {self.prog} --help")
+        raise LaunchError(message[:1].upper() + message[1:], rule=f"Usage: {USAGE}.", remedy=f"See {self.prog} --help.")
 
 
 def _help_row(action: argparse.Action) -> tuple[str, str]:
@@ -253,9 +253,9 @@ def _check_ignored_options(options: argparse.Namespace) -> None:
         if value not in (None, "", "none") and f"PET_{name.upper()}" not in os.environ:  # a cluster may set these
             option = f"--{name.replace('_', '-')}"
             raise LaunchError(
-                f"{option} {value} has no effect with {rendezvous}",
-                rule="A standalone run selects a free port, and a rendezvous has its own endpoint",
-                remedy=f"Remove {option} or {rendezvous}",
+                f"{option} {value} has no effect with {rendezvous}.",
+                rule="A standalone run selects a free port, and a rendezvous has its own endpoint.",
+                remedy=f"Remove {option} or {rendezvous}.",
             )
 
 
@@ -266,34 +266,34 @@ def _make_torchrun_parser() -> argparse.ArgumentParser:
         return get_args_parser()
     except ValueError as error:
         raise LaunchError(
-            f"An environment variable PET_... has an invalid value: {first_line(error)}",
+            f"An environment variable PET_... has an invalid value: {first_line(error)}.",
             rule="An environment variable with the name PET_ plus a torchrun option sets the default of this "
-            "option (0 or 1 for a switch)",
-            remedy="Correct or unset the variable",
+            "option (0 or 1 for a switch).",
+            remedy="Correct or unset the variable.",
         ) from error
 
 
 def _set_options_from_hosts(options: argparse.Namespace) -> None:
     if options.standalone or options.rdzv_endpoint or options.rdzv_backend != "static":
         raise LaunchError(
-            "The hosts were specified together with --standalone or a rendezvous",
-            remedy="Use either --hostfile or --host, or the rendezvous options of torch",
+            "The hosts were specified together with --standalone or a rendezvous.",
+            remedy="Use either --hostfile or --host, or the rendezvous options of torch.",
         )
     hosts = read_hostfile(options.hostfile) if options.hostfile is not None else None
     chosen = select_hosts(options.host, hosts) if options.host is not None else hosts or []
     if options.nnodes is not None and options.nnodes != str(len(chosen)):
         raise LaunchError(
-            f"--nnodes {options.nnodes} differs from the number of hosts, {len(chosen)}",
-            remedy="Remove --nnodes, or select machines with --host",
+            f"--nnodes {options.nnodes} differs from the number of hosts, {len(chosen)}.",
+            remedy="Remove --nnodes, or select machines with --host.",
         )
     if options.nproc_per_node is None:
         slots = {host.slots for host in chosen}
         if len(slots) > 1:
             listing = ", ".join(f"{host.name} {host.slots if host.slots else 'without slots'}" for host in chosen)
             raise LaunchError(
-                f"The hosts have different numbers of slots: {listing}",
-                rule="Every host must run the same number of processes",
-                remedy="Set the number of processes with --nproc_per_node, or write the same slots= for each host",
+                f"The hosts have different numbers of slots: {listing}.",
+                rule="Every host must run the same number of processes.",
+                remedy="Set the number of processes with --nproc_per_node, or write the same slots= for each host.",
             )
         (count,) = slots
         options.nproc_per_node = None if count is None else str(count)
@@ -319,18 +319,19 @@ def _check_script(options: argparse.Namespace) -> None:
         found = os.path.exists(script)
         if Path(script).is_fifo():
             raise LaunchError(
-                f"The script {script!r} is a pipe, which only one process can read", remedy="Write the script to a file"
+                f"The script {script!r} is a pipe, which only one process can read.",
+                remedy="Write the script to a file.",
             )
         if os.path.isdir(script) and not os.path.isfile(os.path.join(script, "__main__.py")):
             raise LaunchError(
-                f"The folder {script!r} has no __main__.py", remedy="Pass the path of a script in the folder"
+                f"The folder {script!r} has no __main__.py.", remedy="Pass the path of a script in the folder."
             )
     if not found:
         kind = "module" if options.module else "script"
         folder = Path(script).parent
         hint = did_you_mean(script, [] if options.module else map(str, folder.glob("*.py")))
         raise LaunchError(
-            f"There is no {kind} {script!r} in {os.getcwd()!r}",
+            f"There is no {kind} {script!r} in {os.getcwd()!r}.",
             remedy=f"Correct the name. {hint}" if hint.startswith("Did") else "Correct the name or change the folder",
         )
 
@@ -393,14 +394,14 @@ def _run_processes(options: argparse.Namespace, command: str = "run") -> int:
     except (RendezvousError, DistNetworkError) as error:
         raise LaunchError(
             f"The machines could not connect to each other at {torchrun.get_rdzv_endpoint(options)}: "
-            f"{first_line(error)}",
-            rule="All machines run the same command, and connect to the first machine",
+            f"{first_line(error)}.",
+            rule="All machines run the same command, and connect to the first machine.",
             remedy="Check --master_addr, --master_port (use another port if it is taken) and the firewall of the "
-            "first machine",
+            "first machine.",
         ) from error
     except Exception as error:  # invalid values of torch's options. Errors of the script are ChildFailedError
         raise LaunchError(
-            f"The launcher of torch cannot start the run: {type(error).__name__}: {first_line(error)}",
-            remedy="See shardformer run --help",
+            f"The launcher of torch cannot start the run: {type(error).__name__}: {first_line(error)}.",
+            remedy="See shardformer run --help.",
         ) from error
     return 0

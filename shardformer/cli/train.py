@@ -74,7 +74,7 @@ def train(
     overrides = list(changes or [])
     found = load_train_config(config, overrides)
     if as_json and not dry_run:
-        raise ConfigError("--json has no effect without --dry-run", remedy="Add --dry-run, or remove --json")
+        raise ConfigError("--json has no effect without --dry-run.", remedy="Add --dry-run, or remove --json.")
     where = _reason_not_to_launch(dry_run)
     if where is None and (count := _num_processes(found.layout, processes)) > 1:
         _launch_and_exit(found, count, max_restarts or 0, shutdown_timeout, [str(config), *overrides])
@@ -154,9 +154,9 @@ def _check_process_options_unused(reason: str, options: dict[str, int | None]) -
     for name, value in options.items():
         if value is not None:
             raise ConfigError(
-                f"{name} {value} has no effect {reason}",
-                rule="This option configures the processes that the command starts",
-                remedy=f"Remove {name}",
+                f"{name} {value} has no effect {reason}.",
+                rule="This option configures the processes that the command starts.",
+                remedy=f"Remove {name}.",
             )
 
 
@@ -167,8 +167,8 @@ def _num_processes(layout: ParallelConfig, processes: int | None) -> int:
     if count % least or (layout.data is not None and count != least):
         sizes = ", ".join(f"{name} = {size}" for name, size in layout.sizes.items() if size is not None)
         raise ConfigError(
-            f"--processes {count} does not match {sizes}",
-            rule="The product of the axis sizes must equal the number of processes, or divide it if data is not set",
+            f"--processes {count} does not match {sizes}.",
+            rule="The product of the axis sizes must equal the number of processes, or divide it if data is not set.",
             remedy=f"Use --processes {least}" + (" or a multiple of it" if layout.data is None else ""),
         )
     return count

@@ -144,7 +144,7 @@ class VerifyOptions:
         if "pipe" not in self.parallel:
             if found:
                 passed = " ".join(f"--{name.replace('_', '-')} {value}" for name, value in found.items())
-                raise ConfigError(f"{passed} has no effect without --pipe", remedy="Add --pipe 2, or remove it")
+                raise ConfigError(f"{passed} has no effect without --pipe.", remedy="Add --pipe 2, or remove it.")
             return None
         from shardformer.verify.train_both import VerifyPipeline
 
@@ -206,10 +206,10 @@ def _check_options(options: VerifyOptions) -> None:
     for name in ("pipe", "data"):
         size = options.parallel.get(name, 1)
         if size < 1:
-            raise ConfigError(f"{name}={size} is less than 1", remedy=f"Use --{name} 1 or more")
+            raise ConfigError(f"{name}={size} is less than 1.", remedy=f"Use --{name} 1 or more.")
     if options.all_heads and options.head:
         raise ConfigError(
-            f"--all-heads does not work with --head {options.head}", remedy="Remove one of the two options"
+            f"--all-heads does not work with --head {options.head}.", remedy="Remove one of the two options."
         )
     options.make_pipeline()
     layout = options.make_layout()
@@ -232,8 +232,8 @@ def _check_options_have_effect(options: VerifyOptions, layout: ParallelConfig) -
         if value not in (None, False, "1d", "auto", "ranks") and sizes[axis] == 1:
             flag = f"--{name.replace('_', '-')}"
             raise ConfigError(
-                f"{flag if value is True else f'{flag} {value}'} has no effect without {needed}",
-                remedy=f"Add {needed}, or remove {flag}",
+                f"{flag if value is True else f'{flag} {value}'} has no effect without {needed}.",
+                remedy=f"Add {needed}, or remove {flag}.",
             )
 
 
@@ -246,10 +246,10 @@ def _find_sources(options: VerifyOptions) -> list[ModelSource]:
     fixed = "batch_fn" in source.own and not hasattr(source.own["batch_fn"], "with_samples")
     if (fixed and options.batch) or ("batch_fn" in source.own and options.tokens):
         what = f"--batch and --tokens do not apply to {options.model}, which has its own batch_fn"
-        raise ConfigError(what, remedy="Remove the options, or the batch_fn")
+        raise ConfigError(what, remedy="Remove the options, or the batch_fn.")
     if options.tokens and source.config is not None and is_vision_only(source.head):
         what = f"--tokens {options.tokens} does not apply to {source.head or options.model}, which has no text input"
-        raise ConfigError(what, remedy="Remove the option")
+        raise ConfigError(what, remedy="Remove the option.")
     heads = source.heads if options.all_heads else [options.head] if options.head else []
     sources = [source.with_head(head) for head in heads] or [source]
     pipeline = options.make_pipeline()

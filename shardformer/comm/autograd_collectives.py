@@ -38,9 +38,9 @@ def once_differentiable(backward: Callable[..., Any]) -> Callable[..., Any]:
     def checked(ctx: Any, *grads: Any) -> Any:
         if torch.is_grad_enabled() and not torch.compiler.is_compiling():
             raise ConfigError(
-                "A tensor-parallel block does not support backward with create_graph=True",
-                rule="Collectives have first derivatives only",
-                remedy="Omit create_graph, or compute the term that needs second derivatives on the unsharded model",
+                "A tensor-parallel block does not support backward with create_graph=True.",
+                rule="Collectives have first derivatives only.",
+                remedy="Omit create_graph, or compute the term that needs second derivatives on the unsharded model.",
             )
         return backward(ctx, *grads)
 
@@ -149,9 +149,9 @@ def copy_to_tp_region(x: Tensor, axis: Axis) -> Tensor:
     name, axes = getattr(x, SHARD_OF, ("", ())) if isinstance(x, nn.Parameter) else ("", ())
     if axis.name in axes:
         raise ConfigError(
-            f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}",
-            rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor",
-            remedy="Use the parameter directly, because each rank's shard has its own gradient",
+            f"copy_to_tp_region received the parameter {name!r}, which is sharded over {axis.name}.",
+            rule="The backward pass sums a gradient over the ranks, which is correct only if all have the same tensor.",
+            remedy="Use the parameter directly, because each rank's shard has its own gradient.",
         )
     copied: Tensor = CopyToTpRegion.apply(x, axis)
     return copied

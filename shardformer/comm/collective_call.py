@@ -83,8 +83,8 @@ def _raise_plan_difference(all_lines: list[tuple[int, list[str]]]) -> None:
             pairs = zip_longest(reference, lines, fillvalue="nothing more")
             line, other = next((a, b) for a, b in pairs if a != b)
             raise ConfigError(
-                f"The sharding plan differs between ranks: rank {first} has {line!r}, rank {rank} has {other!r}",
-                remedy="Build the model and the config from the same settings on every rank",
+                f"The sharding plan differs between ranks: rank {first} has {line!r}, rank {rank} has {other!r}.",
+                remedy="Build the model and the config from the same settings on every rank.",
             )
 
 
@@ -125,7 +125,7 @@ def compare_step_call(call: str, axis: Axis, facts: Mapping[str, int] | None = N
             other = next(rank for rank, value in known if value != known[0][1])
             what, rule, remedy = DATA_FACTS[name]
             raise InputError(
-                f"Ranks {known[0][0]} and {other} have different training data at {call}: they {what}",
+                f"Ranks {known[0][0]} and {other} have different training data at {call}: they {what}.",
                 rule=rule,
                 remedy=remedy,
             )
@@ -181,8 +181,8 @@ def _raise_different_calls(calls: Sequence[str], axis: Axis) -> NoReturn:
         ranks.setdefault(call, []).append(rank)
     text = " and ".join(f"{_format_ranks(callers)} called {call}" for call, callers in ranks.items())
     raise InputError(
-        f"The ranks made different collective calls: {text}",
-        rule="All ranks must make the same collective calls in the same order",
+        f"The ranks made different collective calls: {text}.",
+        rule="All ranks must make the same collective calls in the same order.",
         remedy=_call_remedy(*ranks),
     )
 
@@ -197,8 +197,8 @@ def _raise_missing_ranks(
         elif entry.call != call:
             others.append(f"rank {rank} called {entry.call}")
     raise InputError(
-        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}",
-        rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}",
+        f"Rank {axis.ranks[axis.rank]} called {call}, but {'; '.join(others[:4])}.",
+        rule=f"All {axis.size} {axis.name.replace('_', ' and ')} ranks must call {call}.",
         remedy=_call_remedy(call),
     )
 
@@ -249,11 +249,11 @@ def _failed_ranks_error(problem: Exception | None, what: str, rank: int) -> Shar
         return problem
     if isinstance(problem, OSError):
         return InputError(
-            f"{what} failed on rank {rank}: {problem}",
+            f"{what} failed on rank {rank}: {problem}.",
             remedy="Use a directory with enough space that all processes can read and write. Earlier checkpoints "
-            "were kept",
+            "were kept.",
         )
     return InputError(
-        f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}",
-        remedy=f"Read the error of rank {rank}",
+        f"{what} failed on rank {rank} with {type(problem).__name__}: {problem}.",
+        remedy=f"Read the error of rank {rank}.",
     )

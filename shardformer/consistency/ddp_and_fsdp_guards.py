@@ -71,11 +71,11 @@ def _check_accelerator(original: Callable[..., Any]) -> Callable[..., Any]:
         table = next((table for table in tables if table is not None), None)
         if table is not None and not hasattr(self, SHARDS_MODELS) and math.prod(table.context.sizes.values()) > 1:
             raise ConfigError(
-                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}",
+                f"accelerate's {type(self).__name__} received a model that is sharded over {table.context}.",
                 rule="It passes different batches to all processes, but the ranks that share one model need the "
-                "same batch",
+                "same batch.",
                 remedy="Use shardformer.integrations.accelerate.Accelerator, or with transformers' Trainer "
-                "shardformer.integrations.transformers.Trainer, which take parallel=ParallelConfig(...)",
+                "shardformer.integrations.transformers.Trainer, which take parallel=ParallelConfig(...).",
             )
         return original(self, model, *args, **kwargs)
 
@@ -101,14 +101,14 @@ def check_no_new_parameters(model: nn.Module, state: ShardingMetadata) -> None:
     new = [name for name, p in model.named_parameters() if id(p) not in known]
     if new:
         raise ConfigError(
-            f"{len(new)} parameters were added to {type(model).__name__} after it was sharded, such as {new[0]}",
-            remedy="Add heads and adapters first, then shard the model",
+            f"{len(new)} parameters were added to {type(model).__name__} after it was sharded, such as {new[0]}.",
+            remedy="Add heads and adapters first, then shard the model.",
         )
 
 
 def _wrapper_error(wrapper: str, context: ParallelContext) -> ConfigError:
     return ConfigError(
-        f"The model is sharded over {context} and cannot be wrapped in {wrapper}",
-        rule="The wrapper requires the same parameters in all processes, but each process has a different shard",
-        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients between data ranks",
+        f"The model is sharded over {context} and cannot be wrapped in {wrapper}.",
+        rule="The wrapper requires the same parameters in all processes, but each process has a different shard.",
+        remedy="Remove the wrapper. shard_model(model, data=...) averages gradients between data ranks.",
     )

@@ -144,13 +144,13 @@ def check_same_files(model: nn.Module, context: ParallelContext) -> None:
     if len(is_full) > 1:
         raise ConfigError(
             f"Rank {rank} loaded its weights with all_bytes={bool(contents_of[rank][0].full_hash)}, but rank {first} "
-            f"with all_bytes={bool(usual[0].full_hash)}",
-            remedy="Pass the same value of all_bytes on all ranks",
+            f"with all_bytes={bool(usual[0].full_hash)}.",
+            remedy="Pass the same value of all_bytes on all ranks.",
         )
     raise ConfigError(
         f"Ranks read different weights: {_describe_file_difference(rank, first, every)}"
         + (f". Rank {', '.join(map(str, others[1:]))} differs too" if len(others) > 1 else ""),
-        remedy=f"Pass on rank {rank} the folder that rank {first} reads, or a copy of it",
+        remedy=f"Pass on rank {rank} the folder that rank {first} reads, or a copy of it.",
     )
 
 

@@ -285,7 +285,7 @@ class ConsistencyMonitor:
         details = ", ".join(f"rank {axis.ranks[rank]}: {_format_value(values[rank])}" for rank in compared)
         raise InputError(
             f"Ranks {axis.ranks[other]} and {axis.ranks[odd]} of {len(every)} {axis.name.replace('_', ' and ')} ranks "
-            f"have different {fact.what} ({details})",
+            f"have different {fact.what} ({details}).",
             rule=fact.rule,
             remedy=fact.remedy,
         )
@@ -423,10 +423,10 @@ def check_same_batch(values: list[Any], axis: Axis) -> None:
     """Raise InputError on every rank if the ranks of an axis received batches with different checksums."""
     if differs_across_ranks([checksum(v) for v in values if isinstance(v, Tensor)], axis):
         raise InputError(
-            f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches",
-            rule="Tensor and sequence ranks process the same batch. Only data ranks have different batches",
+            f"The {axis.size} {axis.name.replace('_', ' and ')} ranks received different batches.",
+            rule="Tensor and sequence ranks process the same batch. Only data ranks have different batches.",
             remedy="Select the batch by context.data.rank and context.data.size, not by the world rank. If you draw it "
-            "at random, first set the same seed on these ranks: launch_from_torch(seed=0)",
+            "at random, first set the same seed on these ranks: launch_from_torch(seed=0).",
         )
 
 
@@ -445,10 +445,10 @@ def check_gradients_before_step(optimizer: Optimizer) -> None:
         return
     if current_graph_task_id() >= 0:
         raise ConfigError(
-            f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook",
-            rule="Gradients are reduced when the backward pass ends, so a hook sees the local gradient",
+            f"{type(optimizer).__name__}.step was called during a backward pass, for example by a parameter hook.",
+            rule="Gradients are reduced when the backward pass ends, so a hook sees the local gradient.",
             remedy="Call optimizer.step() after loss.backward(). To store fewer gradients, use "
-            "shard_optimizer(..., stage=2)",
+            "shard_optimizer(..., stage=2).",
         )
     for reducer in (each for _, reducers in found for each in reducers if each.was_paused and not each.is_paused):
         reducer.start()
@@ -482,9 +482,10 @@ def _check_gradients_agree(optimizer: Optimizer, reducers: Sequence[GradientRedu
             if len(set(values)) > 1:
                 what = "only some ranks have a gradient" if None in values else "ranks have different gradients"
                 raise ConfigError(
-                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}",
-                    rule="Only loss.backward() reduces gradients. torch.autograd.grad and assignments to p.grad do not",
-                    remedy="Call loss.backward(), or assign the same p.grad on all ranks",
+                    f"{type(optimizer).__name__}.step cannot update {gradient.entry.name}: {what}.",
+                    rule="Only loss.backward() reduces gradients. torch.autograd.grad and assignments to p.grad do "
+                    "not.",
+                    remedy="Call loss.backward(), or assign the same p.grad on all ranks.",
                 )
 
 

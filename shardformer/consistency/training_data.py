@@ -50,7 +50,7 @@ def check_same_data(
             if value != reference[name]:
                 raise ConfigError(
                     f"The training data of rank {first_rank} has {name}={reference[name]!r}, but the training data of "
-                    f"rank {rank} has {name}={value!r}",
+                    f"rank {rank} has {name}={value!r}.",
                     remedy=SAME_DATA_REMEDY,
                 )
     num_compared = min(number for _, (_, number) in gathered)
@@ -63,7 +63,7 @@ def check_same_data(
     if differing:
         raise ConfigError(
             f"Ranks {first_rank} and {differing[0]} have different samples at the same index of the "
-            f"training data, which is a {settings['type']}",
+            f"training data, which is a {settings['type']}.",
             remedy=SAME_DATA_REMEDY,
         )
 

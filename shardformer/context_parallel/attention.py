@@ -121,8 +121,8 @@ def plan_attention(
     if positions is None:
         raise InputError(
             f"The compiled {type(module).__name__} received {query.shape[2]} queries, which are not the positions of "
-            "this rank",
-            remedy="Set compile=False, or use sequence=1 for this model",
+            "this rank.",
+            remedy="Set compile=False, or use sequence=1 for this model.",
         )
     if mask is None:
         mask = _make_mask_of_module(module, query, key, state, positions, is_causal)
@@ -149,8 +149,8 @@ def _attend_in_graph(
     unknown = [name for name, x in kwargs.items() if name not in KNOWN_ARGUMENTS and isinstance(x, Tensor)]
     if unknown or kwargs.get("output_attentions"):
         raise ConfigError(
-            f"A compiled attention with a sharded sequence does not support {unknown or 'output_attentions=True'}",
-            remedy="Set compile=False",
+            f"A compiled attention with a sharded sequence does not support {unknown or 'output_attentions=True'}.",
+            remedy="Set compile=False.",
         )
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     sinks = kwargs.get("s_aux", kwargs.get("sinks"))
@@ -206,8 +206,8 @@ def _make_head_exchanges(
     axis, ring_rank = state.group, state.ring.rank
     if queries < axis.size:
         raise ConfigError(
-            f"The {queries} query heads of this rank cannot be divided among the {axis.size} ranks of a Ulysses group",
-            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries})",
+            f"The {queries} query heads of this rank cannot be divided among the {axis.size} ranks of a Ulysses group.",
+            remedy=f"Use context_parallel='ring', or sequence=({state.axis.size // queries}, {queries}).",
         )
     q_heads = assign_query_heads(queries, axis.size)
     query_lengths, key_lengths = (tuple(p.group_lengths(ring_rank)) for p in (mask.queries, mask.keys))
@@ -237,8 +237,8 @@ def _make_mask_of_module(
     if keys is None:
         raise ConfigError(
             f"The attention {type(module).__name__} received {key.shape[2]} keys on rank {state.axis.rank} "
-            f"of {state.axis.size}, which is not the local length of any sequence in this model",
-            remedy="Use sequence=1 for this model",
+            f"of {state.axis.size}, which is not the local length of any sequence in this model.",
+            remedy="Use sequence=1 for this model.",
         )
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     predicate = causal_predicate if is_causal and positions.length > 1 else None
@@ -254,23 +254,23 @@ def _pad_to_same_width(*tensors: Tensor) -> list[Tensor]:
 def _check_arguments(module: nn.Module, mask: Any, kwargs: dict[str, Any]) -> None:
     if isinstance(mask, Tensor):
         raise InputError(
-            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported",
+            f"{type(module).__name__} received an attention mask of shape {tuple(mask.shape)}, which is not supported.",
             rule="With a sharded sequence, only a padding mask (batch, sequence) can be a tensor. All other "
-            "masks come from the mask function of the model",
-            remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document",
+            "masks come from the mask function of the model.",
+            remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document.",
         )
     if kwargs.get("output_attentions"):
         raise ConfigError(
-            "output_attentions=True is not supported with a sharded sequence, because no rank has all weights",
-            remedy="Use output_attentions=False",
+            "output_attentions=True is not supported with a sharded sequence, because no rank has all weights.",
+            remedy="Use output_attentions=False.",
         )
     for name, value in kwargs.items():
         # T5's cross-attention passes zeros; fake tensors have no values
         if name not in KNOWN_ARGUMENTS and isinstance(value, Tensor) and has_data(value) and value.any():
             raise ConfigError(
                 f"{type(module).__name__} passes a tensor {name!r} to its attention, which a sharded sequence does not "
-                "support",
-                remedy="Use sequence=1 for this model",
+                "support.",
+                remedy="Use sequence=1 for this model.",
             )
 
 

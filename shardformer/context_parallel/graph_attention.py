@@ -52,9 +52,9 @@ def held_by(tensor: Tensor, kind: type) -> Any:
     value = getattr(tensor, _HELD, None)
     if not isinstance(value, kind):
         raise InputError(
-            f"A compiled attention received a tensor of shape {tuple(tensor.shape)} in place of its mask",
-            rule="With a sharded sequence, a layer must pass its mask to the attention unchanged",
-            remedy="Set compile=False, or use sequence=1 for this model",
+            f"A compiled attention received a tensor of shape {tuple(tensor.shape)} in place of its mask.",
+            rule="With a sharded sequence, a layer must pass its mask to the attention unchanged.",
+            remedy="Set compile=False, or use sequence=1 for this model.",
         )
     return value
 
@@ -153,9 +153,9 @@ def _differentiate(ctx: Any, grad: Tensor, *_: Any) -> tuple[Tensor | None, ...]
     q, k, v, sinks, out, lse, call = ctx.saved_tensors
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise ConfigError(
-            "Backward with create_graph=True is not supported through a compiled attention with a sharded sequence",
-            rule="Collectives only have first derivatives",
-            remedy="Omit create_graph, or compute this term on the unsharded model",
+            "Backward with create_graph=True is not supported through a compiled attention with a sharded sequence.",
+            rule="Collectives only have first derivatives.",
+            remedy="Omit create_graph, or compute this term on the unsharded model.",
         )
     *grads, sinks_grad = torch.ops.shardformer.context_attention_backward(grad, q, k, v, sinks, out, lse, call)
     return (*grads, None if sinks is None else sinks_grad, *(None,) * 7)

@@ -52,8 +52,8 @@ def unknown_attribute_error(name: str, source: str, reason: str) -> Exception:
     if name.startswith("_"):
         return AttributeError(name)
     return ConfigError(
-        f"The model reads the attribute {name} of {source}. With a sharded sequence, this is {reason}",
-        remedy="Use sequence=1 for this model",
+        f"The model reads the attribute {name} of {source}. With a sharded sequence, this is {reason}.",
+        remedy="Use sequence=1 for this model.",
     )
 
 
@@ -106,8 +106,9 @@ class ChunkedMask:
             visible = torch.as_tensor(visible, device=device)
             if visible.dim() == 4 and visible.shape[1] > 1:
                 raise ConfigError(
-                    "The attention mask of this model differs between heads, which a sharded sequence does not support",
-                    remedy="Use sequence=1 for this model",
+                    "The attention mask of this model differs between heads, which a sharded sequence does not "
+                    "support.",
+                    remedy="Use sequence=1 for this model.",
                 )
             visible = visible.expand(visible.shape[0] if visible.dim() == 4 else 1, 1, len(rows), len(cols))
         if self.padding is not None:

@@ -238,8 +238,8 @@ class FullSequenceHook:
         if hidden.shape[1] != local:
             raise InputError(
                 f"{type(module).__name__}, which needs the full sequence, received a tensor of shape "
-                f"{tuple(hidden.shape)} instead of the local positions (batch, {local}, hidden)",
-                remedy="Use sequence=1 for this model",
+                f"{tuple(hidden.shape)} instead of the local positions (batch, {local}, hidden).",
+                remedy="Use sequence=1 for this model.",
             )
         self._random.enter(hidden, module.training)
         lengths_seen = state.seen if is_recomputing else state.seen_in_forward  # of an encoder and of a decoder

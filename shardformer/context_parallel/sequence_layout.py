@@ -52,8 +52,8 @@ class SequencePositions:
         if self.length < self.min_length(self.ring, self.group):
             raise InputError(
                 f"A sequence of {self.length} positions is too short for {self.ring} x {self.group} ranks of the "
-                f"sequence axis, which need at least {self.min_length(self.ring, self.group)}",
-                remedy="Pass longer sequences, or use a smaller sequence size",
+                f"sequence axis, which need at least {self.min_length(self.ring, self.group)}.",
+                remedy="Pass longer sequences, or use a smaller sequence size.",
             )
 
     @staticmethod
@@ -242,10 +242,10 @@ class ContextParallelState:
             argument = "".join(map(str, path[1:])) if isinstance(path, tuple) else path
             raise InputError(
                 f"{len(dims)} dims of the layer argument {argument} have the length of the sequence, in the "
-                f"shape {tuple(x.shape)}",
-                rule="Context parallelism shards one dim, so a mask of all pairs of positions is not supported",
+                f"shape {tuple(x.shape)}.",
+                rule="Context parallelism shards one dim, so a mask of all pairs of positions is not supported.",
                 remedy="Pass attention_mask (batch, sequence), or position_ids that restart with each document. If the "
-                "sizes are equal by chance, use another sequence length",
+                "sizes are equal by chance, use another sequence length.",
             )
         self.dims[path] = dims[0] if len(dims) == 1 else None
         return self.dims[path]

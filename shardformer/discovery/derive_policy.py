@@ -178,9 +178,9 @@ class DerivedPolicy(RolePolicy):
             for path in find_layer_paths(self.model, layers):
                 if get_layer_kind(self.model.get_submodule(path)) not in made:
                     raise PolicyError(
-                        f"The layer {path} contains other modules than the validated layers",
-                        rule="A derived policy shards only kinds of layers on which it was validated",
-                        remedy="Write a policy for this model (docs/policies.md)",
+                        f"The layer {path} contains other modules than the validated layers.",
+                        rule="A derived policy shards only kinds of layers on which it was validated.",
+                        remedy="Write a policy for this model (docs/policies.md).",
                     )
 
 
@@ -572,8 +572,8 @@ def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError
     family, name = get_model_family(model), type(model).__name__
     tried = f"model type {family!r}" if family else "it has no config with a model type"
     return DerivationError(
-        f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}",
-        rule=f"The registered families are {', '.join(FAMILIES)}",
+        f"No policy for {name} is registered or passed ({tried}), and none could be derived: {reason}.",
+        rule=f"The registered families are {', '.join(FAMILIES)}.",
         remedy=(f"{did_you_mean(family, FAMILIES)} " if family else "")
         + f"Describe the modules of the model (docs/policies.md):\n{EXAMPLE}",
     )
@@ -582,13 +582,13 @@ def _make_unknown_policy_error(model: nn.Module, reason: str) -> DerivationError
 def _make_unknown_inputs_error(model: nn.Module, reason: str) -> DerivationError:
     batch = ", ".join(f'"{name}": ...' for name in get_required_arguments(model))
     return DerivationError(
-        f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}",
-        rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not",
+        f"No policy for {type(model).__name__} could be derived from a forward pass: {reason}.",
+        rule="Tokens, images and audio are generated according to the argument names of forward; other inputs are not.",
         remedy="Pass one small batch, identical on all ranks:\n\n"
         f"    policy = shardformer.derive_policy(model, batch={{{batch}}})\n"
         "    model = shardformer.shard_model(model, policy=policy)\n\n"
         "or on the command line FILE.py:function, where the function returns (model_fn, batch_fn),\n"
-        "or describe the modules of the model (docs/policies.md)",
+        "or describe the modules of the model (docs/policies.md).",
     )
 
 
@@ -606,10 +606,10 @@ def _make_nothing_sharded_error(
         pipe = "Or use pipeline stages: launch_from_torch(pipe=2)"
     table = f"{IN_ITS_FORWARD}:\n{indent(nearest_table, '    ')}\nOr omit" if nearest_table else "Omit"
     return DerivationError(
-        f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}",
+        f"No layer of {name} can be sharded{requested} by tensor parallelism: {reasons}.",
         rule="Tensor parallelism shards attention by heads, and an MLP by the features between its linear layers. "
-        "A scan or convolution between them needs all features",
+        "A scan or convolution between them needs all features.",
         remedy=f"{table} the tensor axis. Split the batch with launch_from_torch(data=2), and the memory with "
         f"shardformer.shard_optimizer(model, optimizer, stage=3). {pipe}. If some modules can be sharded, describe "
-        "them in a policy (docs/policies.md)",
+        "them in a policy (docs/policies.md).",
     )

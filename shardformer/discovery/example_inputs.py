@@ -53,9 +53,9 @@ def name_arguments(batch: Any, model: nn.Module) -> dict[str, Any]:
     if not isinstance(values, (list, tuple)) or len(values) > len(names):
         shown = f"a {type(batch).__name__}" + (f" of {len(batch)}" if isinstance(batch, (list, tuple)) else "")
         raise InputError(
-            f"batch is {shown}, which does not fit the forward pass of {type(model).__name__}",
-            rule=f"The forward pass takes {', '.join(names)}",
-            remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}',
+            f"batch is {shown}, which does not fit the forward pass of {type(model).__name__}.",
+            rule=f"The forward pass takes {', '.join(names)}.",
+            remedy=f'Pass a dict, as in batch={{"{names[0] if names else "x"}": tensor}}.',
         )
     return dict(zip(names, values, strict=False))
 
@@ -71,10 +71,10 @@ def example_batches(model: nn.Module) -> list[dict[str, Tensor]]:
     if not inputs:
         example = ", ".join(f'"{name}": tensor' for name in get_required_arguments(model))
         raise UnknownInputsError(
-            f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}",
-            rule="A policy is derived from one forward pass with tokens, images or audio",
+            f"No example inputs can be generated for {type(model).__name__}, whose forward takes {', '.join(names)}.",
+            rule="A policy is derived from one forward pass with tokens, images or audio.",
             remedy=f"Pass an example batch: in Python shardformer.derive_policy(model, batch={{{example}}}), on the "
-            "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md)",
+            "command line FILE.py:function, where the function returns (model_fn, batch_fn) (docs/add-a-model.md).",
         )
     text = ("input_ids", "attention_mask", "decoder_input_ids")
     only_text = {name: x for name, x in inputs.items() if name in text}

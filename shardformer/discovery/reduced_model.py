@@ -314,10 +314,10 @@ def reduce_model(
             problems.append(_format_error(error))
     found = "; ".join(dict.fromkeys(problems)) or f"it has {count_parameters(model):,} parameters and no config"
     raise PolicyError(
-        f"No reduced model of {type(model).__name__} can be built and run: {found}",
-        rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters",
+        f"No reduced model of {type(model).__name__} can be built and run: {found}.",
+        rule=f"A policy is derived and validated on a model of the same class of up to {SMALL_NUMEL:,} parameters.",
         remedy="Write a policy (docs/policies.md), derive it from a small config, or pass an example batch that fits "
-        "the reduced model: derive_policy(model, batch={...})",
+        "the reduced model: derive_policy(model, batch={...}).",
     )
 
 
@@ -347,10 +347,10 @@ def copy_small_model(model: nn.Module) -> ReducedModel:
         except Exception as error:  # user code may raise anything
             problem = f"{type(error).__name__}: {first_line(error)[:160]}"
     raise PolicyError(
-        f"No copy of {type(model).__name__} can be run: {problem}",
-        rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward pass",
+        f"No copy of {type(model).__name__} can be run: {problem}.",
+        rule=f"A policy is validated on a model of up to {SMALL_NUMEL:,} parameters, in one forward and backward pass.",
         remedy="Compare the results with shardformer.verify.verification.verify(make_model, batches, tensor=2, "
-        "policy=...)",
+        "policy=...).",
     )
 
 
@@ -368,11 +368,11 @@ def reduce_or_copy_model(model: nn.Module) -> ReducedModel:
         return copy_small_model(model)
     except PolicyError as error:
         raise PolicyError(
-            f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}",
+            f"{problem.what.rstrip('.')}; and {error.what[0].lower()}{error.what[1:]}.",
             rule="Layers are validated on a reduced model, built as type(model)(model.config), or on a copy of a model "
-            f"of up to {SMALL_NUMEL:,} parameters, called with its required forward arguments",
+            f"of up to {SMALL_NUMEL:,} parameters, called with its required forward arguments.",
             remedy="Let the constructor take only a config and store it as self.config, or add defaults to all forward "
-            "arguments except the tokens or features",
+            "arguments except the tokens or features.",
         ) from None
 
 

@@ -309,8 +309,8 @@ def build_meta_model(config: Any) -> nn.Module:
     transformers = load_transformers()
     if not hasattr(config, "model_type"):
         raise PolicyError(
-            f"derive_policy takes a model or a config of transformers, but received {config!r:.80}",
-            remedy="Pass the model itself",
+            f"derive_policy takes a model or a config of transformers, but received {config!r:.80}.",
+            remedy="Pass the model itself.",
         )
     name = get_first_architecture(config)
     make: Any = model_class(name) or transformers.AutoModel.from_config
@@ -319,8 +319,8 @@ def build_meta_model(config: Any) -> nn.Module:
             model: nn.Module = make(copy.deepcopy(config))
     except Exception as error:
         raise PolicyError(
-            f"{name or config.model_type} cannot be built from its config: {type(error).__name__}: {error!s:.200}",
-            remedy="Correct the config, or pass the model itself",
+            f"{name or config.model_type} cannot be built from its config: {type(error).__name__}: {error!s:.200}.",
+            remedy="Correct the config, or pass the model itself.",
         ) from error
     return model
 

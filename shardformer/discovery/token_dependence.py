@@ -71,8 +71,8 @@ def check_packing(model: Any, option: str = "data.packing = true", remedy: str =
             is_separated, reason = False, f"does not accept rows of several documents: {first_line(error)}"
     if not is_separated:
         raise ConfigError(
-            f"{option} does not support {type(model).__name__}, which {reason}",
-            rule="Several texts in a row are separated by their position_ids",
+            f"{option} does not support {type(model).__name__}, which {reason}.",
+            rule="Several texts in a row are separated by their position_ids.",
             remedy=remedy,
         )
 

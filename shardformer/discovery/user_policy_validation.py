@@ -117,11 +117,11 @@ def check_registered_policy(model: nn.Module, policy: Policy) -> None:
         policy.no_sequence_parallel = policy.no_sequence_parallel or why
     if failure is not None:
         raise PolicyError(
-            f"{type(policy).__name__} was not written for the code of {path} ({type(module).__name__}): {failure}",
+            f"{type(policy).__name__} was not written for the code of {path} ({type(module).__name__}): {failure}.",
             rule="A registered policy is written for the code of the library. Other code is validated on a "
-            "reduced model",
+            "reduced model.",
             remedy="Pass policy=shardformer.derive_policy(model), write a policy (docs/policies.md), or use the class "
-            "of the library",
+            "of the library.",
         )
 
 
@@ -344,10 +344,10 @@ class _PolicyTrial:
         text = role if isinstance(role, str | None) else f"{type(role).__name__} {role.at!r}"
         by = f"{name} over {self._tensor} ranks" if text is None else f"the {text} of {name} alone"
         return PolicyError(
-            f"The policy does not match the model: sharded by {by}, {model} {fault.what}",
+            f"The policy does not match the model: sharded by {by}, {model} {fault.what}.",
             rule=RULE,
             remedy=(fault.remedy or suggest_fix(self._policy, role, self._reduced, fault.at)).rstrip(".")
-            + ". If the difference is intended, set validate = False in the policy",
+            + ". If the difference is intended, set validate = False in the policy.",
         )
 
     def _iter_faulty_roles(self) -> Iterator[tuple[Role | str, PolicyFault]]:

@@ -97,7 +97,9 @@ def path_of(folder: str | os.PathLike[str]) -> Path:
     """
     text = folder if isinstance(folder, (str, os.PathLike)) else None
     if text is None or not isinstance(text := os.fspath(text), str) or not text or "\0" in text:
-        raise ConfigError(f"{folder!r:.80} is not the path of a folder", remedy="Pass a path such as 'run/checkpoints'")
+        raise ConfigError(
+            f"{folder!r:.80} is not the path of a folder.", remedy="Pass a path such as 'run/checkpoints'."
+        )
     return Path(os.path.expanduser(text)).absolute()
 
 
@@ -115,8 +117,8 @@ def make_folder(folder: Path) -> None:
         if other is None:
             raise
         raise ConfigError(
-            f"{folder} cannot be created: {other} is {'a broken link' if other.is_symlink() else 'a file'}",
-            remedy="Pass the path of another folder, or move that file away",
+            f"{folder} cannot be created: {other} is {'a broken link' if other.is_symlink() else 'a file'}.",
+            remedy="Pass the path of another folder, or move that file away.",
         ) from error
 
 

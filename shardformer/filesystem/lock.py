@@ -106,9 +106,9 @@ def check_lock_is_held(folder: Path) -> None:
         return
     owner = _describe_owner(_read_lock_file(lock.path) or {})
     raise InputError(
-        f"{folder} was taken over by {owner} while this process did not respond",
+        f"{folder} was taken over by {owner} while this process did not respond.",
         rule=_RULE,
-        remedy="End one of the two jobs, and resume the other from the newest checkpoint",
+        remedy="End one of the two jobs, and resume the other from the newest checkpoint.",
     )
 
 
@@ -142,10 +142,10 @@ def _acquire_lock_file(lock: _Lock, folder: Path) -> None:
             if not os.path.lexists(lock.path):
                 continue  # the lock has just been released
             raise ConfigError(
-                f"{folder} is in use by {_describe_owner(found)}",
+                f"{folder} is in use by {_describe_owner(found)}.",
                 rule=_RULE,
                 remedy=f"Use a different folder for each job, or end that process first. If it cannot be running, "
-                f"remove {lock.path}",
+                f"remove {lock.path}.",
             )
         _remove_stale_lock(lock.path, found)
 
@@ -198,7 +198,7 @@ def _read_lock_file(path: Path) -> dict[str, Any] | None:
 
 
 def _lock_file_error(path: Path) -> ConfigError:
-    return ConfigError(f"{path} is not a lock file of ShardFormer", remedy="Remove it, or use another folder")
+    return ConfigError(f"{path} is not a lock file of ShardFormer.", remedy="Remove it, or use another folder.")
 
 
 def _owns_lock_file(lock: _Lock) -> bool:

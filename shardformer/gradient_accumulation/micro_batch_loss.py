@@ -394,7 +394,8 @@ class LossWeights:
         if math.isnan(value) or not math.isnan(total):
             return total
         raise InputError(
-            "Another data rank could not count the labels of its loss", remedy="Read the error in the log of that rank"
+            "Another data rank could not count the labels of its loss.",
+            remedy="Read the error in the log of that rank.",
         )
 
     def _compute_weight_shares(self, loss_weight: LossWeight) -> list[float]:
@@ -402,8 +403,8 @@ class LossWeights:
         total = self._weight = self._sum_over_data(sum(weights))
         if not total > 0 or min(weights) < 0:
             raise ConfigError(
-                f"loss_weight returned {weights}, but the weights must be non-negative and their sum positive",
-                remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum())",
+                f"loss_weight returned {weights}, but the weights must be non-negative and their sum positive.",
+                remedy="Return the number of labels that are not ignored: int((micro_batch['labels'] != -100).sum()).",
             )
         return [weight * self._num_ranks / total for weight in weights]
 
@@ -562,11 +563,11 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
     return ConfigError(
         problem,
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
-        "factors and labels from the micro-batch",
+        "factors and labels from the micro-batch.",
         remedy="Pass loss_weight, a function (micro-batch) -> number of counted labels, to use the weighted mean of "
         "the micro-batches' losses, including terms such as a router's balancing loss. Or use reduction='sum', or add "
         "num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of the "
-        "data ranks",
+        "data ranks.",
     )
 
 

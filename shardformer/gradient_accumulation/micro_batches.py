@@ -190,10 +190,10 @@ def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | 
 def _ambiguous_rows_error(batch: Mapping[Any, Any], name: str, samples: int, why: str) -> InputError:
     return InputError(
         f"The rows of the input {name} of shape {tuple(batch[name].shape)} cannot be divided among "
-        f"{samples} samples: {why}",
-        rule="A tensor with a row per image or patch is split by the placeholder tokens of each sample",
+        f"{samples} samples: {why}.",
+        rule="A tensor with a row per image or patch is split by the placeholder tokens of each sample.",
         remedy=f"Add {KINDS} to the batch, as the processors of transformers do, and check that the images are in the "
-        "order of the samples. Or use one data rank and one micro-batch",
+        "order of the samples. Or use one data rank and one micro-batch.",
     )
 
 
@@ -232,8 +232,8 @@ def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_si
     assert micro_batches is not None
     if micro_batches > batch_size:
         raise ConfigError(
-            f"micro_batches={micro_batches} is larger than the batch size {batch_size}",
-            remedy=f"Use at most {batch_size} micro-batches, or a batch of at least {micro_batches} samples",
+            f"micro_batches={micro_batches} is larger than the batch size {batch_size}.",
+            remedy=f"Use at most {batch_size} micro-batches, or a batch of at least {micro_batches} samples.",
         )
     each, extra = divmod(batch_size, micro_batches)
     return [each + (i < extra) for i in range(micro_batches)]
@@ -246,8 +246,8 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
     """Raise ConfigError unless exactly one of the two arguments is a positive int and the other is None."""
     if (micro_batches is None) == (micro_batch_size is None):
         raise ConfigError(
-            f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set",
-            remedy="Pass either micro_batches or micro_batch_size",
+            f"Exactly one of micro_batches={micro_batches} and micro_batch_size={micro_batch_size} must be set.",
+            remedy="Pass either micro_batches or micro_batch_size.",
         )
     if micro_batches is None:
         check_int("micro_batch_size", micro_batch_size)
@@ -255,8 +255,8 @@ def check_micro_batch_arguments(micro_batches: int | None, micro_batch_size: int
     check_int("micro_batches", micro_batches)
     if micro_batches > MAX_MICRO_BATCHES:
         raise ConfigError(
-            f"micro_batches={micro_batches} is larger than the maximum of {MAX_MICRO_BATCHES}",
-            remedy="Use at most one micro-batch per sample",
+            f"micro_batches={micro_batches} is larger than the maximum of {MAX_MICRO_BATCHES}.",
+            remedy="Use at most one micro-batch per sample.",
         )
 
 
@@ -271,8 +271,8 @@ def batch_size_of(batch: Mapping[str, Any], main: str | None = None) -> int:
         if tensor.dim() > 0:
             return tensor.shape[0]
     raise ConfigError(
-        f"The batch ({', '.join(sorted(map(str, batch))) or 'empty'}) contains no tensor with a batch dimension",
-        remedy="Pass the inputs as tensors whose first dim is the batch, as a data collator does",
+        f"The batch ({', '.join(sorted(map(str, batch))) or 'empty'}) contains no tensor with a batch dimension.",
+        remedy="Pass the inputs as tensors whose first dim is the batch, as a data collator does.",
     )
 
 
@@ -314,8 +314,8 @@ def split_batch(
     total = batch_size_of(batch, main)
     if sum(sizes) != total:
         raise ConfigError(
-            f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples",
-            remedy="Compute the sizes with micro_batch_sizes for this batch",
+            f"The micro-batch sizes {list(sizes)} sum to {sum(sizes)}, but the batch has {total} samples.",
+            remedy="Compute the sizes with micro_batch_sizes for this batch.",
         )
     if len(sizes) == 1:
         return [dict(batch)]
@@ -397,11 +397,11 @@ def has_entry_per_sample(value: Any, samples: int) -> bool:
 
 def _row_count_error(path: str, x: Tensor, samples: int, why: str) -> InputError:
     return InputError(
-        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}",
+        f"The input {path} of shape {tuple(x.shape)} has {x.shape[0]} rows in a batch of {samples} samples: {why}.",
         rule="The first dim of a tensor is the sample. Image patches also need a grid with a row per image "
-        "(image_grid_thw)",
+        "(image_grid_thw).",
         remedy="Pass one row per sample, or one row (x[None]) for all samples. To avoid the split, use one "
-        "micro-batch and let each data rank create its own batches",
+        "micro-batch and let each data rank create its own batches.",
     )
 
 

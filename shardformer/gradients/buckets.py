@@ -378,8 +378,8 @@ class AllReduceToGrad:
                     gradient.param.grad.copy_(value)
             elif gradient.is_unreduced:
                 raise InputError(
-                    f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others",
-                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True",
+                    f"The gradient of {gradient.entry.name} is sparse on some ranks and dense on others.",
+                    remedy="Use the parameter in the same way on all ranks, or remove sparse=True.",
                 )
 
     def end_pass(self) -> None:
@@ -538,9 +538,9 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
     for gradient in chosen:
         if gradient.entry.reduction.stages and id(gradient) in axes_of_sharded:
             raise ConfigError(
-                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages",
-                rule="An optimizer that needs full matrices cannot gather such a parameter",
-                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads",
+                f"{gradient.entry.name} is sharded over tensor ranks and shared by several pipeline stages.",
+                rule="An optimizer that needs full matrices cannot gather such a parameter.",
+                remedy="Pass it to an element-wise optimizer, such as AdamW for embeddings and heads.",
             )
         names = axes_of_sharded.get(id(gradient))
         if names is None:

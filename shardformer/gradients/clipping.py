@@ -43,9 +43,9 @@ def clip_grad_norm_(
     """
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"clip_grad_norm_ expects a model, but received a {type(model).__name__}",
-            rule="The norm over all shards is computed from the metadata of the model",
-            remedy="Use clip_grad_norm_(model, max_norm), without .parameters()",
+            f"clip_grad_norm_ expects a model, but received a {type(model).__name__}.",
+            rule="The norm over all shards is computed from the metadata of the model.",
+            remedy="Use clip_grad_norm_(model, max_norm), without .parameters().",
         )
     owner = find_metadata(model).gradient_owner
     if owner is None:
@@ -257,17 +257,17 @@ def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
     if len(states) > 1:
         raise ConfigError(
             "torch.nn.utils.clip_grad_norm_ received no gradients, so it cannot determine which of the "
-            f"{len(states)} pipeline models of this process to clip",
-            remedy="Use shardformer.clip_grad_norm_(model, max_norm)",
+            f"{len(states)} pipeline models of this process to clip.",
+            remedy="Use shardformer.clip_grad_norm_(model, max_norm).",
         )
     return {state: [] for state in states}
 
 
 def _zero_gradients_error(received: str) -> ConfigError:
     return ConfigError(
-        f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad",
+        f"torch.nn.utils.clip_grad_norm_ received {received}, but ZeRO stores the gradients separately from .grad.",
         remedy="Pass model.parameters(), or use shardformer.clip_grad_norm_(model, max_norm) or "
-        "shard_optimizer(..., max_grad_norm=max_norm)",
+        "shard_optimizer(..., max_grad_norm=max_norm).",
     )
 
 

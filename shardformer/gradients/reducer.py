@@ -125,8 +125,8 @@ class GradientReducer(PausableReducer):
             if not unknown:
                 return  # newly frozen parameters receive no gradients
             raise ConfigError(
-                f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called",
-                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer",
+                f"{unknown[0].entry.name} was unfrozen after shard_optimizer was called.",
+                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer.",
             )
         self.close()
         self._hooked = {id(g.param): self._register_gradient_hooks(g) for g in trainable}

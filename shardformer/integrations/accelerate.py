@@ -171,9 +171,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         config = ParallelConfig.of(parallel)
         if config.pipe > 1:
             raise ConfigError(
-                f"Accelerator does not support pipe={config.pipe}",
-                rule="An accelerate loop calls the model and backward itself, but a pipeline runs them in a schedule",
-                remedy="Use shardformer.initialize and engine.train_step(batch), or remove the pipe axis",
+                f"Accelerator does not support pipe={config.pipe}.",
+                rule="An accelerate loop calls the model and backward itself, but a pipeline runs them in a schedule.",
+                remedy="Use shardformer.initialize and engine.train_step(batch), or remove the pipe axis.",
             )
         context = make_context(context, config)  # joins the process group before accelerate does
         super().__init__(*args, **kwargs)
@@ -187,10 +187,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             raise _other_backend_error("parallelism_config")
         if self.dataloader_config.dispatch_batches:
             raise ConfigError(
-                "dispatch_batches=True is not supported",
+                "dispatch_batches=True is not supported.",
                 rule="accelerate then sends a different part of each batch to every process, but ranks that share a "
-                "model need the same part",
-                remedy="Remove it: every rank reads its own part of the data set",
+                "model need the same part.",
+                remedy="Remove it: every rank reads its own part of the data set.",
             )
         self.context, self.config, self.policy = context, config, policy
         _CURRENT.context = context
@@ -247,9 +247,10 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if len(optimizers) > 1 and self.config.effective_zero_stage is not None:
             raise ConfigError(
                 f"zero_stage={self.config.effective_zero_stage} does not work with {len(optimizers)} optimizers of one "
-                "model in an accelerate loop",
-                rule="ZeRO combines them into one optimizer, which a loop over the optimizers would step several times",
-                remedy="Use one optimizer with several parameter groups, or shardformer.initialize",
+                "model in an accelerate loop.",
+                rule="ZeRO combines them into one optimizer, which a loop over the optimizers would step several "
+                "times.",
+                remedy="Use one optimizer with several parameter groups, or shardformer.initialize.",
             )
         if sharded is None:
             engine = shard_with_data(
@@ -263,8 +264,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             return engine.optimizers[0] if self.config.effective_zero_stage is not None and optimizers else None
         if metadata_of(sharded).context.sizes != self.context.sizes:
             raise ConfigError(
-                f"The model is sharded over {metadata_of(sharded).context}, but the Accelerator uses {self.context}",
-                remedy="Pass the context of the model: Accelerator(context=context)",
+                f"The model is sharded over {metadata_of(sharded).context}, but the Accelerator uses {self.context}.",
+                remedy="Pass the context of the model: Accelerator(context=context).",
             )
         is_plain = optimizers and not isinstance(optimizers[0], ZeroOptimizer)
         if is_plain and self.config.effective_zero_stage is not None:
@@ -432,8 +433,9 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
             num_saved, is_plain = _count_saved_models(input_dir)
             if input_dir is not None and num_saved != len(models):
                 raise ConfigError(
-                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models are prepared",
-                    remedy="Call load_state after prepare, with all models that were prepared when it was saved",
+                    f"{input_dir} has the weights of {num_saved} models, but {len(models)} sharded models are "
+                    "prepared.",
+                    remedy="Call load_state after prepare, with all models that were prepared when it was saved.",
                 )
             super().load_state(input_dir, load_kwargs, **kwargs)
         assert input_dir is not None
@@ -445,8 +447,8 @@ class Accelerator(accelerate.Accelerator):  # type: ignore[misc]
         if len(optimizers) != 1:
             raise ConfigError(
                 f"{input_dir} was saved by a plain Accelerator, whose files are not assigned to "
-                f"{len(optimizers)} optimizers",
-                remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process",
+                f"{len(optimizers)} optimizers.",
+                remedy="Save the training run with the Accelerator of ShardFormer, which also runs in one process.",
             )
         weights = _load_plain_file(folder, SAFE_WEIGHTS_NAME, WEIGHTS_NAME)
         weights = {name.removeprefix("module."): value for name, value in weights.items()}  # saved by DDP
@@ -546,7 +548,7 @@ def _trains(optimizer: Optimizer, model: nn.Module) -> bool:
 
 def _other_backend_error(setting: str) -> ConfigError:
     return ConfigError(
-        f"accelerate is configured with {setting}",
-        rule="Only one library can shard the model",
-        remedy="Remove it, and set the layout and zero_stage in parallel=ParallelConfig(...)",
+        f"accelerate is configured with {setting}.",
+        rule="Only one library can shard the model.",
+        remedy="Remove it, and set the layout and zero_stage in parallel=ParallelConfig(...).",
     )

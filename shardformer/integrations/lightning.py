@@ -90,17 +90,17 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         default = ParallelConfig()
         for name, remedy in UNSUPPORTED_FIELDS.items():
             if (value := getattr(self.parallel, name)) != getattr(default, name):
-                raise ConfigError(f"ShardFormerStrategy does not support {name}={value!r}", remedy=remedy)
+                raise ConfigError(f"ShardFormerStrategy does not support {name}={value!r}.", remedy=remedy)
         if self.parallel.on_nonfinite != default.on_nonfinite and self.parallel.effective_zero_stage is None:
             raise ConfigError(
-                f"ShardFormerStrategy does not support on_nonfinite={self.parallel.on_nonfinite!r} without ZeRO",
-                remedy="Set zero_stage=1, or use Trainer(detect_anomaly=True)",
+                f"ShardFormerStrategy does not support on_nonfinite={self.parallel.on_nonfinite!r} without ZeRO.",
+                remedy="Set zero_stage=1, or use Trainer(detect_anomaly=True).",
             )
         known = ("process_group_backend", "timeout", "cluster_environment")
         if unknown := [name for name in options if name not in known]:
             raise ConfigError(
-                f"ShardFormerStrategy received the unknown argument {unknown[0]}",
-                remedy=f"Use parallel, policy, {', '.join(known)}",
+                f"ShardFormerStrategy received the unknown argument {unknown[0]}.",
+                remedy=f"Use parallel, policy, {', '.join(known)}.",
             )
         super().__init__(**options)
         self.context: ParallelContext | None = None
@@ -169,9 +169,9 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         children = dict(self.lightning_module.named_children())
         if len(owners) != 1 or not owners <= children.keys():
             raise ConfigError(
-                f"The parameters of {type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}",
-                rule="ShardFormerStrategy shards one model, which must be one attribute of the LightningModule",
-                remedy="Put all parameters into one nn.Module: self.model = Model(...)",
+                f"The parameters of {type(self.lightning_module).__name__} belong to the attributes {sorted(owners)}.",
+                rule="ShardFormerStrategy shards one model, which must be one attribute of the LightningModule.",
+                remedy="Put all parameters into one nn.Module: self.model = Model(...).",
             )
         return str(owners.pop())
 
@@ -216,7 +216,7 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         }
         for what, (is_used, rule) in problems.items():
             if is_used:
-                raise ConfigError(f"ShardFormerStrategy does not support {what}", rule=rule, remedy="Remove it")
+                raise ConfigError(f"ShardFormerStrategy does not support {what}.", rule=rule, remedy="Remove it.")
         self._check_earlier_fit(trainer)
 
     def _check_earlier_fit(self, trainer: Any) -> None:
@@ -226,14 +226,14 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         table, sizes = metadata_of(self.sharded_model), self._context.sizes
         if table.context.sizes != sizes:
             raise ConfigError(
-                f"The model is sharded over {table.context}, but the strategy uses {self._context}",
-                remedy="Use the same layout, or create the model again and load a checkpoint",
+                f"The model is sharded over {table.context}, but the strategy uses {self._context}.",
+                remedy="Use the same layout, or create the model again and load a checkpoint.",
             )
         if trainer.state.fn == pl.trainer.states.TrainerFn.FITTING and table.gradient_owner is not None:
             raise ConfigError(
-                "This model was trained with ZeRO by an earlier fit",
-                rule="The model keeps the optimizer of its first fit",
-                remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...)",
+                "This model was trained with ZeRO by an earlier fit.",
+                rule="The model keeps the optimizer of its first fit.",
+                remedy="Create the model again and resume: trainer.fit(module, ckpt_path=...).",
             )
 
     # --- which ranks have batches of their own
@@ -291,9 +291,9 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         loss = output["loss"] if isinstance(output, Mapping) else output
         if loss is None:
             raise ConfigError(
-                f"training_step returned None on data-parallel rank {data.rank} of {data.size}",
-                rule="A rank that skips a batch does not take part in reducing the gradients of the others",
-                remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training",
+                f"training_step returned None on data-parallel rank {data.rank} of {data.size}.",
+                rule="A rank that skips a batch does not take part in reducing the gradients of the others.",
+                remedy="Return loss * 0.0 to skip the samples of this rank, or filter the data before training.",
             )
         weights.scale_loss(0, loss)
         weights.finish()
@@ -333,8 +333,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         """Save the model, its optimizer and Lightning's state to directory ``filepath``. All ranks must call this."""
         if storage_options is not None:
             raise ConfigError(
-                f"storage_options={storage_options!r:.60} has no effect",
-                remedy="Save to a path of a shared file system, without storage_options",
+                f"storage_options={storage_options!r:.60} has no effect.",
+                remedy="Save to a path of a shared file system, without storage_options.",
             )
         folder, model = Path(self.broadcast(str(filepath))), self.sharded_model
         written = io.BytesIO()
@@ -354,8 +354,8 @@ class ShardFormerStrategy(pl.strategies.DDPStrategy):  # type: ignore[misc]
         found = load_checkpoint(self.sharded_model, folder, self.optimizers if is_fitting else None)
         if not isinstance(found.extra, dict) or STATE_KEY not in found.extra:
             raise ConfigError(
-                f"{folder} was not saved by Lightning",
-                remedy="Load its weights before training: shardformer.load_checkpoint(module.model, folder)",
+                f"{folder} was not saved by Lightning.",
+                remedy="Load its weights before training: shardformer.load_checkpoint(module.model, folder).",
             )
         state = io.BytesIO(base64.b64decode(found.extra[STATE_KEY]))
         checkpoint: dict[str, Any] = torch.load(state, map_location="cpu", weights_only=weights_only is not False)

@@ -103,9 +103,10 @@ class ShardedTrainer:
         """Set the layout and check the arguments before Trainer is initialized."""
         if not self.replaces_fused_heads and any(kind.__module__.startswith("trl.") for kind in type(self).__mro__):
             raise ConfigError(
-                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL",
-                rule="TRL computes log-probabilities from the weight of the head, but each rank has only a slice of it",
-                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class",
+                f"ShardedTrainer does not support {type(self).__name__}, a trainer of TRL.",
+                rule="TRL computes log-probabilities from the weight of the head, but each rank has only a slice of "
+                "it.",
+                remedy="Put shardformer.integrations.trl.ShardedTRLTrainer before the class.",
             )
         of_arguments = getattr(args, "parallel", None)
         if (
@@ -114,8 +115,8 @@ class ShardedTrainer:
             and ParallelConfig.of(of_arguments) != ParallelConfig.of(parallel)
         ):
             raise ConfigError(
-                f"TrainingArguments(parallel={of_arguments}) differs from Trainer(parallel={parallel!r:.80})",
-                remedy="Pass the layout to one of them",
+                f"TrainingArguments(parallel={of_arguments}) differs from Trainer(parallel={parallel!r:.80}).",
+                remedy="Pass the layout to one of them.",
             )
         self.parallel, self.policy = ParallelConfig.of(of_arguments if parallel is None else parallel), policy
         sharded = sharded_model_in(model)
@@ -126,15 +127,15 @@ class ShardedTrainer:
     def _shard_after_init(self) -> None:
         if self.context.sequence.size > 1 and getattr(self.args, "predict_with_generate", False):
             raise ConfigError(
-                f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}",
-                rule="A sharded sequence cannot be extended token by token",
-                remedy="Evaluate the loss only, or use the tensor axis",
+                f"predict_with_generate=True is not supported with sequence={self.context.sequence.size}.",
+                rule="A sharded sequence cannot be extended token by token.",
+                remedy="Evaluate the loss only, or use the tensor axis.",
             )
         self._check_loss(self.context.pipe.size)
         if self.args.world_size == 1 and self.context.world is not None and prod(self.context.sizes.values()) > 1:
             raise ConfigError(
-                f"TrainingArguments found one process, but the layout is {self.context}",
-                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU",
+                f"TrainingArguments found one process, but the layout is {self.context}.",
+                remedy="Pass use_cpu=True to TrainingArguments if the processes have no GPU.",
             )
         self._shard(self.model)
         if self.label_smoother is not None:
@@ -236,8 +237,8 @@ class ShardedTrainer:
         if self.context.data.size > 1 and repeats_samples(loader):
             raise ConfigError(
                 f"{method} of {type(self).__name__} returns a DataLoader that yields the same samples on all "
-                f"{self.context.data.size} data-parallel ranks",
-                remedy="Return self.accelerator.prepare(loader), which splits them over the ranks",
+                f"{self.context.data.size} data-parallel ranks.",
+                remedy="Return self.accelerator.prepare(loader), which splits them over the ranks.",
             )
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
@@ -380,9 +381,9 @@ class ShardedTrainer:
         used = [name for name, is_used in problems.items() if is_used and num_stages > 1]
         if used:
             raise ConfigError(
-                f"Trainer does not support {used[0]} with pipe={num_stages}",
-                rule="A pipeline computes the loss of the model itself, and updates modules only in a training step",
-                remedy="Remove it, or the pipe axis",
+                f"Trainer does not support {used[0]} with pipe={num_stages}.",
+                rule="A pipeline computes the loss of the model itself, and updates modules only in a training step.",
+                remedy="Remove it, or the pipe axis.",
             )
 
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
@@ -562,21 +563,21 @@ def check_arguments(args: Any, parallel: ParallelConfig) -> None:
     """Raise ConfigError for an argument of ``TrainingArguments`` that does not work with a sharded model."""
     if parallel.max_grad_norm is not None:
         raise ConfigError(
-            f"max_grad_norm={parallel.max_grad_norm} has no effect in parallel=",
-            remedy="Set TrainingArguments(max_grad_norm=...), which is 1.0 by default",
+            f"max_grad_norm={parallel.max_grad_norm} has no effect in parallel=.",
+            remedy="Set TrainingArguments(max_grad_norm=...), which is 1.0 by default.",
         )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise ConfigError(
-                f"TrainingArguments({name}={value!r:.60}) is not supported", rule=reason, remedy=f"Remove {name}"
+                f"TrainingArguments({name}={value!r:.60}) is not supported.", rule=reason, remedy=f"Remove {name}."
             )
     optim = str(getattr(getattr(args, "optim", ""), "value", ""))
     if any(part in optim for part in FUSED_BACKWARD):
         raise ConfigError(
-            f"TrainingArguments(optim={optim!r}) is not supported",
+            f"TrainingArguments(optim={optim!r}) is not supported.",
             rule="This optimizer updates each parameter during the backward pass, before the ranks have reduced its "
-            "gradient",
-            remedy="Use another optimizer, with zero_stage=2 to store fewer gradients",
+            "gradient.",
+            remedy="Use another optimizer, with zero_stage=2 to store fewer gradients.",
         )
 
 

@@ -99,8 +99,8 @@ class ShardedTRLTrainer(ShardedTrainer):
             if size * data.size * steps % generations:
                 raise ConfigError(
                     f"{generations} generations per prompt do not divide the {size * data.size * steps} completions of "
-                    f"{name}={size} on {data.size} data-parallel ranks",
-                    remedy=f"Increase {name}, which is the batch size of a data-parallel rank",
+                    f"{name}={size} on {data.size} data-parallel ranks.",
+                    remedy=f"Increase {name}, which is the batch size of a data-parallel rank.",
                 )
 
     def train(self, *args: Any, **kwargs: Any) -> Any:
@@ -130,8 +130,8 @@ class ShardedTRLTrainer(ShardedTrainer):
         what = "padding_free=True, which packing sets,"
         if sharded_model_in(model) is not None:
             raise ConfigError(
-                f"{what} cannot be checked on a sharded {type(model).__name__}",
-                remedy="Pass the plain model to the trainer, with parallel=ParallelConfig(...)",
+                f"{what} cannot be checked on a sharded {type(model).__name__}.",
+                remedy="Pass the plain model to the trainer, with parallel=ParallelConfig(...).",
             )
         check_packing(model, what, "Set packing=False and padding_free=False")
 
@@ -183,14 +183,14 @@ def check_trl_arguments(args: Any, parallel: ParallelConfig) -> None:
     """Raise ConfigError for an argument of a configuration of TRL that does not work with a sharded model."""
     if getattr(args, "sync_ref_model", False) and parallel.effective_zero_stage == 3:
         raise ConfigError(
-            f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3",
-            rule="TRL reads all parameters after a step, but ZeRO stage 3 gathers them only during the step",
-            remedy="Use zero_stage=2, or remove sync_ref_model",
+            f"{type(args).__name__}(sync_ref_model=True) is not supported with zero_stage=3.",
+            rule="TRL reads all parameters after a step, but ZeRO stage 3 gathers them only during the step.",
+            remedy="Use zero_stage=2, or remove sync_ref_model.",
         )
     for name, reason in UNSUPPORTED.items():
         if value := getattr(args, name, None):
             raise ConfigError(
-                f"{type(args).__name__}({name}={value!r}) is not supported", rule=reason, remedy=f"Remove {name}"
+                f"{type(args).__name__}({name}={value!r}) is not supported.", rule=reason, remedy=f"Remove {name}."
             )
 
 
@@ -273,9 +273,9 @@ def _read_guarded(name: str, modules: set[str], layer: nn.Module) -> Any:
     )
     if is_trainer or reader.startswith("trl."):
         raise ConfigError(
-            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary",
-            rule="Each rank has a slice of it, so the result would be wrong",
-            remedy="Use the logits of the model, or a layout without the tensor axis",
+            f"{reader}.{frame.f_code.co_name} reads the {name} of the head, which is sharded over the vocabulary.",
+            rule="Each rank has a slice of it, so the result would be wrong.",
+            remedy="Use the logits of the model, or a layout without the tensor axis.",
         )
     return layer._parameters[name]
 
@@ -317,8 +317,8 @@ def _on_shards(fused: FunctionType, model: Any) -> FunctionType:
         return fused
     if FUSED_FUNCTION not in code.co_names or "original_forward" not in code.co_freevars:
         raise ConfigError(
-            f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head",
-            remedy="Use trl 1.16, or only the data axis",
+            f"trl {trl.__version__} computes log-probabilities in a way that does not support a sharded head.",
+            remedy="Use trl 1.16, or only the data axis.",
         )
     replaced = {
         FUSED_FUNCTION: SimpleNamespace(

@@ -48,7 +48,7 @@ def flash_attn() -> Any:
 
 def unsupported_error(feature: str, remedy: str, rule: str = "") -> ConfigError:
     remedy = f"{remedy}, or set enable_flash_attention=False"
-    return ConfigError(f"enable_flash_attention=True does not support {feature}", rule=rule, remedy=remedy)
+    return ConfigError(f"enable_flash_attention=True does not support {feature}.", rule=rule, remedy=remedy)
 
 
 def dropout_error(reason: str, setting: str) -> ConfigError:
@@ -221,9 +221,9 @@ def _fused_attention(
             mask_shape = None if mask is None else tuple(mask.shape)
             raise ConfigError(
                 f"No fused attention kernel for {query.device.type} supports query {tuple(query.shape)}, key "
-                f"{tuple(key.shape)} and mask {mask_shape} in {query.dtype}",
-                rule=f"torch reports: {reasons}",
-                remedy="Change these arguments, or set enable_flash_attention=False",
+                f"{tuple(key.shape)} and mask {mask_shape} in {query.dtype}.",
+                rule=f"torch reports: {reasons}.",
+                remedy="Change these arguments, or set enable_flash_attention=False.",
             ) from error
 
 

@@ -153,10 +153,10 @@ def _check_interface(model: nn.Module) -> None:
     else:
         return
     raise ConfigError(
-        f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}",
+        f"enable_flash_attention=True does not support {type(model).__name__}, which {reason}.",
         rule="ShardFormer supports softmax attention on transformers' AttentionInterface, and "
-        f"{', '.join([*OVERRIDES, *SDPA])}",
-        remedy="Set enable_flash_attention=False for this model",
+        f"{', '.join([*OVERRIDES, *SDPA])}.",
+        remedy="Set enable_flash_attention=False for this model.",
     )
 
 

@@ -318,16 +318,16 @@ def _check_no_options(cls: type[nn.Module], options: dict[str, Any]) -> None:
     if options:
         raise ConfigError(
             f"{cls.__name__} does not accept options, but received "
-            f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}",
-            remedy="Remove the options from the policy",
+            f"{', '.join((f'{k}={v!r}' for k, v in options.items()))}.",
+            remedy="Remove the options from the policy.",
         )
 
 
 def _unknown_norm_error(cls: type[nn.Module], module: nn.Module) -> ConfigError:
     return ConfigError(
-        f"{cls.__name__} cannot replace a {type(module).__name__}, whose output differs",
-        rule="This layer replaces layer norms, and the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch",
-        remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy",
+        f"{cls.__name__} cannot replace a {type(module).__name__}, whose output differs.",
+        rule="This layer replaces layer norms, and the RMS norms of LLaMA, T5, Gemma, OLMo 2 and torch.",
+        remedy="Set enable_fused_normalization=False, or remove this module from the norms of the policy.",
     )
 
 

@@ -32,9 +32,9 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise LaunchError(
-            f"The host file {str(path)!r} cannot be read: {error}",
+            f"The host file {str(path)!r} cannot be read: {error}.",
             rule=rule,
-            remedy="Correct the path after --hostfile, or remove the option to run on this machine only",
+            remedy="Correct the path after --hostfile, or remove the option to run on this machine only.",
         ) from error
     hosts: list[HostEntry] = []
     for number, line in enumerate(lines, start=1):
@@ -44,19 +44,19 @@ def read_hostfile(path: str | Path) -> list[HostEntry]:
         match = _HOST_LINE.fullmatch(entry)
         if match is None or match["slots"] == "0":
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} is not valid: {entry!r}",
+                f"Line {number} of the host file {str(path)!r} is not valid: {entry!r}.",
                 rule=rule,
-                remedy=f"Write '{entry.split()[0]} slots=4', or only the name",
+                remedy=f"Write '{entry.split()[0]} slots=4', or only the name.",
             )
         if any(host.name == match["name"] for host in hosts):
             raise LaunchError(
-                f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}",
-                remedy="Combine the lines of this host, with the sum of their slots",
+                f"Line {number} of the host file {str(path)!r} repeats the name {match['name']!r}.",
+                remedy="Combine the lines of this host, with the sum of their slots.",
             )
         hosts.append(HostEntry(match["name"], int(match["slots"]) if match["slots"] else None))
     if not hosts:
         raise LaunchError(
-            f"The host file {str(path)!r} lists no machine", rule=rule, remedy="Add a line such as 'node1 slots=4'"
+            f"The host file {str(path)!r} lists no machine.", rule=rule, remedy="Add a line such as 'node1 slots=4'."
         )
     return hosts
 
@@ -65,14 +65,14 @@ def select_hosts(names: str, hosts: list[HostEntry] | None) -> list[HostEntry]:
     """Return the machines that ``--host a,b`` selects, in the order of the host file if there is one."""
     wanted = [name.strip() for name in names.split(",") if name.strip()]
     if not wanted or len(set(wanted)) < len(wanted):
-        raise LaunchError(f"--host {names!r} is not a list of different names", remedy="Write --host node1,node2")
+        raise LaunchError(f"--host {names!r} is not a list of different names.", remedy="Write --host node1,node2.")
     if hosts is None:
         return [HostEntry(name) for name in wanted]
     known = [host.name for host in hosts]
     for name in wanted:
         if name not in known:
             raise LaunchError(
-                f"--host has the name {name!r}, which is not in the host file",
+                f"--host has the name {name!r}, which is not in the host file.",
                 remedy=f"Add it to the file or correct the name. {did_you_mean(name, known)}",
             )
     return [host for host in hosts if host.name in wanted]
@@ -93,8 +93,8 @@ def find_this_host(hosts: Sequence[HostEntry]) -> int:
         return by_address[0]
     which = "no" if not by_address else "more than one"
     raise LaunchError(
-        f"This machine, {socket.gethostname()!r}, matches {which} entry of {', '.join(host.name for host in hosts)}",
-        rule="The index of a machine in the list of hosts is its node rank",
+        f"This machine, {socket.gethostname()!r}, matches {which} entry of {', '.join(host.name for host in hosts)}.",
+        rule="The index of a machine in the list of hosts is its node rank.",
         remedy=f"Correct the list, or pass the index: --node_rank {' or '.join(map(str, range(len(hosts))[:3]))}"
         + (" ..." if len(hosts) > 3 else ""),
     )

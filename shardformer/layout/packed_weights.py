@@ -160,8 +160,8 @@ def check_no_packed_weights(model: nn.Module, what: str) -> None:
     if (module := next(modules_with_packed_weights(model), None)) is not None:
         raise ConfigError(
             f"{what} does not include the quantized weights of this {type(model).__name__}, such as those of its "
-            f"{type(module).__name__} layers",
-            rule="Quantized weights are frozen, and a sharded model does not store them in state dicts",
+            f"{type(module).__name__} layers.",
+            rule="Quantized weights are frozen, and a sharded model does not store them in state dicts.",
             remedy="Call peft.get_peft_model before shard_model, train adapters, and save them with save_pretrained of "
-            "the PEFT model",
+            "the PEFT model.",
         )

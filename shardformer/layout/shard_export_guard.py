@@ -63,8 +63,8 @@ def raise_shard_export_error(name: str, shape: tuple[int, ...]) -> NoReturn:
     """Raise ConfigError because a shard is about to be saved or read by another library."""
     raise ConfigError(
         f"The tensor {name} of shape {tuple(shape)} is a shard, so it cannot be saved, pickled or read by "
-        "another library",
-        rule="state_dict() of a sharded model contains only the shards of this rank",
+        "another library.",
+        rule="state_dict() of a sharded model contains only the shards of this rank.",
         remedy=_REMEDY,
     )
 

@@ -255,21 +255,21 @@ class ShardSpec:
         if len(axes) > len(set(axes)):
             twice = next(axis for axis in axes if axes.count(axis) > 1)
             raise ConfigError(
-                f"A tensor of shape {self.shape} is sharded twice over the axis {twice!r}",
-                rule="An axis can shard only one dim of a tensor, and only once",
-                remedy="Shard the second dim over another axis, or reshape this axis into two",
+                f"A tensor of shape {self.shape} is sharded twice over the axis {twice!r}.",
+                rule="An axis can shard only one dim of a tensor, and only once.",
+                remedy="Shard the second dim over another axis, or reshape this axis into two.",
             )
         for dim, splits in self.splits.items():
             full = getattr(splits[0], "full", None)
             if not 0 <= dim < len(self.shape) or full not in (None, self.shape[dim]):
                 raise ConfigError(
-                    f"A split of length {full} does not fit dim {dim} of shape {self.shape}",
-                    remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks)",
+                    f"A split of length {full} does not fit dim {dim} of shape {self.shape}.",
+                    remedy="Build the split from the size of the dim, for example Split.even(shape[dim], ranks).",
                 )
             if 0 in [count for *_, count in self._holders[dim]]:
                 raise ConfigError(
-                    f"The split of dim {dim} of shape {self.shape} omits some indices: {splits}",
-                    remedy="Assign every index of the dim to at least one rank",
+                    f"The split of dim {dim} of shape {self.shape} omits some indices: {splits}.",
+                    remedy="Assign every index of the dim to at least one rank.",
                 )
 
     @property
@@ -317,8 +317,9 @@ class ShardSpec:
         """
         if tuple(full.shape) != self.shape:
             raise ConfigError(
-                f"ShardSpec.slice() received a tensor of shape {tuple(full.shape)}, but the layout is for {self.shape}",
-                remedy="Pass the full tensor, not a shard",
+                f"ShardSpec.slice() received a tensor of shape {tuple(full.shape)}, but the layout is for "
+                f"{self.shape}.",
+                remedy="Pass the full tensor, not a shard.",
             )
         local = full
         for dim in self.splits:

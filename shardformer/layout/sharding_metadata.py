@@ -199,11 +199,11 @@ class ShardingMetadata:
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "A sharded model cannot be pickled, for example by torch.save(model)",
-            rule="A sharded model contains process groups, and only the shards of this rank",
+            "A sharded model cannot be pickled, for example by torch.save(model).",
+            rule="A sharded model contains process groups, and only the shards of this rank.",
             remedy="Call model.save_pretrained(folder) on all ranks to save the full weights, or "
             "shardformer.save_checkpoint to resume training later. For a model of any class, call "
-            "torch.save(shardformer.full_state_dict(model))",
+            "torch.save(shardformer.full_state_dict(model)).",
         )
 
     @property
@@ -328,7 +328,7 @@ def metadata_of(model: nn.Module) -> ShardingMetadata:
     remedy = "Call shardformer.shard_model(model) first, and pass the model itself, not a wrapper around it"
     if is_compiled_wrapper(model):
         remedy = "Pass the model itself, not what torch.compile(model) returned, or compile it with model.compile()"
-    raise ConfigError(f"This {type(model).__name__} is not sharded", remedy=remedy)
+    raise ConfigError(f"This {type(model).__name__} is not sharded.", remedy=remedy)
 
 
 def sharded_module(model: nn.Module, state: ShardingMetadata | None = None) -> tuple[nn.Module, str]:
@@ -363,8 +363,8 @@ def find_metadata(model: nn.Module) -> ShardingMetadata:
     first, *others = sharded_models.values()
     if any(other.context is not first.context for other in others):
         raise ConfigError(
-            f"This {type(model).__name__} contains {len(sharded_models)} models sharded over different process grids",
-            remedy="Shard them with one ParallelContext, or pass each model separately",
+            f"This {type(model).__name__} contains {len(sharded_models)} models sharded over different process grids.",
+            remedy="Shard them with one ParallelContext, or pass each model separately.",
         )
     entries = [entry for state in sharded_models.values() for entry in state.entries]
     return replace(first, entries=entries) if others else first

@@ -52,8 +52,8 @@ def notebook_launcher(
     check_int("num_processes", num_processes)
     if not callable(function) or isinstance(args, str) or not isinstance(args, Sequence):
         raise ConfigError(
-            f"notebook_launcher received function={function!r:.80} and args={args!r:.80}",
-            remedy="Pass a function and a tuple of its arguments: notebook_launcher(train, (1e-3,), num_processes=2)",
+            f"notebook_launcher received function={function!r:.80} and args={args!r:.80}.",
+            remedy="Pass a function and a tuple of its arguments: notebook_launcher(train, (1e-3,), num_processes=2).",
         )
     _check_can_fork()
     with warnings.catch_warnings(), _ForkedPool(num_processes, partial(function, *args), timeout_s) as pool:
@@ -86,14 +86,14 @@ def _check_can_fork() -> None:
     in_file = "Write the function to a file, and start it with shardformer run --nproc_per_node 2 train.py"
     if dist.is_initialized() or "RANK" in os.environ:
         raise LaunchError(
-            "notebook_launcher was called in a process that is already one of several ranks",
-            remedy="Call the function directly, or restart the kernel of the notebook",
+            "notebook_launcher was called in a process that is already one of several ranks.",
+            remedy="Call the function directly, or restart the kernel of the notebook.",
         )
     if torch.cuda.is_initialized():
         raise LaunchError(
-            "notebook_launcher cannot fork this process, because it has used CUDA",
-            rule="A forked process cannot use CUDA if its parent has used it",
-            remedy="Restart the kernel, and move models and tensors to the GPU only inside the function",
+            "notebook_launcher cannot fork this process, because it has used CUDA.",
+            rule="A forked process cannot use CUDA if its parent has used it.",
+            remedy="Restart the kernel, and move models and tensors to the GPU only inside the function.",
         )
     if "fork" not in get_all_start_methods():
-        raise LaunchError("notebook_launcher needs an operating system that can fork processes", remedy=in_file)
+        raise LaunchError("notebook_launcher needs an operating system that can fork processes.", remedy=in_file)

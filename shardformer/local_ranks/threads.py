@@ -146,10 +146,10 @@ class Mailbox:
                 elif other != rank:
                     states.append(f"rank {other} still computes after {self.timeout_s:g} s")
         return WorkerError(
-            f"The ranks cannot complete a collective: {'; '.join(states)}",
+            f"The ranks cannot complete a collective: {'; '.join(states)}.",
             rule="All ranks of an axis must make the same collective calls in the same order, and every send needs a "
-            "receive",
-            remedy="Compare the calls of these ranks",
+            "receive.",
+            remedy="Compare the calls of these ranks.",
         )
 
 

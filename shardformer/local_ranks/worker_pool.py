@@ -118,7 +118,7 @@ class WorkerPool:
 
     def _run(self, fn: Callable[..., R], calls: Sequence[RemoteCall | None]) -> list[R]:
         if self._closed:
-            raise LaunchError("run() was called on a closed WorkerPool", remedy="Create a new WorkerPool")
+            raise LaunchError("run() was called on a closed WorkerPool.", remedy="Create a new WorkerPool.")
         name = f"{getattr(fn, '__module__', '?')}.{getattr(fn, '__qualname__', fn)}"
         try:
             if not all(worker.is_idle() for worker in self._workers):
@@ -374,7 +374,7 @@ def _worker_error(name: str, outcomes: Sequence[_RankOutcome]) -> WorkerError:
     rule, remedy = _RULES[first]
     for (_, outcome_text, details), ranks in reports.items():
         remedy += f"\n\n{_format_ranks(ranks)} {outcome_text}" + (f":\n{details.rstrip()}" if details else "")
-    return WorkerError(f"The call of {name} failed: {what}", rule=rule, remedy=f"{remedy}\n")
+    return WorkerError(f"The call of {name} failed: {what}.", rule=rule, remedy=f"{remedy}\n")
 
 
 def _format_ranks(ranks: Sequence[int]) -> str:

@@ -50,9 +50,9 @@ class RemoteCall:
             pickler.dump((fn, args, kwargs))
         except (pickle.PicklingError, AttributeError, TypeError) as error:
             raise ConfigError(
-                f"{fn!r} and its arguments cannot be pickled for the workers: {error}",
-                rule="Functions and classes are pickled by name",
-                remedy="Define the function or class at the top level of a module, and pass plain data and tensors",
+                f"{fn!r} and its arguments cannot be pickled for the workers: {error}.",
+                rule="Functions and classes are pickled by name.",
+                remedy="Define the function or class at the top level of a module, and pass plain data and tensors.",
             ) from error
         return RemoteCall(buffer.getvalue(), pickler.sources)
 
@@ -100,10 +100,10 @@ class _Pickler(pickle.Pickler):
             if name == "__main__" and not hasattr(sys.modules[name], "__file__"):
                 raise ConfigError(
                     f"{getattr(obj, '__qualname__', obj)} of a notebook or interactive session cannot be sent to "
-                    "worker processes",
-                    rule="Worker processes import functions and classes from a file",
+                    "worker processes.",
+                    rule="Worker processes import functions and classes from a file.",
                     remedy="Write it to a file with %%writefile my_functions.py and import it from there, or call "
-                    "shardformer.notebook_launcher, whose processes inherit the functions of the notebook",
+                    "shardformer.notebook_launcher, whose processes inherit the functions of the notebook.",
                 )
             file = getattr(sys.modules.get(name), "__file__", None) if isinstance(name, str) else None
             if file and name != "__main__":

@@ -65,9 +65,9 @@ def init_process_group(device: torch.device, backend: str | None, timeout_s: flo
     if missing:
         srun = "`srun python train.py`, " if "SLURM_JOB_ID" in os.environ else ""
         raise LaunchError(
-            f"The environment variables {', '.join(missing)}, which a launcher sets, are missing",
+            f"The environment variables {', '.join(missing)}, which a launcher sets, are missing.",
             remedy=f"Start the script with {srun}`shardformer run --nproc_per_node 2 train.py` or torchrun, "
-            "or call torch.distributed.init_process_group first",
+            "or call torch.distributed.init_process_group first.",
         )
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -96,9 +96,9 @@ def _report_missing_ranks(rank: int, size: int, timeout_s: float) -> Iterator[No
         missing = rendezvous.missing()
         raise LostPeerError(
             f"Rank {rank} could not connect to {missing or f'all {size} ranks'} at {host}:{port} "
-            f"({first_line(error):.160})",
-            rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds",
-            remedy=f"{advice}. If a process needs longer before the call, increase timeout_s",
+            f"({first_line(error):.160}).",
+            rule=f"All processes must call launch_from_torch within timeout_s={timeout_s:g} seconds.",
+            remedy=f"{advice}. If a process needs longer before the call, increase timeout_s.",
         ) from error
 
 
@@ -315,8 +315,8 @@ def _init_default_group(backend: str | None, timeout_s: float | None) -> None:
     for name, value in {"backend": backend, "timeout_s": timeout_s}.items():
         if value is not None:
             raise ConfigError(
-                f"launch_from_torch({name}={value!r}) was called after torch.distributed was initialized",
-                remedy=f"Omit {name}, or pass it to torch.distributed.init_process_group",
+                f"launch_from_torch({name}={value!r}) was called after torch.distributed was initialized.",
+                remedy=f"Omit {name}, or pass it to torch.distributed.init_process_group.",
             )
 
 
@@ -324,7 +324,9 @@ def _set_seed(seed: Any) -> None:
     if seed is None:
         return
     if isinstance(seed, bool) or not isinstance(seed, int):
-        raise ConfigError(f"seed={seed!r} is not an integer", remedy="Pass an integer, for example seed=42, or omit it")
+        raise ConfigError(
+            f"seed={seed!r} is not an integer.", remedy="Pass an integer, for example seed=42, or omit it."
+        )
     torch.manual_seed(seed)
 
 
@@ -356,13 +358,13 @@ def _read_config(config: Mapping[str, Any] | str | os.PathLike[str] | None) -> d
         return dict(config)
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
-            f"config={config!r:.80} is neither a dict nor the path of a Python file",
-            remedy="Pass a dict, for example config=dict(parallel=dict(tensor=2))",
+            f"config={config!r:.80} is neither a dict nor the path of a Python file.",
+            remedy="Pass a dict, for example config=dict(parallel=dict(tensor=2)).",
         )
     if not os.path.isfile(config):
         raise ConfigError(
-            f"The config file {os.fspath(config)!r} does not exist",
-            remedy="Pass a path relative to the working directory, for example --config config.py",
+            f"The config file {os.fspath(config)!r} does not exist.",
+            remedy="Pass a path relative to the working directory, for example --config config.py.",
         )
     return {k: v for k, v in runpy.run_path(os.fspath(config)).items() if not k.startswith("_")}
 
@@ -377,18 +379,18 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         else:
             continue
         raise ConfigError(
-            f"The config sets {misplaced}", remedy="Set the sizes in a dict, for example parallel = dict(tensor=2)"
+            f"The config sets {misplaced}.", remedy="Set the sizes in a dict, for example parallel = dict(tensor=2)."
         )
     parallel = settings.get("parallel") or {}
     if not isinstance(parallel, Mapping):
         raise ConfigError(
-            f"The config sets parallel = {parallel!r:.80}, which is not a dict",
-            remedy="Set a dict, for example parallel = dict(tensor=2)",
+            f"The config sets parallel = {parallel!r:.80}, which is not a dict.",
+            remedy="Set a dict, for example parallel = dict(tensor=2).",
         )
     if "pipe" in parallel and "pipeline" in parallel:
         raise ConfigError(
-            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}",
-            remedy="Set only pipe",
+            f"The config sets both pipe={parallel['pipe']!r} and pipeline={parallel['pipeline']!r}.",
+            remedy="Set only pipe.",
         )
     for name, value in parallel.items():
         axis = "pipe" if name == "pipeline" else str(name)
@@ -396,8 +398,8 @@ def _read_parallel_sizes(settings: Mapping[str, Any]) -> dict[str, Any]:
         options = value if isinstance(value, Mapping) else {"size": value}
         if unknown := sorted(map(str, set(options) - {"size", "mode", "depth"})):
             raise ConfigError(
-                f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}",
-                rule="An axis accepts a size. The tensor axis also accepts a mode and, for 2.5D, a depth",
+                f"The config sets the unknown key {unknown[0]!r} of the parallel axis {name!r}.",
+                rule="An axis accepts a size. The tensor axis also accepts a mode and, for 2.5D, a depth.",
                 remedy=did_you_mean(unknown[0], ("size", "mode", "depth")),
             )
         sizes[axis] = options.get("size", 1)

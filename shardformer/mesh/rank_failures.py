@@ -69,9 +69,9 @@ class PeerRanks:
         cause = re.sub(r"^(\[[^\]]*\]\s*)+", "", str(error).strip().partition(". This is")[0])
         return LostPeerError(
             f"{self._describe_rank(self.rank).capitalize()} could not reach {who}{axis} in {what}{when} "
-            f"({cause[:120]})",
-            rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s",
-            remedy="Check the last output of that rank. If it has none, check its host and the network",
+            f"({cause[:120]}).",
+            rule="A collective fails if a rank of the axis has exited, or does not join within timeout_s.",
+            remedy="Check the last output of that rank. If it has none, check its host and the network.",
         )
 
     def _describe_rank(self, index: int) -> str:

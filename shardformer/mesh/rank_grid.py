@@ -76,7 +76,7 @@ class RankGrid:
         for name in names:
             if name not in self.names:
                 raise ConfigError(
-                    f"The mesh has no axis {name!r}. Its axes are {', '.join(self.names)}",
+                    f"The mesh has no axis {name!r}. Its axes are {', '.join(self.names)}.",
                     remedy=did_you_mean(name, self.names),
                 )
 
@@ -91,8 +91,8 @@ class RankGrid:
             place = place * size + coords.get(name, 0)
         if not all(name in self.sizes and 0 <= rank < self.sizes[name] for name, rank in coords.items()):
             raise ConfigError(
-                f"The grid of sizes {dict(self.sizes)} has no rank at {dict(coords)}",
-                remedy="Use coordinates from 0 to the size of the axis minus 1",
+                f"The grid of sizes {dict(self.sizes)} has no rank at {dict(coords)}.",
+                remedy="Use coordinates from 0 to the size of the axis minus 1.",
             )
         return self.ranks[place]
 
@@ -122,21 +122,21 @@ class RankGrid:
         size = prod(self.sizes.get(name, 1) for name in of)
         if not of or list(of) != [name for name in self.sizes if name in of]:
             raise ConfigError(
-                f"A view cannot reshape {list(of)}, because these axes are not mesh axes in the order of the mesh",
-                remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view",
+                f"A view cannot reshape {list(of)}, because these axes are not mesh axes in the order of the mesh.",
+                remedy=f"Use one or more of {', '.join(self.sizes)} in this order, and no axis of another view.",
             )
         if used := [name for name in sizes if name in self.names]:
             raise ConfigError(
-                f"The name {used[0]!r} of a view is already the name of an axis",
-                remedy=f"Use a name other than {', '.join(self.names)}",
+                f"The name {used[0]!r} of a view is already the name of an axis.",
+                remedy=f"Use a name other than {', '.join(self.names)}.",
             )
         for name, n in sizes.items():
             check_axis_size(name, n)
         if prod(sizes.values()) != size or not sizes:
             reshaped = _format_product({name: self.sizes[name] for name in of})
             raise ConfigError(
-                f"The sizes {_format_product(sizes) or dict(sizes)} of a view do not multiply to {reshaped}",
-                remedy=f"Use sizes whose product is {size}",
+                f"The sizes {_format_product(sizes) or dict(sizes)} of a view do not multiply to {reshaped}.",
+                remedy=f"Use sizes whose product is {size}.",
             )
         return replace(self, views=(*self.views, AxisView(tuple(of), dict(sizes))))
 
@@ -161,8 +161,8 @@ class RankGrid:
         refolded = [name for view in views for name in view.of]
         if len(set(refolded)) < len(refolded) or named.intersection(refolded):
             raise ConfigError(
-                f"The axes {', '.join(names)} overlap",
-                remedy=f"Use either axes of the mesh ({', '.join(self.sizes)}) or the axes of one of its views",
+                f"The axes {', '.join(names)} overlap.",
+                remedy=f"Use either axes of the mesh ({', '.join(self.sizes)}) or the axes of one of its views.",
             )
         axes = [name for name in self.sizes if name not in refolded] + [name for v in views for name in v.sizes]
         return [name for name in axes if name not in named]
@@ -204,8 +204,8 @@ def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
     counts, meaning, example = COMPOSITE_AXES[axis]
     if len(every) not in (1, *counts):
         raise ConfigError(
-            f"{axis}={sizes!r} is neither a number of ranks nor {meaning}",
-            remedy=f"Use a valid value, for example {axis}=4 or {axis}={example}",
+            f"{axis}={sizes!r} is neither a number of ranks nor {meaning}.",
+            remedy=f"Use a valid value, for example {axis}=4 or {axis}={example}.",
         )
     for size in every:
         check_axis_size(axis, size)
@@ -215,20 +215,20 @@ def num_ranks(sizes: TensorGridSize | None, axis: str = "sequence") -> int:
 def parse_axis_size(text: str, axis: str) -> int | tuple[int, ...]:
     """Parse ``"4"`` or ``"2x2"`` into an axis size. Raises ConfigError for any other text."""
     if text.lstrip("-").isdigit() and int(text) < 1:
-        raise ConfigError(f"{axis}={text} is not a positive number", remedy=f"Use --{axis} 1 or more")
+        raise ConfigError(f"{axis}={text} is not a positive number.", remedy=f"Use --{axis} 1 or more.")
     try:
         sizes = tuple(int(part) for part in text.split("x"))
         total = num_ranks(sizes, axis)
     except (ValueError, ConfigError):
         _, meaning, example = COMPOSITE_AXES[axis]
         raise ConfigError(
-            f"--{axis} {text} is neither a number of ranks nor {meaning}",
-            remedy=f"Use a valid value, for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}",
+            f"--{axis} {text} is neither a number of ranks nor {meaning}.",
+            remedy=f"Use a valid value, for example --{axis} 4 or --{axis} {example.strip('()').replace(', ', 'x')}.",
         ) from None
     if total > MAX_GRID_RANKS:
         raise ConfigError(
-            f"--{axis} {text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis",
-            remedy=f"Use --{axis} 4, or the number of your devices",
+            f"--{axis} {text:.40} exceeds the maximum of {MAX_GRID_RANKS:,} ranks per axis.",
+            remedy=f"Use --{axis} 4, or the number of your devices.",
         )
     return sizes[0] if len(sizes) == 1 else sizes
 
@@ -263,8 +263,8 @@ def build_rank_grid(sizes: AxisSizes | Callable[[], AxisSizes]) -> RankGrid:
             own, other = (", ".join(f"{name}={size}" for name, size in sizes.items()) for sizes in (shape, other_shape))
             raise ConfigError(
                 f"Process {dist.get_rank()} has the axis sizes {own}, but process {rank} reports: "
-                f"{other_message or other}",
-                remedy="Pass the same sizes on every process",
+                f"{other_message or other}.",
+                remedy="Pass the same sizes on every process.",
             )
     return RankGrid.of(shape, hosts=[host for *_, host in answers])
 
@@ -280,13 +280,13 @@ def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, 
     if world % known and (tensor is None or data is None):
         divisors = [n for n in range(1, world + 1) if world % n == 0]
         raise ConfigError(
-            f"{_format_product(passed)} does not divide the number of processes, {world}",
+            f"{_format_product(passed)} does not divide the number of processes, {world}.",
             remedy=(
                 f"Use sizes whose product is one of {', '.join(map(str, divisors))}"
                 if len(passed) > 1
                 else f"Use {' or '.join(f'{name}={n}' for n in divisors for name in passed)}"
             )
-            + f", or start a multiple of {known} processes",
+            + f", or start a multiple of {known} processes.",
         )
     if tensor is None:
         tensor = world // known if data is not None or not passed else 1
@@ -296,8 +296,8 @@ def _infer_missing_sizes(sizes: dict[str, int | None], world: int) -> dict[str, 
     if prod(resolved.values()) != world:
         shown = {n: s for n, s in reversed(resolved.items()) if s > 1 or n in ("tensor", "data")}
         raise ConfigError(
-            f"{_format_product(shown)} is not the number of processes, {world}",
-            remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes",
+            f"{_format_product(shown)} is not the number of processes, {world}.",
+            remedy=f"Omit one of the sizes to infer it, or start {prod(resolved.values())} processes.",
         )
     return resolved
 

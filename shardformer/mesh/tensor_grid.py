@@ -135,8 +135,8 @@ def _size_error(sizes: str, mode: str, remedy: str) -> ConfigError:
     shapes = {"2d": "rows x columns", "2.5d": "rows x columns x copies", "3d": "rows x columns x depth"}
     alone = {"2d": "a square", "2.5d": "two or more squares", "3d": "a cube"}
     return ConfigError(
-        f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}",
-        rule=f"This mode arranges the ranks as {shapes[mode]}. A single number is arranged as {alone[mode]}",
+        f"tensor={sizes} does not fit tensor_parallel_mode={mode!r}.",
+        rule=f"This mode arranges the ranks as {shapes[mode]}. A single number is arranged as {alone[mode]}.",
         remedy=remedy,
     )
 

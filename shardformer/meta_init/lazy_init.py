@@ -126,10 +126,10 @@ class InitRecorder(TorchDispatchMode):
         if device.type != "cpu":
             if device.type == "meta" and not self.allows_meta:
                 raise ConfigError(
-                    "A tensor was created on the meta device inside LazyInit, so its values are unknown",
-                    rule="LazyInit can only build a model from its config",
+                    "A tensor was created on the meta device inside LazyInit, so its values are unknown.",
+                    rule="LazyInit can only build a model from its config.",
                     remedy="Load saved weights with shardformer.from_pretrained(ModelClass, folder), and do not use "
-                    "torch.device('meta')",
+                    "torch.device('meta').",
                 )
             return func(*args, **kwargs)
         if func in RANDOM_FACTORIES:

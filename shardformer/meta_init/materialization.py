@@ -86,7 +86,7 @@ def _check_device(device: torch.device | str | None) -> torch.device | None:
     try:
         torch_device = torch.device(device)
     except RuntimeError as error:
-        raise ConfigError(f"device={device!r} is not a torch device", rule=rule, remedy=remedy) from error
+        raise ConfigError(f"device={device!r} is not a torch device.", rule=rule, remedy=remedy) from error
     check_argument("device", device, torch_device.type != "meta", rule, remedy)
     return torch_device
 
@@ -144,16 +144,16 @@ def check_recipes(model: nn.Module) -> None:
     if empty:
         raise ConfigError(
             f"{len(empty)} tensors of this {type(model).__name__} are on the meta device and have no values; the first "
-            f"is {empty[0]!r}",
-            rule="LazyInit records values only for tensors that are created, converted and copied inside its block",
+            f"is {empty[0]!r}.",
+            rule="LazyInit records values only for tensors that are created, converted and copied inside its block.",
             remedy="Build the model in `with LazyInit():` instead of torch.device('meta'), with .to() and .half() "
-            "inside the block, or load it with shardformer.from_pretrained",
+            "inside the block, or load it with shardformer.from_pretrained.",
         )
     changed = [name for name, p in model.named_parameters() if was_modified_unrecorded(p)]
     if changed:
         raise ConfigError(
-            f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended",
-            remedy="Modify weights inside the `with LazyInit():` block, or after shard_model or materialize",
+            f"The parameter {changed[0]!r} of this {type(model).__name__} was modified after the LazyInit block ended.",
+            remedy="Modify weights inside the `with LazyInit():` block, or after shard_model or materialize.",
         )
     for file in find_weight_files(model):
         file.check(reads=True)

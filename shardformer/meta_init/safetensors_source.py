@@ -84,9 +84,9 @@ class WeightsFile:
 
     def _make_error(self, problem: str) -> ConfigError:
         return ConfigError(
-            f"The weight file {self.path!r} {problem}",
+            f"The weight file {self.path!r} {problem}.",
             remedy="Load the model again, and shard or materialize it before its files are moved or rewritten. Use "
-            "from_pretrained(..., all_bytes=True) to accept files that are rewritten with the same bytes",
+            "from_pretrained(..., all_bytes=True) to accept files that are rewritten with the same bytes.",
         )
 
 
@@ -159,8 +159,8 @@ class SafetensorsSource:
                 value: Tensor = file.get_tensor(self.key)
         except (OSError, SafetensorError) as error:
             raise ConfigError(
-                f"The tensor {self.key!r} can no longer be read from {self.file.path!r}: {error}",
-                remedy="Shard or materialize the model before its files are moved or rewritten",
+                f"The tensor {self.key!r} can no longer be read from {self.file.path!r}: {error}.",
+                remedy="Shard or materialize the model before its files are moved or rewritten.",
             ) from error
         return value
 
@@ -189,8 +189,8 @@ def load_lazy_tensors(path: str, *, all_bytes: bool = False) -> dict[str, Tensor
             }
     except (OSError, ValueError, TypeError, RuntimeError, SafetensorError) as error:  # or a shape is invalid in torch
         raise ConfigError(
-            f"The weight file {path!r} cannot be read: {first_line(error)}",
-            remedy="Download or save the file again: it is truncated or not a safetensors file",
+            f"The weight file {path!r} cannot be read: {first_line(error)}.",
+            remedy="Download or save the file again: it is truncated or not a safetensors file.",
         ) from error
 
 

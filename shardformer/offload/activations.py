@@ -84,9 +84,10 @@ def check_replicated(checksums: Sequence[int], axis: Axis, tensor_name: str) -> 
         others = [rank for rank, checksum in enumerate(checksums) if checksum != usual]
         raise InputError(
             f"{tensor_name} must be identical on all {axis.name} ranks, but rank "
-            f"{', '.join(map(str, others))} of {axis.size} had different values",
-            rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all ranks",
-            remedy='Use the same batch and random seed on all tensor ranks, or use to="host"',
+            f"{', '.join(map(str, others))} of {axis.size} had different values.",
+            rule="Each tensor rank stores a shard of the input of a layer, so the input must be identical on all "
+            "ranks.",
+            remedy='Use the same batch and random seed on all tensor ranks, or use to="host".',
         )
 
 
@@ -451,8 +452,8 @@ def offload_activations(model: nn.Module, to: str = "host", *, min_bytes: int = 
     check_choice("to", to, OFFLOAD_TARGETS)
     if STORE in model.__dict__:
         raise ConfigError(
-            f"The activations of this {type(model).__name__} are already stored by offload_activations",
-            remedy="Call .remove() on the result of the first call before you call offload_activations again",
+            f"The activations of this {type(model).__name__} are already stored by offload_activations.",
+            remedy="Call .remove() on the result of the first call before you call offload_activations again.",
         )
     axis = find_metadata(model).axes["tensor"] if "tensor" in to else None
     layers = _find_replicated_layers(model, to) if axis is not None else {}
@@ -503,8 +504,8 @@ def _find_replicated_layers(model: nn.Module, to: str) -> dict[str, nn.Module]:
             else "has no known layers"
         )
         raise ConfigError(
-            f"to={to!r} is not supported, because this {type(model).__name__} {has}",
-            rule="Only hidden states that are identical on all tensor ranks can be sharded over them",
-            remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism',
+            f"to={to!r} is not supported, because this {type(model).__name__} {has}.",
+            rule="Only hidden states that are identical on all tensor ranks can be sharded over them.",
+            remedy='Use to="host", or shard the model with tensor parallelism without sequence parallelism.',
         )
     return layers

@@ -146,8 +146,8 @@ class FileStore(HostMemory):
         """Wait for writes between two steps. Raise InputError on all ranks if a write failed on one rank."""
         if failure := self.end_step([], context):
             raise InputError(
-                f"The optimizer's files in {self.disk.folder} could not be written: {failure}",
-                remedy="Free disk space, then load the optimizer state again",
+                f"The optimizer's files in {self.disk.folder} could not be written: {failure}.",
+                remedy="Free disk space, then load the optimizer state again.",
             )
 
     def end_step(self, parts: Sequence[HostShard], context: ParallelContext) -> str | None:

@@ -70,8 +70,8 @@ def gather_over_data(x: Tensor, context: Any) -> Tensor:
     """
     if not isinstance(context, ParallelContext):
         raise ConfigError(
-            f"gather_over_data received context={context!r:.60}, which is not a ParallelContext",
-            remedy="Pass engine.context or the context that launch_from_torch returned",
+            f"gather_over_data received context={context!r:.60}, which is not a ParallelContext.",
+            remedy="Pass engine.context or the context that launch_from_torch returned.",
         )
     if IN_TRIAL.get():
         raise GatherInTrialError
@@ -338,10 +338,10 @@ def report_finding(
     if is_exact:
         raise ConfigError(
             what,
-            rule="The loss of a divided batch is the weighted mean or the sum of the losses of its parts",
+            rule="The loss of a divided batch is the weighted mean or the sum of the losses of its parts.",
             remedy="Use one micro-batch on one data rank, or one micro-batch and a loss_fn that gathers the embeddings "
             "with gather_over_data. To train on the mean of the parts' losses, pass loss_weight, or "
-            "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md",
+            "ParallelConfig(average_loss_over='ranks') for data ranks. See docs/engine.md.",
         )
     warnings.warn(
         f"{what}. Each part compares only its own samples, so loss and weights differ from training on one device. "

@@ -290,8 +290,8 @@ def no_layers_error(model: nn.Module, size: str, notes: Sequence[str] = ()) -> C
     """
     why = f". {' '.join(notes).removesuffix('.')}" if notes else ""
     return ConfigError(
-        f"pipe={size} requires a stack of layers, but the policy of {type(model).__name__} describes no stack{why}",
-        remedy="Omit pipe, or describe the stack in a policy: Policy.stacks() or RolePolicy(stack=...)",
+        f"pipe={size} requires a stack of layers, but the policy of {type(model).__name__} describes no stack{why}.",
+        remedy="Omit pipe, or describe the stack in a policy: Policy.stacks() or RolePolicy(stack=...).",
     )
 
 

@@ -156,8 +156,8 @@ class StageExchange:
             if self.known.setdefault(key, metas) != metas:
                 raise InputError(
                     f"A stage computed activations of shapes {[s.sizes for s in metas]}, but for an earlier "
-                    f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}",
-                    remedy="Pad the batch so that its shape determines the shapes of all activations",
+                    f"micro-batch of the same shape it computed {[s.sizes for s in self.known[key]]}.",
+                    remedy="Pad the batch so that its shape determines the shapes of all activations.",
                 )
             parts = [t.detach() for t in parts]
             if receiver != self._rank and is_new:
@@ -264,8 +264,8 @@ class StageExchange:
         earlier = {b: metas for (b, k), metas in metas_at.items() if k == key and b <= boundary}
         if not earlier:
             raise ConfigError(
-                f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown",
-                remedy="First trace stage 0 with the same batch, and assign its exchange.known to exchange.given",
+                f"Virtual stage {boundary} cannot be traced, because the shapes of its input activations are unknown.",
+                remedy="First trace stage 0 with the same batch, and assign its exchange.known to exchange.given.",
             )
         return earlier[max(earlier)]
 

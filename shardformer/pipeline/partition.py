@@ -31,7 +31,7 @@ def check_partition(partition: Any, layer_costs: Any = None, recompute_layers: A
     check_argument("layer_costs", layer_costs, layer_costs is None or are_costs, rule, remedy)
     if layer_costs is not None and partition != "balanced":
         raise ConfigError(
-            f"partition={partition!r} does not use layer_costs", remedy="Omit layer_costs or use partition='balanced'"
+            f"partition={partition!r} does not use layer_costs.", remedy="Omit layer_costs or use partition='balanced'."
         )
     are_counts = isinstance(recompute_layers, Sequence) and not isinstance(recompute_layers, str)
     is_right = recompute_layers is None or are_counts or type(recompute_layers) is int
@@ -102,12 +102,12 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
     remedy = f"Pass {num_stages} counts that sum to {layers}, such as {example}"
     if len(counts) != num_stages:
         stages = "1 stage" if len(counts) == 1 else f"{len(counts)} stages"
-        raise ConfigError(f"{shown} describes {stages} instead of {num_stages}", remedy=remedy)
+        raise ConfigError(f"{shown} describes {stages} instead of {num_stages}.", remedy=remedy)
     for stage, count in enumerate(counts):
         if isinstance(count, bool) or not isinstance(count, int) or count < 1:
             raise ConfigError(
-                f"{shown} assigns {count!r} layers to stage {stage}",
-                rule="Each stage needs at least one layer",
+                f"{shown} assigns {count!r} layers to stage {stage}.",
+                rule="Each stage needs at least one layer.",
                 remedy=remedy,
             )
     total = sum(counts)
@@ -117,7 +117,7 @@ def partition_explicit(counts: Sequence[int], layers: int, num_stages: int) -> l
             if total < layers
             else f"assigns {total} layers, but the model has {layers}"
         )
-        raise ConfigError(f"{shown} {wrong}", remedy=remedy)
+        raise ConfigError(f"{shown} {wrong}.", remedy=remedy)
     return [0, *accumulate(counts)]
 
 
@@ -131,13 +131,13 @@ def _format_layers(start: int, end: int) -> str:
 def _check_counts(layers: int, num_stages: int) -> None:
     if isinstance(num_stages, bool) or not isinstance(num_stages, int) or num_stages < 1:
         raise ConfigError(
-            f"The number of pipeline stages is {num_stages!r}, which is not a positive int",
+            f"The number of pipeline stages is {num_stages!r}, which is not a positive int.",
             remedy=f"Use 1 to {layers} stages" if layers > 1 else "Use 1 stage",
         )
     if num_stages > layers:
         which = f"1 to {layers} stages" if layers > 1 else "1 stage"
         raise ConfigError(
-            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages",
+            f"A model with {layers} layer{'s' if layers != 1 else ''} cannot fill {num_stages} pipeline stages.",
             remedy=f"Use {which}, or a model with at least {num_stages} layers"
             if layers
             else "Use a model that has layers",
@@ -148,8 +148,8 @@ def _check_costs(costs: Sequence[float]) -> None:
     for i, cost in enumerate(costs):
         if not math.isfinite(cost) or cost < 0:
             raise ConfigError(
-                f"costs[{i}]={cost} is not a finite, non-negative number",
-                remedy="Pass the time, FLOPs or parameter count of each layer, or equal costs",
+                f"costs[{i}]={cost} is not a finite, non-negative number.",
+                remedy="Pass the time, FLOPs or parameter count of each layer, or equal costs.",
             )
 
 

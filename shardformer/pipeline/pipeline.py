@@ -289,8 +289,8 @@ class Pipeline:
             # the model itself, and layers whose forward pass is overridden
             if is_compiled_in_place(module) and (not path or "forward" in vars(module)):
                 raise ConfigError(
-                    f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support",
-                    remedy="Compile submodules of the layers: for layer in model.model.layers: layer.mlp.compile()",
+                    f"The module {path or type(self._model).__name__} is compiled, which pipelines do not support.",
+                    remedy="Compile submodules of the layers: for layer in model.model.layers: layer.mlp.compile().",
                 )
 
     def _check_data_ranks(self, batches: Sequence[Batch]) -> bool:
@@ -520,8 +520,8 @@ class Pipeline:
                 other, before = known.setdefault(first, (stage, dtype))
                 if before != dtype:
                     raise InputError(
-                        f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}",
-                        remedy="Convert the model with model.to(dtype), or convert the weight on both stages",
+                        f"The parameter {first} is {before} on stage {other} and {dtype} on stage {stage}.",
+                        remedy="Convert the model with model.to(dtype), or convert the weight on both stages.",
                     )
         self._stages.placeholders.convert_dtypes(self._sharded, {n: d for each in everywhere for n, d in each.items()})
         self._stage_dtypes_hash = stages
@@ -558,8 +558,8 @@ def _list_batches(batch: Any) -> list[Batch]:
         return batches
     shown = "an empty list" if batch == [] else f"a {type(batch).__name__}"
     raise InputError(
-        f"The batch is {shown}. It must be a dict of the inputs of the model, or a list of dicts",
-        remedy="Use step({'input_ids': ids, 'labels': labels})",
+        f"The batch is {shown}. It must be a dict of the inputs of the model, or a list of dicts.",
+        remedy="Use step({'input_ids': ids, 'labels': labels}).",
     )
 
 
@@ -590,14 +590,14 @@ def _stage_mismatch_error(rows: Sequence[Sequence[int]], axis: Axis) -> InputErr
         numbers = f" ({first}, and rank {ranks[1]} {second})" if value == "steps" else ""
         places = f"Ranks {ranks[0]} and {ranks[1]}, stages 0 and {other} of {axis.size},"
         return InputError(
-            f"{places} have diverged: they have different {compared.what}{numbers}",
+            f"{places} have diverged: they have different {compared.what}{numbers}.",
             rule=compared.rule,
             remedy=compared.remedy,
         )
     return InputError(
-        f"Stages 0 and {other} of {axis.size} received different {value}",
-        rule="All stages of a data rank must make the same calls with the same batch",
-        remedy="Select the batch by context.data.rank of context.data.size, not by the world rank",
+        f"Stages 0 and {other} of {axis.size} received different {value}.",
+        rule="All stages of a data rank must make the same calls with the same batch.",
+        remedy="Select the batch by context.data.rank of context.data.size, not by the world rank.",
     )
 
 

@@ -89,10 +89,10 @@ class LastStageOutputs:
             return loss
         source = "model" if self._loss_fn is None else "loss function"
         raise ConfigError(
-            f"The {source} returned {_describe_output(result)}, which contains no scalar loss",
+            f"The {source} returned {_describe_output(result)}, which contains no scalar loss.",
             rule="The loss must be a tensor with one element: the return value, its .loss, its ['loss'], or the first "
-            "element of a tuple. Models of transformers return a loss if the batch contains labels",
-            remedy="Add labels to the batch, or pass loss_fn, a function (output, micro-batch) -> loss",
+            "element of a tuple. Models of transformers return a loss if the batch contains labels.",
+            remedy="Add labels to the batch, or pass loss_fn, a function (output, micro-batch) -> loss.",
         )
 
     def _check_first_loss(self, loss: Tensor, output: Any) -> None:
@@ -105,13 +105,13 @@ class LastStageOutputs:
         labels = [t for name, t in tensors if "label" in name and not t.is_floating_point()]
         if labels and all(bool((t == IGNORED).all()) for t in labels):
             raise InputError(
-                f"The loss is NaN because all labels of the batch are {IGNORED} (ignored)",
-                remedy="Check the collator or the mask that writes the labels, and skip such batches",
+                f"The loss is NaN because all labels of the batch are {IGNORED} (ignored).",
+                remedy="Check the collator or the mask that writes the labels, and skip such batches.",
             )
         raise ConfigError(
-            "The loss is NaN, because it uses an output of the model that only an earlier stage computes",
+            "The loss is NaN, because it uses an output of the model that only an earlier stage computes.",
             remedy="Pass a loss_fn to Pipeline that uses the last hidden states or the logits only, or omit pipe if "
-            "the head of the model reads intermediate states",
+            "the head of the model reads intermediate states.",
         )
 
     @property
@@ -175,8 +175,8 @@ class NoOutput:
 
     def _error(self, name: str) -> ConfigError:
         return ConfigError(
-            f"Stage {self._stage} has no output, so {name} is not available",
-            remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only",
+            f"Stage {self._stage} has no output, so {name} is not available.",
+            remedy="Call forward(batch, gather=True) on all stages, or use the output on the last stage only.",
         )
 
 
@@ -254,9 +254,9 @@ class Runtime:
         if not self._interrupted_at or len(self._step.schedule.actions) == 1:
             return
         raise LaunchError(
-            f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}",
-            rule="The other stages still wait for the messages of that step",
-            remedy="Let the error end the run, and resume from the last checkpoint",
+            f"An error interrupted an earlier step in stage {self._stage}, {self._interrupted_at}.",
+            rule="The other stages still wait for the messages of that step.",
+            remedy="Let the error end the run, and resume from the last checkpoint.",
         )
 
     def run(self, step: StepInputs) -> None:
@@ -379,6 +379,6 @@ def _describe_action(action: Action) -> str:
 
 def _lost_stage_error(stage: int, where: str, error: LostPeerError) -> LostPeerError:
     return LostPeerError(
-        f"The process of stage {stage} ended while {where} waited for its message. {error.what}",
-        remedy="Read the error of the stage that ended first",
+        f"The process of stage {stage} ended while {where} waited for its message. {error.what}.",
+        remedy="Read the error of the stage that ended first.",
     )

@@ -136,8 +136,8 @@ def _layout_cells(schedule: Schedule, timeline: Timeline) -> list[list[str]]:
     if not 0 < timeline.makespan < MAX_COLUMNS * unit:
         raise ConfigError(
             f"A chart of {timeline.makespan:g} time units is too wide: with columns of {unit:g}, the "
-            f"shortest action, it exceeds {MAX_COLUMNS} columns",
-            remedy="Use durations and a send time of similar size",
+            f"shortest action, it exceeds {MAX_COLUMNS} columns.",
+            remedy="Use durations and a send time of similar size.",
         )
     rows = [["."] * _round_to_column(timeline.makespan, unit) for _ in timeline.spans]
     for row, spans in zip(rows, timeline.spans):
@@ -154,11 +154,11 @@ def _round_to_column(time: float, unit: float) -> int:
 def check_chart_file(path: Path) -> None:
     """Raise ConfigError if a chart cannot be saved to ``path``: wrong suffix, no writable folder, no matplotlib."""
     if path.suffix.lower() not in SUFFIXES:
-        raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png", remedy="Use chart.svg")
+        raise ConfigError(f"The chart file {str(path)!r} does not end in .svg or .png.", remedy="Use chart.svg.")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise ConfigError(
-            f"The chart file {str(path)!r} is a folder or is not in a writable folder",
-            remedy="Create the folder first, or choose another path",
+            f"The chart file {str(path)!r} is a folder or is not in a writable folder.",
+            remedy="Create the folder first, or choose another path.",
         )
     check_matplotlib(f"The chart {str(path)!r}")
 
@@ -166,7 +166,7 @@ def check_chart_file(path: Path) -> None:
 def check_matplotlib(what: str) -> None:
     """Raise ConfigError if matplotlib, which ``what`` needs, is not installed."""
     if find_spec("matplotlib") is None:
-        raise ConfigError(f"{what} needs matplotlib", remedy="Run pip install 'shardformer[plot]'")
+        raise ConfigError(f"{what} needs matplotlib.", remedy="Run pip install 'shardformer[plot]'.")
 
 
 @contextmanager
@@ -177,7 +177,7 @@ def replace_chart_file(path: Path) -> Iterator[Path]:
             yield hidden
     except OSError as error:
         raise ConfigError(
-            f"The chart file {str(path)!r} cannot be written: {error.strerror or error}", remedy="Choose another path"
+            f"The chart file {str(path)!r} cannot be written: {error.strerror or error}.", remedy="Choose another path."
         ) from error
 
 

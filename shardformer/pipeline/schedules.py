@@ -261,8 +261,8 @@ def make_schedule(name: str, stages: int, micro_batches: int, chunks: int | None
     _check_micro_batches(name, stages, micro_batches, chunks)
     if stages * chunks * micro_batches > MAX_ACTIONS:
         raise ConfigError(
-            f"{micro_batches} micro-batches with {stages} stages of {chunks} chunks need over {MAX_ACTIONS:,} actions",
-            remedy="Use fewer micro-batches, stages or chunks",
+            f"{micro_batches} micro-batches with {stages} stages of {chunks} chunks need over {MAX_ACTIONS:,} actions.",
+            remedy="Use fewer micro-batches, stages or chunks.",
         )
     placement = assign_virtual_stages(name, stages, chunks)
     if name == "gpipe":
@@ -327,12 +327,12 @@ def check_schedule_name(name: str, stages: int, chunks: int) -> None:
     check_int("stages", stages)
     if name in _CHUNKS and chunks != _CHUNKS[name]:
         raise ConfigError(
-            f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed",
-            remedy=f"Use num_model_chunks={_CHUNKS[name]} or schedule='interleaved'",
+            f"schedule={name!r} requires num_model_chunks={_CHUNKS[name]}, but num_model_chunks={chunks} was passed.",
+            remedy=f"Use num_model_chunks={_CHUNKS[name]} or schedule='interleaved'.",
         )
     if chunks < default_chunks(name):
         raise ConfigError(
-            f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed",
+            f"schedule={name!r} requires at least 2 chunks per rank, but num_model_chunks={chunks} was passed.",
             remedy="Use num_model_chunks=2 or more" + (", or schedule='1f1b'" if chunks == 1 else ""),
         )
 
@@ -347,12 +347,14 @@ def round_up_micro_batches(name: str, stages: int, chunks: int, at_least: int) -
 def _check_micro_batches(name: str, stages: int, micro_batches: int, chunks: int) -> None:
     above = round_up_micro_batches(name, stages, chunks, at_least=micro_batches)
     if micro_batches < 1:
-        raise ConfigError(f"micro_batches={micro_batches} is not positive", remedy=f"Use {above} or more micro-batches")
+        raise ConfigError(
+            f"micro_batches={micro_batches} is not positive.", remedy=f"Use {above} or more micro-batches."
+        )
     if above != micro_batches:
         below = above - stages
         raise ConfigError(
-            f"micro_batches={micro_batches} is not a multiple of the {stages} stages, as schedule={name!r} requires",
-            remedy=f"Use {f'{below} or {above}' if below else above}, or schedule='1f1b', which accepts any number",
+            f"micro_batches={micro_batches} is not a multiple of the {stages} stages, as schedule={name!r} requires.",
+            remedy=f"Use {f'{below} or {above}' if below else above}, or schedule='1f1b', which accepts any number.",
         )
 
 
@@ -479,17 +481,17 @@ def simulate(schedule: Schedule, durations: Durations = DURATIONS, send: float =
     for name, number in [*named.items(), ("send", send)]:
         valid = "a finite number of at least 0" if name == "send" else "a finite positive number"
         if not (0 <= number < inf) or (number == 0 and name != "send"):
-            raise ConfigError(f"{name}={number:g} is not {valid}", remedy=f"Use {valid}")
+            raise ConfigError(f"{name}={number:g} is not {valid}.", remedy=f"Use {valid}.")
     if beyond := [key for key in durations if isinstance(key, tuple) and not 0 <= key[1] <= schedule.last]:
         raise ConfigError(
             f"The argument durations contains the virtual stage {beyond[0][1]}, but the schedule has stages "
-            f"0 to {schedule.last}",
-            remedy="Use one of these stages, or pass one duration for each kind of action",
+            f"0 to {schedule.last}.",
+            remedy="Use one of these stages, or pass one duration for each kind of action.",
         )
     spans, stuck = _simulate_ranks(schedule, of, send)
     if stuck:
         raise ConfigError(
-            f"The schedule {schedule.name!r} deadlocks: {stuck}", remedy="Build the schedule with make_schedule"
+            f"The schedule {schedule.name!r} deadlocks: {stuck}.", remedy="Build the schedule with make_schedule."
         )
     makespan = max((row[-1].end for row in spans if row), default=0.0)
     idle = tuple(max(0.0, makespan - sum(span.end - span.start for span in row)) for row in spans)

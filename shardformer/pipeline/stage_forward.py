@@ -386,8 +386,8 @@ class StageForward:
                 at = first + sum(first <= u < first + len(stack.layer_calls) for u in stage_pass.calls)
             if at in stage_pass.calls:
                 raise ConfigError(
-                    f"The model ran the layers of {stack.layers} twice in one forward pass, unsupported in pipelines",
-                    remedy="Train this model without a pipeline, or run the layers once per step",
+                    f"The model ran the layers of {stack.layers} twice in one forward pass, unsupported in pipelines.",
+                    remedy="Train this model without a pipeline, or run the layers once per step.",
                 )
             stage_pass.calls.append(at)
             if at < stage_pass.span.start:
@@ -478,8 +478,8 @@ class StageForward:
             if not isinstance(value, Tensor):
                 raise ConfigError(
                     f"{type(module).__name__} received {name}={value!r:.60} instead of the hidden states "
-                    "of the previous stack",
-                    remedy="Pass the inputs of both stacks to the model, as in training on one device",
+                    "of the previous stack.",
+                    remedy="Pass the inputs of both stacks to the model, as in training on one device.",
                 )
             if stage_pass.span.stop <= start:
                 raise StageBoundaryReached({"context": to_local(value)})
@@ -515,17 +515,17 @@ class _ForwardOverride:
     def __deepcopy__(self, memo: dict[int, Any]) -> NoReturn:
         raise ConfigError(
             "A model that is divided into pipeline stages cannot be copied, because the copied layers "
-            "would use the original weights",
-            remedy="Copy the model before sharding it, or keep averages of model.parameters()",
+            "would use the original weights.",
+            remedy="Copy the model before sharding it, or keep averages of model.parameters().",
         )
 
 
 def _missing_argument_error(path: str, name: str) -> ConfigError:
     return ConfigError(
         f"The argument {name} of the layer {path} contains NaN, because another stage has the parameters that compute "
-        "it or because the batch contains NaN",
-        rule="Stages receive only hidden states, and compute the other arguments of their layers themselves",
+        "it or because the batch contains NaN.",
+        rule="Stages receive only hidden states, and compute the other arguments of their layers themselves.",
         remedy="List the module that computes it in LayerStack(..., stages=PipelineHints(on_every_stage=[...])). Use "
         "shared_from_first=[...] for a module of the first layer. Use with_first_layer=[...] or with_last_layer=[...] "
-        "for a module that one stage needs",
+        "for a module that one stage needs.",
     )

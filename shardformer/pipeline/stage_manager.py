@@ -66,8 +66,8 @@ class PipelineStageManager:
     ) -> None:
         if not isinstance(context, ParallelContext):
             raise ConfigError(
-                f"PipelineStageManager received context={context!r:.60}, which is not a ParallelContext",
-                remedy="Pass the context that launch_from_torch(pipe=...) returned",
+                f"PipelineStageManager received context={context!r:.60}, which is not a ParallelContext.",
+                remedy="Pass the context that launch_from_torch(pipe=...) returned.",
             )
         self.context, self.schedule = context, schedule
         self.num_model_chunks = default_chunks(schedule) if num_model_chunks is None else num_model_chunks
@@ -127,8 +127,8 @@ class PipelineStageManager:
         counts = [requested] * len(lengths) if isinstance(requested, int) else list(requested)
         if len(counts) != len(lengths) or any(type(n) is not int or n < 0 for n in counts):
             raise ConfigError(
-                f"recompute_layers={requested!r} must be one int, or {len(lengths)} ints with one per virtual stage",
-                remedy=f"Use recompute_layers={list(lengths)} to recompute all layers",
+                f"recompute_layers={requested!r} must be one int, or {len(lengths)} ints with one per virtual stage.",
+                remedy=f"Use recompute_layers={list(lengths)} to recompute all layers.",
             )
         return [min(n, length) for n, length in zip(counts, lengths, strict=True)]
 
@@ -339,21 +339,21 @@ def partition_model(
         _check_config(model)
         if reason := policy.no_pipeline_reason():
             raise ConfigError(
-                f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}",
-                remedy="Omit pipe, and use tensor or data parallelism",
+                f"pipe={manager.num_stages} does not work with {type(model).__name__}: {reason}.",
+                remedy="Omit pipe, and use tensor or data parallelism.",
             )
     owners = owner_layers(model, chain) if chain.stacks else {}
     costs = list(manager.layer_costs) if manager.layer_costs is not None else estimate_layer_costs(model, chain, owners)
     if len(costs) != len(chain.layer_calls):
         raise ConfigError(
-            f"layer_costs has {len(costs)} numbers, but {type(model).__name__} runs {len(chain.layer_calls)} layers",
-            remedy="Pass one number per layer, or omit layer_costs to estimate the costs",
+            f"layer_costs has {len(costs)} numbers, but {type(model).__name__} runs {len(chain.layer_calls)} layers.",
+            remedy="Pass one number per layer, or omit layer_costs to estimate the costs.",
         )
     if count > max(len(costs), manager.num_stages):
         raise ConfigError(
             f"{type(model).__name__} has {len(costs)} layers, but {manager.num_stages} stages of "
-            f"{count // manager.num_stages} chunks need at least {count}",
-            remedy="Use schedule='1f1b', which has one chunk per stage, or fewer stages",
+            f"{count // manager.num_stages} chunks need at least {count}.",
+            remedy="Use schedule='1f1b', which has one chunk per stage, or fewer stages.",
         )
     if count == 1:
         bounds = [0, len(costs)]
@@ -388,13 +388,14 @@ def _check_config(model: nn.Module) -> None:
         for name, value in vars(config).items():
             if name.endswith("layerdrop") and isinstance(value, float) and value > 0:
                 raise ConfigError(
-                    f"{name}={value} does not work with a pipeline, because each stage would drop layers independently",
-                    remedy=f"Build the model with {name}=0",
+                    f"{name}={value} does not work with a pipeline, because each stage would drop layers "
+                    "independently.",
+                    remedy=f"Build the model with {name}=0.",
                 )
             name = name.lstrip("_")  # transformers stores some options under a private name
             if name in ALL_LAYER_OUTPUTS and value is True:
                 raise ConfigError(
-                    f"{name}=True does not work with a pipeline",
+                    f"{name}=True does not work with a pipeline.",
                     rule=ALL_LAYER_OUTPUTS_REASON,
-                    remedy=f"Set config.{name} = False",
+                    remedy=f"Set config.{name} = False.",
                 )

@@ -57,9 +57,9 @@ def _require_stacked_parameter(module: nn.Module, at: str, name: str) -> Tensor:
     full = getattr(module, name, None)
     if not isinstance(full, nn.Parameter) or full.dim() not in (2, 3):
         raise PolicyError(
-            f"{at}.{name} is not a parameter of stacked experts",
-            rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width)",
-            remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path",
+            f"{at}.{name} is not a parameter of stacked experts.",
+            rule="Its dims must be (experts, width, hidden) or (experts, hidden, width), a bias (experts, width).",
+            remedy="Name parameters of the module. Describe experts that are modules as an MLP with * in its path.",
         )
     return full
 
@@ -76,9 +76,9 @@ def _choose_dims(experts: Experts, shapes: Mapping[str, tuple[int, ...]], at: st
     if len(ways) != 1:
         found = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise PolicyError(
-            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match",
+            f"{at} has {found}, in which {'several dims' if ways else 'no dims'} match.",
             rule=f"With hidden size H and W features per expert, `up` needs H x {experts.fused}W and `down` W x H "
-            "elements per expert",
+            "elements per expert.",
             remedy=f"Pass dims={ways[0]} if the forward pass uses these dims"
             if ways
             else "Correct the names, `fused` or `dims`",

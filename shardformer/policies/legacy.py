@@ -88,8 +88,8 @@ class LegacyPolicy:
         ``shard_config`` is the tensor parallel size.
         """
         raise PolicyError(
-            "The policy overrides neither module_policy() nor argument_policy(), and does not define roles",
-            remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples",
+            "The policy overrides neither module_policy() nor argument_policy(), and does not define roles.",
+            remedy="Override one of them, or derive the class from RolePolicy. See docs/policies.md for examples.",
         )
 
     @staticmethod
@@ -143,8 +143,8 @@ def convert_legacy_policy(policy: LegacyPolicy) -> dict[Any, ModulePolicyDescrip
     wrong = [value for value in values if not isinstance(value, Argument)]
     if wrong or not isinstance(arguments, dict):
         raise PolicyError(
-            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80}",
-            remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])}. See docs/policies.md",
+            f"{type(policy).__name__}.argument_policy() returned {[*wrong, arguments][0]!r:.80}.",
+            remedy="Return {module class: Argument(attr_dict={...}, param_funcs=[...])}. See docs/policies.md.",
         )
     for argument in arguments.values():
         check_field_types(argument)
@@ -159,9 +159,9 @@ def _convert_argument(key: Any, argument: Argument, heads: set[str]) -> ModulePo
         names = ", ".join(getattr(f, "__name__", str(f)) for f in functions) or "no functions"
         raise PolicyError(
             f"The Argument for {getattr(key, '__name__', key)} has no effect, because it has no attr_dict "
-            f"and no layers from {names}",
-            rule="An Argument changes attributes (attr_dict), or lists the layers to shard (param_funcs)",
-            remedy="Override the functions in param_funcs, or remove the Argument",
+            f"and no layers from {names}.",
+            rule="An Argument changes attributes (attr_dict), or lists the layers to shard (param_funcs).",
+            remedy="Override the functions in param_funcs, or remove the Argument.",
         )
     return ModulePolicyDescription(
         attribute_replacement=dict(attributes),
@@ -192,8 +192,8 @@ def bind_parameters(policy: LegacyPolicy, model: nn.Module) -> list[tuple[str, s
         if source_param.shape != model.get_parameter(target).shape:
             raise PolicyError(
                 f"binding_policy ties {source} {tuple(source_param.shape)} to {target} "
-                f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ",
-                remedy="Shard both parameters or neither",
+                f"{tuple(model.get_parameter(target).shape)}, but their shapes on this rank differ.",
+                remedy="Shard both parameters or neither.",
             )
         setattr(*parent_of(model, target), source_param)
         tied.append((target, source))
@@ -205,14 +205,14 @@ def check_legacy(policy: LegacyPolicy, model: nn.Module) -> None:
     pair = _result_or_empty(policy.inject_policy())
     if pair and not isinstance(model, pair[0]):
         raise PolicyError(
-            f"inject_policy names {pair[0].__name__}, but the model is a {type(model).__name__}",
-            remedy=f"Return ({type(model).__name__}, {pair[1].__name__})",
+            f"inject_policy names {pair[0].__name__}, but the model is a {type(model).__name__}.",
+            remedy=f"Return ({type(model).__name__}, {pair[1].__name__}).",
         )
     names = {name for name, _ in model.named_parameters(remove_duplicate=False)}
     for name in [n for bound in dict(_result_or_empty(policy.binding_policy())).items() for n in bound]:
         if name not in names:
             raise PolicyError(
-                f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have",
+                f"binding_policy names the parameter {name!r}, which {type(model).__name__} does not have.",
                 remedy=did_you_mean(name, names),
             )
 
@@ -229,8 +229,8 @@ def _result_or_empty(result: Any) -> Any:
 def _get_module_path(layer: Layer) -> str:
     if not isinstance(layer, Layer):
         raise PolicyError(
-            f"A layer list of the policy contains {layer!r:.80}, which is not a Layer",
-            remedy="Use Col_Layer(weight='fc1.weight', bias='fc1.bias')",
+            f"A layer list of the policy contains {layer!r:.80}, which is not a Layer.",
+            remedy="Use Col_Layer(weight='fc1.weight', bias='fc1.bias').",
         )
     check_field_types(layer)
     path = layer.weight or layer.bias
@@ -238,8 +238,8 @@ def _get_module_path(layer: Layer) -> str:
     if not path or len(owners) > 1 or "" in owners:
         raise PolicyError(
             f"{type(layer).__name__}(weight={layer.weight!r}, bias={layer.bias!r}) must name the weight and bias of "
-            "one layer",
-            remedy="Pass weight='path.weight', and bias='path.bias' of the same layer if it has one",
+            "one layer.",
+            remedy="Pass weight='path.weight', and bias='path.bias' of the same layer if it has one.",
         )
     return path.rpartition(".")[0]
 
@@ -259,9 +259,9 @@ def _choose_parallel_class(layer: Layer, is_head: bool) -> Any:
         return Linear1D_Row
     if not isinstance(layer, Col_Layer):
         raise PolicyError(
-            f"Layer(weight={layer.weight!r}) has no replace_layer, so its split dimension is unknown",
-            rule="Col_Layer splits output features, Row_Layer splits input features",
-            remedy="Use Col_Layer or Row_Layer, or pass replace_layer=",
+            f"Layer(weight={layer.weight!r}) has no replace_layer, so its split dimension is unknown.",
+            rule="Col_Layer splits output features, Row_Layer splits input features.",
+            remedy="Use Col_Layer or Row_Layer, or pass replace_layer=.",
         )
     return VocabParallelLMHead1D if is_head and not layer.gather_output else ColumnOrEmbedding
 

@@ -88,8 +88,8 @@ class LayerLowering:
             features = self.count_features(up, out=True)
             if features != fused * width:
                 raise PolicyError(
-                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs",
-                    remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused",
+                    f"{self.path}.{up} has {features} output features, but {self.path}.{down} has {width} inputs.",
+                    remedy="Correct the paths, or pass fused=2 if a gate and its up projection are fused.",
                 )
         check_width(width, self.axis, f"{self.path}.{ups[0]}")
         split, row = Split.fused([width] * fused, self.axis.size), Split.even(width, self.axis.size)
@@ -125,8 +125,8 @@ def check_width(width: int, axis: Axis, path: str) -> None:
     """Raise ConfigError if an MLP or expert has fewer features than there are tensor ranks."""
     if width < axis.size:
         raise ConfigError(
-            f"A tensor size of {axis.size} exceeds the {width} features of {path}",
-            remedy=f"Use a tensor size of at most {width}",
+            f"A tensor size of {axis.size} exceeds the {width} features of {path}.",
+            remedy=f"Use a tensor size of at most {width}.",
         )
 
 
@@ -138,9 +138,9 @@ def check_exits(stack: LayerStack, path: str, layers: Sequence[nn.Module]) -> No
         if out is not None and there and all(paths.find_module(layer, out) is None for layer in there):
             raise PolicyError(
                 f"{len(there)} layers have {paths.join_path(path, '*', role.at)!r}, but none has its exit "
-                f"{paths.join_path(path, '*', out)!r}",
+                f"{paths.join_path(path, '*', out)!r}.",
                 remedy=did_you_mean(out, [name for name, _ in there[0].named_modules() if name])
-                + " Correct the path, or remove the role",
+                + " Correct the path, or remove the role.",
             )
 
 
@@ -172,8 +172,8 @@ class HeadLayout:
             raise ConfigError(
                 f"num_heads={self.num_heads} cannot be divided evenly among num_kv_heads={self.num_kv_heads}"
                 + self._in_partitions,
-                rule="A model type has default head counts, which apply if its config sets only one of them",
-                remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}",
+                rule="A model type has default head counts, which apply if its config sets only one of them.",
+                remedy=f"Set the number of key-value heads in the model's config, num_key_value_heads, to {fits}.",
             )
         if (most := self.num_heads // self.partitions) < self.ranks:
             fits = ", ".join(str(n) for n in range(1, most + 1))
@@ -286,8 +286,8 @@ class HeadLayout:
         if len(dims) != 1 or full.shape[dims[0]] != split.full:
             raise PolicyError(
                 f"{path} has the shape {tuple(full.shape)}, but local_attrs={counted!r} must match exactly one dim "
-                f"of size {split.full}",
-                remedy=f"If several dims have that size, name the dim as ({kind!r}, dim). Otherwise correct {kind!r}",
+                f"of size {split.full}.",
+                remedy=f"If several dims have that size, name the dim as ({kind!r}, dim). Otherwise correct {kind!r}.",
             )
         return {dims[0]: split}
 
@@ -305,8 +305,8 @@ def get_features_per_head(path: str, features: int, count: int, expected: int | 
     if features % count or features != count * (expected or features // count):
         of = f" of {expected} features each" if expected and not features % count else ""
         raise PolicyError(
-            f"{path} has {features} features, which does not match {count} heads{of}",
-            remedy="Correct num_heads, num_kv_heads or the paths in the policy",
+            f"{path} has {features} features, which does not match {count} heads{of}.",
+            remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
         )
     return features // count
 
@@ -441,8 +441,8 @@ class AttentionLowering:
         owner = paths.find_module(module, name.rpartition(".")[0]) or module
         known = [n for n in dir(owner) if n[:1] != "_"]
         return PolicyError(
-            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist",
-            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`",
+            f"local_attrs={{{name!r}: ...}} names {self.layer.path}.{self._path(name)}, which does not exist.",
+            rule="An entry names an attribute, parameter, norm or embedding, or with a dim an argument of `forward`.",
             remedy=did_you_mean(name.rpartition(".")[2], known) + " If only some models have it, end the name with ?",
         )
 
@@ -481,14 +481,14 @@ class AttentionLowering:
         if features != sum(sizes) and not (linears.interleaved and name in self.role.inputs.inner_inputs):
             raise PolicyError(
                 f"{self.layer.path}.{self._path(name)} has {features} features instead of "
-                f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}",
-                remedy="Correct num_heads, num_kv_heads or the paths in the policy",
+                f"{' + '.join(map(str, sizes))} for {heads} heads, {kv_heads} KV heads and head dim {d}.",
+                remedy="Correct num_heads, num_kv_heads or the paths in the policy.",
             )
         if any(layout.map_local_kv_heads(r) for r in range(layout.ranks)):
             at = f"{self.layer.path}.{self.role.at}"
             raise ConfigError(
-                f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly",
-                remedy=f"Use a tensor size that divides {kv_heads} or {heads}",
+                f"A tensor size of {layout.ranks} splits the {kv_heads} KV heads of {at} unevenly.",
+                remedy=f"Use a tensor size that divides {kv_heads} or {heads}.",
             )
         if linears.interleaved:
             self._count_features_per_head(name, kv_heads)

@@ -156,7 +156,7 @@ def check_type(owner: str, name: str, value: Any, hint: Any) -> None:
     """Raise PolicyError if ``value`` does not have the type ``hint``."""
     if not _matches_type(value, hint):
         raise PolicyError(
-            f"{owner} has the invalid value {name}={value!r:.120}",
+            f"{owner} has the invalid value {name}={value!r:.120}.",
             rule=f"`{name}` must be {describe_type(hint)}",
             remedy=f"Use {name}=[{value!r:.80}]" if _matches_type([value], hint) else "Correct it in the policy",
         )

@@ -86,8 +86,8 @@ def register_policy(model_type: str, policy: type[Policy]) -> None:
     """
     if not (isinstance(policy, type) and issubclass(policy, Policy)):
         raise PolicyError(
-            f"register_policy({model_type!r}, {policy!r:.80}) needs a subclass of shardformer.policies.Policy",
-            remedy="Pass the policy class, not an instance",
+            f"register_policy({model_type!r}, {policy!r:.80}) needs a subclass of shardformer.policies.Policy.",
+            remedy="Pass the policy class, not an instance.",
         )
     _REGISTERED[model_type] = policy
 

@@ -77,8 +77,8 @@ class RolePolicy(Policy):
             close = get_close_matches(name, [n for n in known if n[:1] != "_"], cutoff=0.8)
             if name not in known and close:
                 raise PolicyError(
-                    f"{cls.__name__} defines the unknown attribute {name!r}",
-                    remedy=f"Rename it to {close[0]!r}, or to a name that is less similar",
+                    f"{cls.__name__} defines the unknown attribute {name!r}.",
+                    remedy=f"Rename it to {close[0]!r}, or to a name that is less similar.",
                 )
 
     def set_model(self, model: nn.Module) -> None:
@@ -91,8 +91,8 @@ class RolePolicy(Policy):
         reason = self.no_sequence_parallel_reason()
         if self.shard_config.enable_sequence_parallelism and reason:
             raise ConfigError(
-                f"enable_sequence_parallelism=True does not support this {type(self.model).__name__}: {reason}",
-                remedy="Set enable_sequence_parallelism=False. Tensor parallelism works without it",
+                f"enable_sequence_parallelism=True does not support this {type(self.model).__name__}: {reason}.",
+                remedy="Set enable_sequence_parallelism=False. Tensor parallelism works without it.",
             )
         for _, policy in self._find_submodel_policies():
             policy.config_sanity_check()
@@ -164,8 +164,8 @@ class RolePolicy(Policy):
         if (known := find_registered_policy(model)) is not None:
             return known[0]
         raise PolicyError(
-            f"No policy is registered for {path!r}, a {type(model).__name__} inside the model",
-            remedy="Register one with shardformer.register_policy(model_type, policy)",
+            f"No policy is registered for {path!r}, a {type(model).__name__} inside the model.",
+            remedy="Register one with shardformer.register_policy(model_type, policy).",
         )
 
     def _describe_layers(
@@ -308,9 +308,9 @@ def get_checked_descriptions(policy: Policy) -> Mapping[ModuleKey, ModulePolicyD
     wrong = [value for value in values if not isinstance(value, ModulePolicyDescription)]
     if wrong or not isinstance(found, Mapping):
         raise PolicyError(
-            f"{type(policy).__name__}.module_policy() returned {[*wrong, found][0]!r:.80}",
-            rule="It must return a dict: class, class name or path of modules -> ModulePolicyDescription",
-            remedy="Correct the return value. See docs/policies.md for an example",
+            f"{type(policy).__name__}.module_policy() returned {[*wrong, found][0]!r:.80}.",
+            rule="It must return a dict: class, class name or path of modules -> ModulePolicyDescription.",
+            remedy="Correct the return value. See docs/policies.md for an example.",
         )
     for key, description in found.items():
         check_type(f"{type(policy).__name__}.module_policy()", "key", key, ModuleKey)
@@ -343,8 +343,8 @@ def check_no_missing_roles(policy: Policy, model: nn.Module, matched: Collection
         raise PolicyError(
             f"The policy has no rule for {name!r} {tuple(p.shape)}, {p.numel() / total:.1%} of all parameters"
             + (f", nor for {', '.join(map(repr, others))}" if others else ""),
-            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated",
-            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'})",
+            rule="Every matrix of a layer, and every large matrix elsewhere, must be sharded or listed as replicated.",
+            remedy=f"Add a role for it, or add it to the policy's `keep_replicated` ({known or 'now empty'}).",
         )
 
 

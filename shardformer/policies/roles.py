@@ -138,7 +138,7 @@ def unknown_kind_error(attention: Attention, name: str, kinds: Sequence[str], en
     return PolicyError(
         f"local_attrs={{{name!r}: {entry!r}}} of the attention {attention.at!r} has the unknown kind {kind!r}"
         + (f" for {'an' if entry_kind[0] in 'ae' else 'a'} {entry_kind}" if entry_kind else ""),
-        remedy=f"Use {' or '.join(map(repr, kinds))}",
+        remedy=f"Use {' or '.join(map(repr, kinds))}.",
     )
 
 
@@ -247,7 +247,7 @@ class LayerStack(_Checked):
             if name in arguments or (arguments and isinstance(role, Attention) and role.inputs.cross_attention):
                 raise PolicyError(
                     f"The states of another stack enter the attention {role.at!r} twice: through cross_states of the "
-                    f"stack {self.layers!r} and through the arguments {list(arguments)}",
-                    rule="Their gradients would be summed over the ranks twice",
-                    remedy="Remove `arguments` from attention modules with cross_attention=True",
+                    f"stack {self.layers!r} and through the arguments {list(arguments)}.",
+                    rule="Their gradients would be summed over the ranks twice.",
+                    remedy="Remove `arguments` from attention modules with cross_attention=True.",
                 )

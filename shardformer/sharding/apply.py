@@ -327,19 +327,19 @@ class Sharder:
         try:
             new: nn.Module = make(module, group, **kwargs)
         except UnalignedSliceError as error:
-            raise ConfigError(f"{path}: {error.what}", rule=error.rule, remedy=error.remedy) from None
+            raise ConfigError(f"{path}: {error.what}.", rule=error.rule, remedy=error.remedy) from None
         except TypeError as error:
             if "argument" not in str(error):
                 raise
             raise PolicyError(
                 f"{qualified_name(target)}.from_native_module failed for {path!r} with "
-                f"kwargs={sub.kwargs or {}}: {error}",
-                remedy="Correct the kwargs in the policy",
+                f"kwargs={sub.kwargs or {}}: {error}.",
+                remedy="Correct the kwargs in the policy.",
             ) from error
         if not isinstance(new, nn.Module):
             raise PolicyError(
-                f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}",
-                remedy="Return the nn.Module that replaces the native module",
+                f"{qualified_name(target)}.from_native_module returned {new!r:.80} for {path!r}.",
+                remedy="Return the nn.Module that replaces the native module.",
             )
         return new
 
@@ -495,9 +495,9 @@ def _temporarily_unwrap(model: nn.Module, *, num_stages: int = 1) -> Iterator[Ma
 
 def _make_compiled_error(path: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{path} was compiled with torch.compile before the model was sharded, but {why}",
-        rule="A compiled module would keep running the unsharded module",
-        remedy="Compile the model after shard_model, or compile in place with module.compile()",
+        f"{path} was compiled with torch.compile before the model was sharded, but {why}.",
+        rule="A compiled module would keep running the unsharded module.",
+        remedy="Compile the model after shard_model, or compile in place with module.compile().",
     )
 
 

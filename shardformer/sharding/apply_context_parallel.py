@@ -64,16 +64,16 @@ def check_context_parallel(
         raise ConfigError(
             f"sequence={context.sequence.size} needs a stack of layers, but the policy of {type(model).__name__} has "
             "none" + (f". {' '.join(notes).removesuffix('.')}" if notes else ""),
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis",
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or remove the sequence axis.",
         )
     if why := explain_unsupported_attention(model):
         if is_explicit_method(context, method):
             raise ConfigError(
                 f"context_parallel={method!r} with sequence={context.sequence.size} does not support "
-                f"{type(model).__name__}, which {why}",
-                rule="Ring attention, Ulysses and gathered keys use the AttentionInterface of transformers",
+                f"{type(model).__name__}, which {why}.",
+                rule="Ring attention, Ulysses and gathered keys use the AttentionInterface of transformers.",
                 remedy="Use context_parallel='auto' with one size for the axis, which computes this attention in full "
-                "on every rank. Or remove the sequence axis and use enable_sequence_parallelism=True",
+                "on every rank. Or remove the sequence axis and use enable_sequence_parallelism=True.",
             )
         return
     choose_ring_sizes(model, context, method)
@@ -104,10 +104,10 @@ def choose_ring_sizes(model: nn.Module, context: ParallelContext, method: str) -
         sizes = RingSizes(view[RING], view[GROUP], method == "gather")
         if (method == "ring" and sizes.group > 1) or (method in ("ulysses", "gather") and sizes.ring > 1 < sizes.group):
             raise ConfigError(
-                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}",
+                f"context_parallel={method!r} does not fit the sequence axis of size {sizes.ring} x {sizes.group}.",
                 rule="Two sizes define a ring of Ulysses groups. Keys are sent along the ring, and heads within "
-                "a group",
-                remedy="Use context_parallel='auto', or pass one size for the axis",
+                "a group.",
+                remedy="Use context_parallel='auto', or pass one size for the axis.",
             )
         return sizes
     if method == "ulysses":
@@ -263,7 +263,7 @@ def plan_for_context(plan: ShardingPlan, findings: ContextFindings, *, has_seque
     if has_sequence_parallelism:
         raise ConfigError(
             f"enable_sequence_parallelism=True with sequence > 1 does not support {type(plan.model).__name__}: every "
-            "rank computes its attention in full",
-            remedy="Set enable_sequence_parallelism=False, or remove the sequence axis",
+            "rank computes its attention in full.",
+            remedy="Set enable_sequence_parallelism=False, or remove the sequence axis.",
         )
     return replace(plan, blocks=[(path, replace(block, shared_exit=None)) for path, block in plan.blocks])

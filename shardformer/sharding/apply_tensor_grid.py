@@ -59,8 +59,8 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     if not plan.stacks:
         raise PolicyError(
             f"tensor_parallel_mode={grid.mode!r} needs a stack of layers, but the policy of "
-            f"{type(plan.model).__name__} has none",
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or use tensor_parallel_mode='1d'",
+            f"{type(plan.model).__name__} has none.",
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or use tensor_parallel_mode='1d'.",
         )
     plan = replace(
         plan, replacements=dict(plan.replacements), parameters=dict(plan.parameters), full_sequence_modules=[]
@@ -84,9 +84,9 @@ def plan_for_grid(plan: ShardingPlan, grid: TensorGrid) -> ShardingPlan:
     if (gathered or around) and grid.mode == "3d":
         raise ConfigError(
             f"tensor_parallel_mode='3d' does not support {type(plan.model).__name__}, because "
-            f"{[*gathered, *around][0]!r} reads all hidden features of a token",
-            rule="In 3D, the ranks of a grid row have different samples between the blocks",
-            remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'",
+            f"{[*gathered, *around][0]!r} reads all hidden features of a token.",
+            rule="In 3D, the ranks of a grid row have different samples between the blocks.",
+            remedy="Use tensor_parallel_mode='2d', '2.5d' or '1d'.",
         )
     inside = tuple(f"{path}." for path in (*gathered, *around))
     kept = {n: s for n, s in plan.replacements.items() if s.target_module is not GridNorm or not n.startswith(inside)}
@@ -106,8 +106,8 @@ def _check_replacement_classes(plan: ShardingPlan, prefix: str) -> None:
             continue
         if issubclass(target, Linear1D_Col | Linear1D_Row) or not target.__module__.startswith("shardformer."):
             raise PolicyError(
-                f"The replacement class {target.__name__} of {path!r} supports only one tensor axis",
-                remedy="Write the policy as a RolePolicy, which supports every mode, or use tensor_parallel_mode='1d'",
+                f"The replacement class {target.__name__} of {path!r} supports only one tensor axis.",
+                remedy="Write the policy as a RolePolicy, which supports every mode, or use tensor_parallel_mode='1d'.",
             )
 
 
@@ -138,9 +138,9 @@ def _add_outer_module(
     else:
         raise ConfigError(
             f"tensor_parallel_mode={grid.mode!r} does not support {type(plan.model).__name__}, because "
-            f"{path!r} has parameters or statistics over all features",
-            rule="Between the blocks, each rank has a shard of the hidden features",
-            remedy="Use tensor_parallel_mode='1d' for this model",
+            f"{path!r} has parameters or statistics over all features.",
+            rule="Between the blocks, each rank has a shard of the hidden features.",
+            remedy="Use tensor_parallel_mode='1d' for this model.",
         )
 
 

@@ -115,10 +115,10 @@ def _check_stack_layers(plan: ShardingPlan, stream: ActivationLayout) -> None:
     for _, block in plan.blocks:
         if block.entry.rpartition(".")[0] in sharded and block.gather_module is None:
             raise ConfigError(
-                f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block",
-                rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer",
+                f"enable_sequence_parallelism=True does not support {block.entry}, a layer that is itself a block.",
+                rule="The hidden states stay sharded between blocks, so residuals must be added inside a layer.",
                 remedy="Set enable_sequence_parallelism=False, or name modules that add the residual in "
-                "LayerStack(layers=...)",
+                "LayerStack(layers=...).",
             )
 
 
@@ -200,8 +200,8 @@ def _require_layer(model: nn.Module, name: str, kind: type[nn.Module], role: str
     module = model.get_submodule(name)
     if not isinstance(module, kind):
         raise PolicyError(
-            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}",
-            remedy="Name the same path in sub_module_replacement",
+            f"{name} is a {type(module).__name__}, but the {role} of a block must be a {kind.__name__}.",
+            remedy="Name the same path in sub_module_replacement.",
         )
     return module
 

@@ -111,8 +111,8 @@ def _check_announcement(
         if not has_arrived:
             if is_member and why:
                 return LaunchError(
-                    f"Process {peer} ended before it reached shard_model: {why}",
-                    remedy=f"Fix the error of process {peer}",
+                    f"Process {peer} ended before it reached shard_model: {why}.",
+                    remedy=f"Fix the error of process {peer}.",
                 )
             problem = f"Process {peer} did not reach shard_model for {announcement.group}, but process {me} did"
             return LostPeerError(problem, remedy=SAME_GROUP) if is_member else None
@@ -125,8 +125,8 @@ def _check_announcement(
             return None  # one announcement answers another, and this process already has a problem
         if announced.problem:
             return LaunchError(
-                f"Process {peer} cannot shard the model: {announced.problem}",
-                remedy=f"Fix the error of process {peer}",
+                f"Process {peer} cannot shard the model: {announced.problem}.",
+                remedy=f"Fix the error of process {peer}.",
             )
         if is_about_us and announced != announcement:
             problem = (
@@ -164,8 +164,8 @@ def check_not_sharded(model: nn.Module) -> None:
     marks = {METADATA_ATTRIBUTE, PARENT_METADATA_ATTRIBUTE}
     if any([isinstance(m, ParallelModule) or not marks.isdisjoint(vars(m)) for m in model.modules()]):
         raise ConfigError(
-            f"This {type(model).__name__} is already sharded",
-            remedy="Build the model again, or use the sharded model that the first call returned",
+            f"This {type(model).__name__} is already sharded.",
+            remedy="Build the model again, or use the sharded model that the first call returned.",
         )
 
 
@@ -174,9 +174,9 @@ def check_no_dtensors(model: nn.Module) -> None:
     if found := next((name for name, p in model.named_parameters() if is_dtensor(p)), None):
         raise ConfigError(
             f"{found} of this {type(model).__name__} is a DTensor, as created by fully_shard, parallelize_module or a "
-            "DistributedConfig of transformers",
-            rule="Only one library can shard the model",
-            remedy="Load the model without distributed_config, and set the layout in ParallelConfig",
+            "DistributedConfig of transformers.",
+            rule="Only one library can shard the model.",
+            remedy="Load the model without distributed_config, and set the layout in ParallelConfig.",
         )
 
 
@@ -186,8 +186,8 @@ def check_can_be_sharded(model: nn.Module) -> None:
     check_no_dtensors(model)
     if made := next(iter([name for name, p in model.named_parameters() if p.is_inference()]), None):
         raise ConfigError(
-            f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained",
-            remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed",
+            f"{made} of this {type(model).__name__} was created under torch.inference_mode() and cannot be trained.",
+            remedy="Build or load the model outside torch.inference_mode(). torch.no_grad() is allowed.",
         )
     if has_meta_tensors(model):
         check_recipes(model)
@@ -211,8 +211,8 @@ def make_checked_plan(
     policy.set_shard_config(config)
     if config.enable_sequence_parallelism and not policy.stacks():
         raise ConfigError(
-            f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none",
-            remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism",
+            f"enable_sequence_parallelism=True needs a stack of layers, but {type(policy).__name__} has none.",
+            remedy="Write the policy as roles (RolePolicy with a LayerStack), or disable sequence parallelism.",
         )
     if config.uses_context_parallel:
         check_context_parallel(model, policy.stacks(), config.resolve_context(), config.context_parallel, policy.notes)
@@ -237,9 +237,9 @@ def check_packed_weights(model: nn.Module, plan: ShardingPlan, context: Parallel
     for path, param in owners.items():
         if getattr(getattr(param, "quant_state", None), "packing_format_for_cpu", False):
             raise ConfigError(
-                f"bitsandbytes has changed the 4-bit weight of {path} for evaluation on the CPU",
-                rule="It rounded the scales of the weight, and its gradients would be incomplete",
-                remedy="Load the model again, and shard it before you evaluate it",
+                f"bitsandbytes has changed the 4-bit weight of {path} for evaluation on the CPU.",
+                rule="It rounded the scales of the weight, and its gradients would be incomplete.",
+                remedy="Load the model again, and shard it before you evaluate it.",
             )
         if context.sequence.size > 1 and getattr(param, "quant_state", None) is None:
             raise _make_quantized_error(model, path, f"sequence={context.sequence.size}")
@@ -268,11 +268,11 @@ def check_no_integer_weights(model: nn.Module, sizes: Mapping[str, int]) -> None
 def _make_quantized_error(model: nn.Module, path: str, layout: str) -> ConfigError:
     kind = type(model.get_submodule(path)).__name__
     return ConfigError(
-        f"{path} is a quantized {kind}, which does not support {layout}",
+        f"{path} is a quantized {kind}, which does not support {layout}.",
         rule="It may scale its input by the largest value of all features and tokens, so a rank with a slice of them "
-        "could compute something else than one process",
+        "could compute something else than one process.",
         remedy="Use data parallelism, ZeRO or a pipeline, or load the model with "
-        "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts",
+        "BitsAndBytesConfig(load_in_4bit=True), whose layers support all layouts.",
     )
 
 
@@ -282,9 +282,9 @@ def check_no_hooks(model: nn.Module, plan: ShardingPlan) -> None:
     for p in model.parameters():
         if id(p) in sharded and tensor_hooks_of(p):
             raise ConfigError(
-                f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded",
-                rule="Each tensor rank replaces the parameter by its own shard, with the shard's gradient",
-                remedy="Remove the hook. If it is also correct for a shard, register it after sharding",
+                f"The parameter {sharded[id(p)]!r} of this {type(model).__name__} has a hook and will be sharded.",
+                rule="Each tensor rank replaces the parameter by its own shard, with the shard's gradient.",
+                remedy="Remove the hook. If it is also correct for a shard, register it after sharding.",
             )
 
 
@@ -296,8 +296,8 @@ def check_no_views(model: nn.Module, plan: ShardingPlan, stages: Stages | None) 
     if found := find_parameter_view(model, moved):
         view, name = found
         raise ConfigError(
-            f"{view} of this {type(model).__name__} is a view of the parameter {name}, which is sharded or moved",
-            remedy=f"Read {name} directly, or give {view} its own memory with .clone()",
+            f"{view} of this {type(model).__name__} is a view of the parameter {name}, which is sharded or moved.",
+            remedy=f"Read {name} directly, or give {view} its own memory with .clone().",
         )
 
 
@@ -352,9 +352,9 @@ def check_not_in_optimizer(params: list[nn.Parameter], names: Mapping[int, str],
             name = next((names[id(p)] for p in group["params"] if id(p) in names), None)
             if name is not None:
                 raise ConfigError(
-                    f"An optimizer already contains {name!r} of this {model_name}",
-                    rule="Sharding replaces parameters, so this optimizer would train the old ones",
-                    remedy="Shard the model first, then create the optimizer from model.parameters()",
+                    f"An optimizer already contains {name!r} of this {model_name}.",
+                    rule="Sharding replaces parameters, so this optimizer would train the old ones.",
+                    remedy="Shard the model first, then create the optimizer from model.parameters().",
                 )
 
 
@@ -367,8 +367,8 @@ def check_layouts(model: nn.Module, coords: Coords) -> None:
             raise PolicyError(
                 f"{name} has the shape {tuple(param.shape)} on this rank, but its layout requires "
                 f"{spec.local_shape(coords)}" + (f". It is tied to {other}" if other != name else ""),
-                rule="Modules that share a weight must be sharded in the same way",
-                remedy="Replace both modules by vocabulary-parallel layers, or keep both replicated",
+                rule="Modules that share a weight must be sharded in the same way.",
+                remedy="Replace both modules by vocabulary-parallel layers, or keep both replicated.",
             )
 
 
@@ -447,9 +447,9 @@ def restore_ties(model: nn.Module, ties: Sequence[OverlapGroup], specs: Mapping[
 def _make_broken_tie_error(group: Mapping[str, MemoryRange], why: str) -> ConfigError:
     first, second, *_ = group
     return ConfigError(
-        f"{first} and {second} share memory, but {why}",
-        rule="An update of one parameter would not reach the other",
-        remedy=f"Tie them with module.weight = other.weight instead of .data, or clone {second}",
+        f"{first} and {second} share memory, but {why}.",
+        rule="An update of one parameter would not reach the other.",
+        remedy=f"Tie them with module.weight = other.weight instead of .data, or clone {second}.",
     )
 
 
@@ -466,7 +466,7 @@ def check_activations(model: nn.Module, device: torch.device) -> None:
         problem = f"enable_jit_fused=True has no effect: {type(model).__name__} has no GELU, SiLU or ReLU module"
     else:
         return
-    raise ConfigError(problem, remedy="Set enable_jit_fused=False")
+    raise ConfigError(problem, remedy="Set enable_jit_fused=False.")
 
 
 def check_norms(model: nn.Module) -> None:
@@ -479,8 +479,8 @@ def check_norms(model: nn.Module) -> None:
         except ConfigError as error:
             problem = problem or error
     raise problem or ConfigError(
-        f"enable_fused_normalization=True has no effect: {type(model).__name__} has no norm",
-        remedy="Set enable_fused_normalization=False",
+        f"enable_fused_normalization=True has no effect: {type(model).__name__} has no norm.",
+        remedy="Set enable_fused_normalization=False.",
     )
 
 

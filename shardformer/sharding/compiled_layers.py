@@ -204,9 +204,9 @@ class CompiledLayer:
     def _make_error(self, error: Exception) -> ConfigError:
         reason = " ".join(str(error).strip().split("\n\n")[0].split())
         return ConfigError(
-            f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}",
-            rule="A compiled layer has no graph break",
-            remedy="Set compile=False, or change what the message names in the forward pass of the layer",
+            f"{self._path} ({type(self._layer).__name__}) cannot be compiled as one graph: {reason}.",
+            rule="A compiled layer has no graph break.",
+            remedy="Set compile=False, or change what the message names in the forward pass of the layer.",
         )
 
 
@@ -220,8 +220,8 @@ def compile_stacks(model: nn.Module, state: ShardingMetadata, backend: Backend, 
     if not found:
         name = torch_compat.name_of_backend(backend)
         raise ConfigError(
-            f"compile={name!r} has no effect: {type(model).__name__} has no known stack of layers",
-            remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers",
+            f"compile={name!r} has no effect: {type(model).__name__} has no known stack of layers.",
+            remedy="Remove compile and call torch.compile(model), or pass a policy that describes the layers.",
         )
     differs = state.context.sizes["tensor"] > 1 or state.context.sizes["sequence"] > 1  # the random state of the ranks
     draws = differs and uses_dropout(model)
@@ -268,7 +268,7 @@ def _check_can_be_compiled(model: nn.Module, state: ShardingMetadata, backend: B
     elif name == "inductor" and state.context.device.type == "cpu" and not _has_cpp_compiler():
         problem, remedy = "The backend inductor needs a C++ compiler on a CPU, which is not installed", "Install g++"
     if problem:
-        raise ConfigError(f"compile={name!r} does not work: {problem}", remedy=remedy)
+        raise ConfigError(f"compile={name!r} does not work: {problem}.", remedy=remedy)
 
 
 def _why_context_is_eager(model: nn.Module, state: ShardingMetadata) -> str:
@@ -302,12 +302,12 @@ def compile_model(
     check_names(options, OPTIONS, "model.compile has no argument", f"Its arguments are backend, {', '.join(OPTIONS)}")
     if options.get("mode") and options.get("options"):
         raise ConfigError(
-            f"model.compile received both mode={options['mode']!r} and options", remedy="Pass only one of them"
+            f"model.compile received both mode={options['mode']!r} and options.", remedy="Pass only one of them."
         )
     if state.stages is not None and state.context.pipe.size > 1:
         raise ConfigError(
-            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method",
-            remedy="Set compile=True in ParallelConfig",
+            "model.compile was called on a pipeline stage, whose layers already have a replaced forward method.",
+            remedy="Set compile=True in ParallelConfig.",
         )
     compile_stacks(self, state, backend, options)
 

@@ -106,9 +106,9 @@ class CacheHeadSelector:
         counts = sorted({total for total, _ in self._layers.values()} - {0})
         shape = f"(batch, {' or '.join(map(str, counts))}, length, head dim)" if counts else "unknown"
         return ConfigError(
-            f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support {what} as a cache",
-            rule=f"Keys and values that the model did not compute must have all heads, in the shape {shape}",
-            remedy="Fill a DynamicCache with keys and values of this shape, or pass the tokens to the model instead",
+            f"{type(model).__name__}, sharded over {self._axis.size} tensor ranks, does not support {what} as a cache.",
+            rule=f"Keys and values that the model did not compute must have all heads, in the shape {shape}.",
+            remedy="Fill a DynamicCache with keys and values of this shape, or pass the tokens to the model instead.",
         )
 
 
@@ -180,10 +180,10 @@ class ModuleFingerprint:
         what = f"{(new or moved or gone)[0]} of this {type(model).__name__} was "
         what += "added" if new else "replaced by another parameter" if moved else "removed"
         raise ConfigError(
-            f"{what} after the model was sharded",
-            rule="Sharding compares, shards and synchronizes the parameters that exist at that time",
+            f"{what} after the model was sharded.",
+            rule="Sharding compares, shards and synchronizes the parameters that exist at that time.",
             remedy="Add heads and adapters and tie weights first, then shard the model. "
-            "shardformer.integrations.peft.get_peft_model adds adapters of PEFT to a sharded model",
+            "shardformer.integrations.peft.get_peft_model adds adapters of PEFT to a sharded model.",
         )
 
     def _check_no_user_hooks(self, model: nn.Module) -> None:
@@ -194,9 +194,9 @@ class ModuleFingerprint:
                 if not is_library_hook(hook) and not getattr(hook, "sees_parts", False):
                     name = getattr(hook, "__qualname__", type(hook).__name__)
                     raise ConfigError(
-                        f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}",
+                        f"The hook {name} on {path} ({type(module).__name__}) would receive local values: {part.why}.",
                         remedy=f"Remove the hook before you call the model, {part.instead}, or use the plain "
-                        "model. If the hook supports local values, set hook.sees_parts = True",
+                        "model. If the hook supports local values, set hook.sees_parts = True.",
                     )
 
     def _check_forwards_unchanged(self, model: nn.Module) -> None:
@@ -207,9 +207,9 @@ class ModuleFingerprint:
             now = (id(type(module)), _get_instance_forward_id(module))
             if before.get(id(module), now) != now:
                 raise ConfigError(
-                    f"forward of {path} ({type(module).__name__}) was replaced after the model was sharded",
-                    rule="The forward method of a block is validated when the model is sharded",
-                    remedy="Replace the `forward` of the plain model, then shard it",
+                    f"forward of {path} ({type(module).__name__}) was replaced after the model was sharded.",
+                    rule="The forward method of a block is validated when the model is sharded.",
+                    remedy="Replace the `forward` of the plain model, then shard it.",
                 )
 
 
@@ -276,8 +276,8 @@ def _check_shard_shapes(model: nn.Module) -> None:
         if tuple(param.shape) != part:
             raise ConfigError(
                 f"{name} of this {type(model).__name__} has the shape {list(param.shape)} since it was sharded, but "
-                f"this rank's shard of {list(spec.shape)} is {list(part)}",
-                remedy="Set weights before sharding, or load the plain model's state dict with load_state_dict",
+                f"this rank's shard of {list(spec.shape)} is {list(part)}.",
+                remedy="Set weights before sharding, or load the plain model's state dict with load_state_dict.",
             )
 
 
@@ -323,9 +323,10 @@ class _CompareGradients(Function):
         every = all_gather_objects(to_list(sums), ctx.axis)
         if any(abs(a - b) > TOLERANCE * every[0][1] for sums in every for a, b in zip(sums, every[0], strict=True)):
             raise InputError(
-                f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}",
-                rule="Each rank computes the gradient of an input from its own heads only",
-                remedy=f"Detach {ctx.name}, or remove the tensor axis for a model whose {ctx.name} requires a gradient",
+                f"The {ctx.axis.size} tensor ranks computed different gradients for the input {ctx.name}.",
+                rule="Each rank computes the gradient of an input from its own heads only.",
+                remedy=f"Detach {ctx.name}, or remove the tensor axis for a model whose {ctx.name} requires a "
+                "gradient.",
             )
         return grad, None, None
 
@@ -439,10 +440,10 @@ class ForwardChecks:
             return
         raise ConfigError(
             f"This {type(model).__name__} was called directly on pipeline stage {stages.manager.stage} of "
-            f"{stages.manager.num_stages}",
-            rule="A stage contains only some layers, and generate() is not supported",
+            f"{stages.manager.num_stages}.",
+            rule="A stage contains only some layers, and generate() is not supported.",
             remedy="Write pipeline = shardformer.Pipeline(model, micro_batches=...), then pipeline.step(batch), "
-            "pipeline.evaluate(batch) or pipeline.forward(batch)",
+            "pipeline.evaluate(batch) or pipeline.forward(batch).",
         )
 
     def _check_arguments(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -450,9 +451,9 @@ class ForwardChecks:
             if kwargs.get(name) is not None:
                 raise ConfigError(
                     f"The input {name} is not supported on a {type(model).__name__} sharded over "
-                    f"{self._state.context}. With this input, {why}",
-                    rule="A layout supports only inputs for which a reduced model trains correctly",
-                    remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO",
+                    f"{self._state.context}. With this input, {why}.",
+                    rule="A layout supports only inputs for which a reduced model trains correctly.",
+                    remedy=f"Remove {name} from the batches, or use another layout, such as data parallelism or ZeRO.",
                 )
         if self._state.context.pipe.size > 1:
             self._check_pipeline_inputs(kwargs)
@@ -462,15 +463,16 @@ class ForwardChecks:
         for name, value in kwargs.items():
             if is_cache(value) and holds_tokens(value):
                 raise ConfigError(
-                    f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support",
-                    rule="Each stage has the keys and values of its own layers only",
-                    remedy="Remove the pipe axis for a model that is called with a KV cache",
+                    f"The input {name} is a {type(value).__name__} with tokens, which a pipeline does not support.",
+                    rule="Each stage has the keys and values of its own layers only.",
+                    remedy="Remove the pipe axis for a model that is called with a KV cache.",
                 )
             if torch.is_grad_enabled() and any(isinstance(x, Tensor) and x.requires_grad for x in tree_leaves(value)):
                 raise ConfigError(
-                    f"The input {name} requires a gradient, which a pipeline does not support",
-                    rule="A stage computes gradients of its own parameters, and most inputs reach only the first stage",
-                    remedy=f"Detach {name}, make a trained prompt a parameter of the model, or remove the pipe axis",
+                    f"The input {name} requires a gradient, which a pipeline does not support.",
+                    rule="A stage computes gradients of its own parameters, and most inputs reach only the first "
+                    "stage.",
+                    remedy=f"Detach {name}, make a trained prompt a parameter of the model, or remove the pipe axis.",
                 )
 
     def _check_requested_outputs(self, model: nn.Module, kwargs: Mapping[str, Any]) -> None:
@@ -487,7 +489,7 @@ class ForwardChecks:
             value = kwargs.get(name, False if name == "use_cache" else None)
             if is_refused and (getattr(settings, name, False) if value is None else value):
                 raise ConfigError(
-                    f"{name}=True is not supported on a model sharded over {self._state.context}",
+                    f"{name}=True is not supported on a model sharded over {self._state.context}.",
                     rule=why,
-                    remedy=f"Set {name}=False, or use the plain model",
+                    remedy=f"Set {name}=False, or use the plain model.",
                 )

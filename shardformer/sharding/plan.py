@@ -169,29 +169,29 @@ def _add_replacement(plan: ShardingPlan, at: str, module: nn.Module, sub: SubMod
     get_module(module, sub.suffix, at, " Set ignore_if_not_exist=True if some models do not have it")
     if not path:
         raise PolicyError(
-            "A rule of the policy replaces the full model",
-            remedy="Name submodules, or change the class of the model with inject_policy()",
+            "A rule of the policy replaces the full model.",
+            remedy="Name submodules, or change the class of the model with inject_policy().",
         )
     if not callable(getattr(sub.target_module, "from_native_module", None)):
         raise PolicyError(
-            f"The replacement class {qualified_name(sub.target_module)} of {path!r} has no from_native_module",
+            f"The replacement class {qualified_name(sub.target_module)} of {path!r} has no from_native_module.",
             remedy="Implement from_native_module(module, process_group, **kwargs), or name a parallel layer such as "
-            "Linear1D_Col",
+            "Linear1D_Col.",
         )
     module = get_module(plan.model, path)
     for other, known in plan.replacements.items():
         if f"{path}.".startswith(f"{other}.") or other.startswith(f"{path}."):
             raise PolicyError(
                 f"Two rules replace {path!r}" + (f" and {other!r}, which overlap" if path != other else ""),
-                remedy="Remove one of the two rules",
+                remedy="Remove one of the two rules.",
             )
         is_same = plan.model.get_submodule(other) is module
         if is_same and (known.target_module, known.kwargs or {}) != (sub.target_module, sub.kwargs or {}):
             raise PolicyError(
                 f"{other!r} and {path!r} are the same module, but one rule replaces it by "
                 f"{qualified_name(known.target_module)} with {_format_value(known.kwargs or {})} and another by "
-                f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}",
-                remedy="Use the same class and arguments in both rules, or remove one of the rules",
+                f"{qualified_name(sub.target_module)} with {_format_value(sub.kwargs or {})}.",
+                remedy="Use the same class and arguments in both rules, or remove one of the rules.",
             )
     plan.replacements[path] = sub
 
@@ -203,19 +203,19 @@ def _add_parameters(plan: ShardingPlan, at: str, module: nn.Module, parameters: 
         known = {} if owner is None else {**owner._parameters, **owner._buffers}
         if owner is None or known.get(name) is None:
             raise PolicyError(
-                f"The policy names {path!r}, which is not a parameter or buffer of the model",
+                f"The policy names {path!r}, which is not a parameter or buffer of the model.",
                 remedy=did_you_mean(name if owner else owner_path, known or [n for n, _ in module.named_modules()]),
             )
         if name in owner._buffers and name not in owner._non_persistent_buffers_set:
             raise PolicyError(
-                f"The policy shards {path}, a buffer that is saved in the state dict",
-                rule="Only parameters and non-persistent buffers can be sharded: saving does not gather buffers",
-                remedy="Keep the buffer replicated, or register it with persistent=False",
+                f"The policy shards {path}, a buffer that is saved in the state dict.",
+                rule="Only parameters and non-persistent buffers can be sharded: saving does not gather buffers.",
+                remedy="Keep the buffer replicated, or register it with persistent=False.",
             )
         if (owner_path := join_path(at, owner_path)) in plan.replacements:
             raise PolicyError(
-                f"The policy names the parameter {path} and also replaces its module {owner_path!r}",
-                remedy="Remove one of the two rules",
+                f"The policy names the parameter {path} and also replaces its module {owner_path!r}.",
+                remedy="Remove one of the two rules.",
             )
         plan.parameters[path] = splits
 
@@ -228,9 +228,9 @@ def _add_block(plan: ShardingPlan, at: str, module: nn.Module, block: BlockDescr
     own = [n for name, _ in entry.named_parameters(recurse=False) if (n := join_path(block.entry, name)) not in named]
     if own and block.entry not in (*block.columns, *block.cross_columns):
         raise PolicyError(
-            f"{own[0]} is a parameter of the module at the entry of a block, and not of a submodule",
-            rule="The gradient of such a parameter is partial inside the block and complete after its exit",
-            remedy="Describe it in `parameters`, move it into a submodule, or keep this block replicated",
+            f"{own[0]} is a parameter of the module at the entry of a block, and not of a submodule.",
+            rule="The gradient of such a parameter is partial inside the block and complete after its exit.",
+            remedy="Describe it in `parameters`, move it into a submodule, or keep this block replicated.",
         )
     plan.blocks.append((at, block))
 
@@ -244,7 +244,7 @@ def _add_changes(
         if (owner := get_at(module, owner_path)) is None or not hasattr(owner, attribute):
             known = vars(owner) if owner is not None else [n for n, _ in module.named_modules() if n]
             raise PolicyError(
-                f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes",
+                f"{join_path(at, owner_path) or 'The model'} has no attribute {attribute!r}, which the policy changes.",
                 remedy=did_you_mean(attribute if owner is not None else owner_path, [n for n in known if n[:1] != "_"]),
             )
         even_submodules = [
@@ -255,7 +255,7 @@ def _add_changes(
     for name, method in (description.method_replacement or {}).items():
         if not callable(getattr(module, name, None)):
             raise PolicyError(
-                f"{at or 'The model'} ({type(module).__name__}) has no method {name!r}, which the policy replaces",
+                f"{at or 'The model'} ({type(module).__name__}) has no method {name!r}, which the policy replaces.",
                 remedy=did_you_mean(name, [n for n in dir(module) if not n.startswith("_")]),
             )
         plan.methods[join_path(at, name)] = method
@@ -268,8 +268,8 @@ def _check_count_divides(name: str, before: Any, value: Any, size: int, even_sub
         fits = ", ".join(str(n) for n in range(1, before + 1) if before % n == 0)
         raise ConfigError(
             f"A tensor size of {size} does not divide {name}={before}, but the policy splits "
-            f"{even_submodules[0]!r} evenly",
-            remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads",
+            f"{even_submodules[0]!r} evenly.",
+            remedy=f"Use a tensor size of {fits}, or a RolePolicy, which supports uneven numbers of heads.",
         )
 
 
@@ -282,8 +282,8 @@ def _match_modules(
         if not found:
             known = {type(m).__name__ for _, m in modules} | {path for path, _ in modules if path}
             raise PolicyError(
-                f"The policy's rule for {qualified_name(key)!r} matches no module of {type(model).__name__}",
-                rule="A rule names modules by class, by class name, or by path with * for an index",
+                f"The policy's rule for {qualified_name(key)!r} matches no module of {type(model).__name__}.",
+                rule="A rule names modules by class, by class name, or by path with * for an index.",
                 remedy=did_you_mean(qualified_name(key), known),
             )
         yield from found
@@ -317,9 +317,9 @@ def _check_tied_weights(plan: ShardingPlan) -> None:
                 continue
             other = sharded[id(p)]
             raise PolicyError(
-                f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it",
-                rule="Modules with a tied weight must all be sharded or all be replicated",
-                remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated",
+                f"{join_path(path, name)} is tied to the sharded parameter {other}, but no rule shards it.",
+                rule="Modules with a tied weight must all be sharded or all be replicated.",
+                remedy=f"Add {path!r} as an embedding or head, or keep {other.rpartition('.')[0]!r} replicated.",
             )
 
 

@@ -78,8 +78,8 @@ class LocalWidthTensor(Tensor):
         if not has_data(x):
             raise ConfigError(
                 "The model computes the size of its attention heads from the shape of an input, which fake "
-                "tensors do not support",
-                remedy="Count the collectives in a real step, with shardformer.local_ranks.threads.run_as_threads",
+                "tensors do not support.",
+                remedy="Count the collectives in a real step, with shardformer.local_ranks.threads.run_as_threads.",
             )
         entered = x.as_subclass(LocalWidthTensor)
         entered.block = block
@@ -256,9 +256,9 @@ class TensorParallelBlock:
         if any(c is column for c in self.columns):
             raise PolicyError(
                 f"A column-parallel layer was called without {self._entry}, the entry of its block, because the model "
-                "replaced that module after sharding",
+                "replaced that module after sharding.",
                 remedy="Replace the module before you shard the model. If the model replaces it (BigBird does for a "
-                "batch shorter than its attention blocks), select it in the config or pass longer sequences",
+                "batch shorter than its attention blocks), select it in the config or pass longer sequences.",
             )
 
     def project_by_weight(self, weight: Tensor, x: Tensor) -> Tensor | None:
@@ -293,10 +293,10 @@ class TensorParallelBlock:
                 continue
             if node is entered.grad_fn or (isinstance(entered, DeferredTensor) and entered.is_made_by(node)):
                 raise PolicyError(
-                    f"{type(module).__name__} adds its input to the output of its tensor-parallel block",
+                    f"{type(module).__name__} adds its input to the output of its tensor-parallel block.",
                     rule="All paths through a block end in its row-parallel linear layer, so the residual must be "
-                    "added outside the block",
-                    remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...)",
+                    "added outside the block.",
+                    remedy="Name the first projection as the entry: inputs=AttentionInputs(entry=...).",
                 )
             seen.add(node)
             reached += [following for following, _ in node.next_functions]
@@ -331,8 +331,8 @@ def change_argument(module: nn.Module, name: str, change: Callable[[Tensor], Ten
     names = list(inspect.signature(module.forward).parameters)
     if name not in names and "kwargs" not in names:
         raise PolicyError(
-            f"{type(module).__name__}.forward has no argument {name!r}, which the policy names",
-            remedy=f"Use one of {', '.join(names)}",
+            f"{type(module).__name__}.forward has no argument {name!r}, which the policy names.",
+            remedy=f"Use one of {', '.join(names)}.",
         )
     position = names.index(name) if name in names else len(names)
 

@@ -215,8 +215,8 @@ class FusedLinear1D_Col(Linear1D_Col):
     ) -> None:
         if out_features % n_fused:
             raise ConfigError(
-                f"n_fused={n_fused} does not divide out_features={out_features}",
-                remedy="Pass n_fused as the number of concatenated projections, or pass a split",
+                f"n_fused={n_fused} does not divide out_features={out_features}.",
+                remedy="Pass n_fused as the number of concatenated projections, or pass a split.",
             )
         axis = Axis.of(kwargs.get("process_group"))
         kwargs.setdefault("split", Split.fused([out_features // n_fused] * n_fused, axis.size))
@@ -405,8 +405,8 @@ class _ParallelEmbedding(ParallelModule):
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(module, option):
                 raise ConfigError(
-                    f"The embedding has {option}={getattr(module, option)}, which needs the full table on one rank",
-                    remedy=f"Build the model without {option}, or do not shard this embedding",
+                    f"The embedding has {option}={getattr(module, option)}, which needs the full table on one rank.",
+                    remedy=f"Build the model without {option}, or do not shard this embedding.",
                 )
         new = cls(module.num_embeddings, module.embedding_dim, process_group=process_group, native=module, **kwargs)
         new.factor = factor or 1.0
@@ -459,8 +459,8 @@ class VocabParallelEmbedding1D(_ParallelEmbedding):
         if low < 0 or high >= self.num_embeddings:
             invalid = int(low if low < 0 else high)
             raise InputError(
-                f"The batch contains the token id {invalid}, but the vocabulary has {self.num_embeddings} tokens",
-                remedy="Use the tokenizer of the model, or resize the model's embeddings before you shard it",
+                f"The batch contains the token id {invalid}, but the vocabulary has {self.num_embeddings} tokens.",
+                remedy="Use the tokenizer of the model, or resize the model's embeddings before you shard it.",
             )
 
 
@@ -532,8 +532,8 @@ class ShardedNorm(ParallelModule):
         shapes = {tuple(p.shape) for p in norm.parameters()}
         if shapes - {(full,)}:
             raise ConfigError(
-                f"ShardedNorm cannot replace a norm over {shapes}, because the sharded dim has {full} features",
-                remedy="Remove the rule for a norm over the features of one head, which does not need to be sharded",
+                f"ShardedNorm cannot replace a norm over {shapes}, because the sharded dim has {full} features.",
+                remedy="Remove the rule for a norm over the features of one head, which does not need to be sharded.",
             )
         return cls(norm, process_group=process_group, **kwargs)
 
@@ -599,7 +599,7 @@ def _check_plain_dropout(cls: type[nn.Module], module: nn.Module, options: dict[
     if not isinstance(module, nn.Dropout) or options:
         arguments = f" with {', '.join(f'{k}={v!r}' for k, v in options.items())}" if options else ""
         raise ConfigError(
-            f"{cls.__name__} cannot replace a {type(module).__name__}{arguments}",
-            remedy="Name the dropout itself in the policy, without kwargs",
+            f"{cls.__name__} cannot replace a {type(module).__name__}{arguments}.",
+            remedy="Name the dropout itself in the policy, without kwargs.",
         )
     return module

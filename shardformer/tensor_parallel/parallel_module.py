@@ -114,7 +114,7 @@ class ParallelModule(nn.Module, ABC):
         super().__init__()
         if isinstance(axis, dist.ProcessGroup):
             raise ConfigError(
-                f"{type(self).__name__} received the process group {axis}", remedy="Pass Axis.of(process_group)"
+                f"{type(self).__name__} received the process group {axis}.", remedy="Pass Axis.of(process_group)."
             )
         self.axis = axis or Axis("tensor")
         self.shard_specs: dict[str, ShardSpec] = {}
@@ -128,8 +128,8 @@ class ParallelModule(nn.Module, ABC):
     def from_native_module(cls, module: nn.Module, process_group: GroupLike = None, **kwargs: Any) -> nn.Module:
         """Build the parallel module that replaces ``module``, whose parameters are not sharded yet."""
         raise PolicyError(
-            f"{cls.__name__} does not define from_native_module",
-            remedy="Add the classmethod from_native_module(module, process_group, **kwargs)",
+            f"{cls.__name__} does not define from_native_module.",
+            remedy="Add the classmethod from_native_module(module, process_group, **kwargs).",
         )
 
     def register_shard(
@@ -187,8 +187,8 @@ def check_plain_class(module: nn.Module, *kinds: type[nn.Module]) -> None:
         found = "hooks"
     if found is not None:
         raise ConfigError(
-            f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it",
-            rule=f"Parallel layers replace only a plain {' or '.join(kind.__name__ for kind in kinds)}",
+            f"{type(module).__module__}.{type(module).__name__} has {found}, so a parallel layer cannot replace it.",
+            rule=f"Parallel layers replace only a plain {' or '.join(kind.__name__ for kind in kinds)}.",
             remedy="Remove the hooks, or register them on the attention or MLP"
             if found == "hooks"
             else "Do not shard this module, or write a ParallelModule for it with its own from_native_module",
@@ -268,14 +268,14 @@ def _make_test_values(like: Tensor) -> Tensor:
 
 
 def wrong_class_error(cls: type[nn.Module], module: nn.Module, remedy: str) -> ConfigError:
-    return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}", remedy=remedy)
+    return ConfigError(f"{cls.__name__} cannot replace a {type(module).__name__}.", remedy=remedy)
 
 
 def check_shardable(dim_name: str, size: int, axis: Axis) -> None:
     """Raise ConfigError if a dim of ``size`` elements is too small to give every rank an element."""
     if size < axis.size:
         raise ConfigError(
-            f"{dim_name}={size} cannot be sharded over {axis.size} ranks",
+            f"{dim_name}={size} cannot be sharded over {axis.size} ranks.",
             remedy=f"Use a tensor size of {size} or less" if size > 1 else "Do not shard this layer",
         )
 

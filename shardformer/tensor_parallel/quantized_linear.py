@@ -189,9 +189,9 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
             if width % state.blocksize
             else f"the columns {columns} of its 4-bit weight of shape {tuple(state.shape)} divide a block",
             rule=f"The values of a block have one scale. Blocks have {state.blocksize} values, and can be divided into "
-            f"blocks of {MIN_BLOCK}",
+            f"blocks of {MIN_BLOCK}.",
             remedy="Use a smaller tensor size, use data parallelism or ZeRO instead of the tensor axis, or list the "
-            "layer in llm_int8_skip_modules of the BitsAndBytesConfig",
+            "layer in llm_int8_skip_modules of the BitsAndBytesConfig.",
         )
     packed = weight.data.as_subclass(Tensor).reshape(-1).view(torch.uint8).view(rows, -1)
     scales = full_scales(state).repeat_interleave(state.blocksize // block).view(rows, -1)
@@ -218,9 +218,9 @@ def slice_4bit(weight: Any, dim: int, slices: Sequence[Slice]) -> Any:
     expected = torch.cat([full.narrow(dim, a, b - a) for a, b in slices], dim)
     if not torch.equal(dequantize_4bit(local.data, local.quant_state), expected):
         raise ConfigError(
-            "A shard of a 4-bit weight does not have the values of the full weight",
-            rule="This release of bitsandbytes stores 4-bit weights in an unknown order",
-            remedy="Use the newest bitsandbytes, or data parallelism or ZeRO instead of the tensor axis",
+            "A shard of a 4-bit weight does not have the values of the full weight.",
+            rule="This release of bitsandbytes stores 4-bit weights in an unknown order.",
+            remedy="Use the newest bitsandbytes, or data parallelism or ZeRO instead of the tensor axis.",
         )
     return local
 

@@ -160,9 +160,9 @@ def enter_region(x: Tensor, axis: Axis) -> Tensor:
         if custom_function_of(node) is CopyToTpRegion:
             raise PolicyError(
                 f"A tensor of shape {tuple(x.shape)} enters a tensor-parallel block for the second time, so its "
-                "gradient would be summed twice over the ranks",
+                "gradient would be summed twice over the ranks.",
                 remedy="Name this tensor only once in the policy: in `cross_states` of the stack, or in `inputs` "
-                "of the attention modules",
+                "of the attention modules.",
             )
         before = node.next_functions
         node = before[0][0] if len(before) == 1 else None  # follows views, which have one input

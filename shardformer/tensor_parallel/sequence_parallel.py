@@ -57,9 +57,9 @@ class StackActivations:
         shard = layout.shard_at_stack(axis.name) if axis.size > 1 else None
         if shard is not None and (shard.dim not in REGIONS_BY_DIM or shard.order is not IndexOrder.CONTIGUOUS):
             raise ConfigError(
-                f"A stack of layers cannot shard its activations with {shard}",
-                rule=f"A stack shards only {', '.join(d for d in REGIONS_BY_DIM if d)}, in contiguous slices",
-                remedy="Shard this dim at the inputs of the model, or add a region in tensor_parallel/region.py",
+                f"A stack of layers cannot shard its activations with {shard}.",
+                rule=f"A stack shards only {', '.join(d for d in REGIONS_BY_DIM if d)}, in contiguous slices.",
+                remedy="Shard this dim at the inputs of the model, or add a region in tensor_parallel/region.py.",
             )
         self._dim: Dim | None = None if shard is None else shard.dim
         self.samples, self.full = 0, 0  # batch size and sequence length of the last input
@@ -205,8 +205,9 @@ class StackActivations:
         if x_BsH.dim() < 3 or x_BsH.shape[SEQUENCE] != length:
             raise ConfigError(
                 f"A block with sequence parallelism received a tensor of shape {tuple(x_BsH.shape)} instead of "
-                f"(batch, {length}, hidden), which are the local positions of a sequence of {self.full}",
-                remedy="Disable sequence parallelism, or the option that splits the sequence (chunk_size_feed_forward)",
+                f"(batch, {length}, hidden), which are the local positions of a sequence of {self.full}.",
+                remedy="Disable sequence parallelism, or the option that splits the sequence "
+                "(chunk_size_feed_forward).",
             )
 
     def view_per_token(self, x: Tensor) -> Tensor | None:
@@ -311,7 +312,7 @@ def first_tensor(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Tensor:
 def _name_of_first_tensor(kwargs: Mapping[str, Any]) -> str:
     tensors = [name for name, value in kwargs.items() if isinstance(value, Tensor)]
     if not tensors:
-        raise InputError("A layer was called without a tensor argument", remedy="Pass the hidden states to the layer")
+        raise InputError("A layer was called without a tensor argument.", remedy="Pass the hidden states to the layer.")
     return "hidden_states" if "hidden_states" in tensors else tensors[0]
 
 

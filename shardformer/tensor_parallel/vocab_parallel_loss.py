@@ -84,8 +84,8 @@ def vocab_parallel_cross_entropy(
     check_choice("reduction", reduction, REDUCTIONS)
     if not 0.0 <= label_smoothing <= 1.0:
         raise ConfigError(
-            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0",
-            remedy="Use 0.0 for no smoothing, or a value such as 0.1",
+            f"label_smoothing={label_smoothing} is not between 0.0 and 1.0.",
+            remedy="Use 0.0 for no smoothing, or a value such as 0.1.",
         )
     _check_targets(logits_Tv, targets_T, bounds[-1], ignore_index)
     dtype = torch.float32 if upcast and logits_Tv.element_size() < 4 else logits_Tv.dtype
@@ -218,8 +218,8 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
     if logits_Tv.dim() != 2 or targets_T.shape != logits_Tv.shape[:1]:
         raise InputError(
             f"The loss received logits of shape {tuple(logits_Tv.shape)} and labels of shape {tuple(targets_T.shape)}, "
-            "but it needs shapes (tokens, vocabulary) and (tokens,)",
-            remedy="Flatten both: logits.view(-1, vocab_size) and labels.view(-1)",
+            "but it needs shapes (tokens, vocabulary) and (tokens,).",
+            remedy="Flatten both: logits.view(-1, vocab_size) and labels.view(-1).",
         )
     if targets_T.numel() == 0:
         return
@@ -233,9 +233,9 @@ def _check_targets(logits_Tv: Tensor, targets_T: Tensor, vocab_size: int, ignore
     if lowest < 0 or highest >= vocab_size:
         raise InputError(
             f"The label {highest if highest >= vocab_size else lowest} is neither in the vocabulary, 0 to "
-            f"{vocab_size - 1}, nor ignore_index={ignore_index}",
+            f"{vocab_size - 1}, nor ignore_index={ignore_index}.",
             remedy="Use the model's own tokenizer, call resize_token_embeddings before you shard the model, "
-            f"or set the labels of padding to {ignore_index}",
+            f"or set the labels of padding to {ignore_index}.",
         )
 
 
@@ -264,8 +264,8 @@ def cross_entropy_1d(
     if width != expected:
         raise InputError(
             f"The logits on rank {axis.rank} of {axis.size} have {width} columns, but the shard of this "
-            f"rank for vocab_size={vocab_size} has {expected} columns",
-            remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column",
+            f"rank for vocab_size={vocab_size} has {expected} columns.",
+            remedy="Shard the vocabulary evenly. If its size is not divisible, the first ranks have one more column.",
         )
     return vocab_parallel_cross_entropy(
         logits.reshape(-1, width), labels.reshape(-1), axis, bounds, ignore_index=ignore_index

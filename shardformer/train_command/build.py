@@ -65,7 +65,8 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     known = {name: kind for name, kind in {**known, **PACKAGE_OPTIMIZERS}.items() if name != "Optimizer"}
     if table.name not in known:
         raise ConfigError(
-            f"optimizer.name = {table.name!r} is not a class of torch.optim, or one of {', '.join(PACKAGE_OPTIMIZERS)}",
+            f"optimizer.name = {table.name!r} is not a class of torch.optim, or one of "
+            f"{', '.join(PACKAGE_OPTIMIZERS)}.",
             remedy=did_you_mean(table.name, known),
         )
     kind = known[table.name]
@@ -76,8 +77,8 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
     has_decay = bool(arguments.get(WEIGHT_DECAY, default.default if default is not None else 0))
     if table.decay_biases_and_norms and not has_decay:
         raise ConfigError(
-            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {WEIGHT_DECAY}",
-            remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms",
+            f"optimizer.decay_biases_and_norms = true has no effect, because {kind.__name__} has no {WEIGHT_DECAY}.",
+            remedy=f"Set optimizer.{WEIGHT_DECAY} = 0.01, or remove decay_biases_and_norms.",
         )
 
     def make(group: Callable[[Iterable[nn.Parameter]], list[Any]], params: Iterable[nn.Parameter]) -> Any:
@@ -87,7 +88,7 @@ def build_optimizer(table: OptimizerTable) -> MakeOptimizer:
         except Exception as error:  # classes raise different errors
             shown = ", ".join(f"{name} = {value!r}" for name, value in arguments.items())
             raise ConfigError(
-                f"{kind.__name__} does not accept {shown}: {first_line(error)}", remedy="Correct the value"
+                f"{kind.__name__} does not accept {shown}: {first_line(error)}.", remedy="Correct the value."
             ) from error
 
     make(list, [nn.Parameter(torch.zeros(1))])  # raises for invalid values before anything is loaded
@@ -145,7 +146,7 @@ def lr_factors_of(table: OptimizerTable, model: nn.Module) -> dict[str, float]:
     for pattern in table.lr_factors:
         if not fnmatch.filter(names, pattern):
             raise ConfigError(
-                f"optimizer.lr_factors has {pattern!r}, which matches no parameter",
+                f"optimizer.lr_factors has {pattern!r}, which matches no parameter.",
                 remedy=did_you_mean(pattern, names),
             )
     depths = _layer_depths(model, names) if table.layer_decay != 1 else dict.fromkeys(names, 0)
@@ -166,8 +167,8 @@ def _layer_depths(model: nn.Module, names: Sequence[str]) -> dict[str, int]:
     path = max(stacks, key=lambda path: len(stacks[path]), default=None)
     if path is None or len(stacks[path]) < 2:
         raise ConfigError(
-            f"optimizer.layer_decay has no effect, because {type(model).__name__} has no ModuleList of layers",
-            remedy="Remove it, or set optimizer.lr_factors",
+            f"optimizer.layer_decay has no effect, because {type(model).__name__} has no ModuleList of layers.",
+            remedy="Remove it, or set optimizer.lr_factors.",
         )
     count, prefix = len(stacks[path]), f"{path}."
     is_before, depths = True, {}
@@ -201,14 +202,14 @@ def freeze_parameters(model: nn.Module, patterns: Sequence[str]) -> None:
     for pattern in patterns:
         if not fnmatch.filter(names, pattern):
             near = did_you_mean(pattern.removesuffix(".*"), {name.rpartition(".")[0] for name in names} | {*names})
-            raise ConfigError(f"model.freeze has {pattern!r}, which matches no parameter", remedy=near)
+            raise ConfigError(f"model.freeze has {pattern!r}, which matches no parameter.", remedy=near)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in model.parameters()):
         raise ConfigError(
-            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained",
-            remedy="Remove a pattern",
+            f"model.freeze = {list(patterns)} matches all parameters of the model, so nothing is trained.",
+            remedy="Remove a pattern.",
         )
 
 
@@ -249,8 +250,8 @@ def add_adapters(table: LoraTable, model: nn.Module, task: str) -> nn.Module:
             return adapted
     except (ValueError, TypeError, RuntimeError) as error:
         raise ConfigError(
-            f"PEFT cannot add adapters to {type(model).__name__}: {first_line(error)}",
-            remedy="Correct lora.target_modules or lora.modules_to_save",
+            f"PEFT cannot add adapters to {type(model).__name__}: {first_line(error)}.",
+            remedy="Correct lora.target_modules or lora.modules_to_save.",
         ) from error
 
 
@@ -275,13 +276,13 @@ def check_arguments(cls: Any, arguments: Mapping[str, Any], table: str, ignored:
     for name in arguments:
         if name not in known:
             raise ConfigError(
-                f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}",
+                f"{table}.{name} = {arguments[name]!r} is not an argument of {cls.__name__}.",
                 remedy=suggest_key(name, known),
             )
     for name in known:
         p = parameters[name]
         if p.default is p.empty and p.kind is p.POSITIONAL_OR_KEYWORD and name not in arguments:
-            raise ConfigError(f"{table} has no {name}, but {cls.__name__} requires one", remedy=f"Set {table}.{name}")
+            raise ConfigError(f"{table} has no {name}, but {cls.__name__} requires one.", remedy=f"Set {table}.{name}.")
 
 
 def count_steps(config: TrainConfig, data: TrainingData) -> int:
@@ -428,9 +429,9 @@ def _validate_argument_types(hook_class: Any, arguments: dict[str, Any], table: 
         except ValidationError as error:
             messages = "; or ".join(dict.fromkeys(each["msg"] for each in error.errors()))
             raise ConfigError(
-                f"{table}.{name} = {value!r:.80} has the wrong type",
+                f"{table}.{name} = {value!r:.80} has the wrong type.",
                 rule=". ".join(filter(None, (messages, known[name].description.replace("`", "'").rstrip(".")))),
-                remedy="Correct the value",
+                remedy="Correct the value.",
             ) from error
     return found
 
@@ -441,15 +442,15 @@ def _find_hook_class(hook_name: str) -> Any:
     file, colon, attribute = hook_name.rpartition(":")
     if not colon:
         raise ConfigError(
-            f"There is no hook called {hook_name!r}",
-            rule='Write your own hook with its file and class as "my_hooks.py:MyHook"',
+            f"There is no hook called {hook_name!r}.",
+            rule='Write your own hook with its file and class as "my_hooks.py:MyHook".',
             remedy=suggest_key(hook_name, KNOWN_HOOKS),
         )
     found = getattr(_import_hook_file(file, hook_name), attribute, None)
     if not (isinstance(found, type) and issubclass(found, Hook)):
         raise ConfigError(
-            f"{file} contains no subclass of Hook called {attribute!r}",
-            remedy=f"Correct the name in hooks.{hook_name!r}",
+            f"{file} contains no subclass of Hook called {attribute!r}.",
+            remedy=f"Correct the name in hooks.{hook_name!r}.",
         )
     return found
 
@@ -459,8 +460,8 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
     spec = importlib.util.spec_from_file_location(Path(file).stem, file) if Path(file).is_file() else None
     if spec is None or spec.loader is None:
         raise ConfigError(
-            f"The file {file!r} of hooks.{hook_name!r} does not exist",
-            remedy='Correct the path; the form is "my_hooks.py:MyHook"',
+            f"The file {file!r} of hooks.{hook_name!r} does not exist.",
+            remedy='Correct the path; the form is "my_hooks.py:MyHook".',
         )
     module = importlib.util.module_from_spec(spec)
     try:
@@ -469,8 +470,8 @@ def _import_hook_file(file: str, hook_name: str) -> Any:
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == spec.origin]
         where = f" in line {lines[-1]}" if lines else ""
         raise ConfigError(
-            f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}",
-            remedy=f"Fix the file, or remove hooks.{hook_name!r}",
+            f"Importing {file} failed{where}: {type(error).__name__}: {first_line(error)}.",
+            remedy=f"Fix the file, or remove hooks.{hook_name!r}.",
         ) from error
     return module
 
@@ -499,7 +500,7 @@ def model_class_for(config: TrainConfig) -> Any:
     if not is_model or not hasattr(kind, "from_pretrained"):
         known = [n for n in dir(transformers) if re.search(r"For[A-Z]|Model$", n)]
         raise ConfigError(
-            f"model.head = {name!r} is not a model class of transformers", remedy=did_you_mean(name, known)
+            f"model.head = {name!r} is not a model class of transformers.", remedy=did_you_mean(name, known)
         )
     return kind
 
@@ -535,14 +536,14 @@ def build_model(
     except Exception as error:  # model code may raise any error
         raise ConfigError(
             f"transformers cannot build a {kind.__name__} from {config.model.name!r}: {type(error).__name__}: "
-            f"{first_line(error)}",
+            f"{first_line(error)}.",
             remedy=remote_code_hint("Correct model.task, model.head or model.config", error),
         ) from error
     kind = type(model)
     if kind.__module__.startswith("transformers.") and "labels" not in inspect.signature(kind.forward).parameters:
         raise ConfigError(
-            f"model.head builds a {kind.__name__}, which accepts no labels and returns no loss",
-            remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM",
+            f"model.head builds a {kind.__name__}, which accepts no labels and returns no loss.",
+            remedy="Remove model.head, or specify a class with a loss, such as AutoModelForCausalLM.",
         )
     return model
 
@@ -578,7 +579,7 @@ def _check_task_support(config: TrainConfig, model_config: Any, model_class: Any
     ]
     raise ConfigError(
         f"model.{'head' if config.model.head else 'task'} = {config.model.head or config.model.task!r} does not "
-        f"support {config.model.name!r}: {model_class.__name__} has no model of type {model_config.model_type}",
+        f"support {config.model.name!r}: {model_class.__name__} has no model of type {model_config.model_type}.",
         remedy=f"Set model.task = {' or '.join(map(repr, tasks))}" if tasks else "Use another model",
     )
 
@@ -596,13 +597,13 @@ def _check_data_fits_model(config: TrainConfig, data: TrainingData, model_config
     size = getattr(text, "vocab_size", None)
     if size is not None and data.tokens.size > size:
         raise ConfigError(
-            f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}",
+            f"The tokenizer {data.tokens.name!r} has {data.tokens.size} tokens, but the model has vocab_size={size}.",
             remedy="Use the tokenizer of the model, or with model.random = true set model.config.vocab_size = "
-            f"{data.tokens.size}",
+            f"{data.tokens.size}.",
         )
     most = max_positions(model_config)
     if most is not None and config.data.sequence_length > most:
         raise ConfigError(
-            f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model",
-            remedy=f"Use {most} or less, or for rotary position embeddings (RoPE) increase the limit in model.config",
+            f"data.sequence_length = {config.data.sequence_length} exceeds the {most} positions of the model.",
+            remedy=f"Use {most} or less, or for rotary position embeddings (RoPE) increase the limit in model.config.",
         )

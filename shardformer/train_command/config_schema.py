@@ -271,13 +271,13 @@ class TrainConfig(ConfigTable):
         training, data = self.training, self.data
         if training.steps is not None and training.epochs is not None:
             raise ConfigError(
-                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set",
-                remedy="Remove one of them; on the command line, --set training.epochs= removes a key",
+                f"training.steps = {training.steps} and training.epochs = {training.epochs:g} cannot both be set.",
+                remedy="Remove one of them; on the command line, --set training.epochs= removes a key.",
             )
         if training.validate_every is not None and not data.has_validation:
             raise ConfigError(
-                f"training.validate_every = {training.validate_every} requires data.validation",
-                remedy="Set data.validation, or remove validate_every",
+                f"training.validate_every = {training.validate_every} requires data.validation.",
+                remedy="Set data.validation, or remove validate_every.",
             )
         self._check_data()
         self._check_no_unused_keys()
@@ -288,14 +288,14 @@ class TrainConfig(ConfigTable):
         count = 1 if isinstance(data.train, str) else len(data.train)
         if data.weights is not None and (len(data.weights) != count or min(data.weights) <= 0):
             raise ConfigError(
-                f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}",
-                rule="Each item needs one positive weight",
-                remedy="Correct the weights",
+                f"data.weights = {data.weights} does not fit data.train, which has {count} item{'s' * (count > 1)}.",
+                rule="Each item needs one positive weight.",
+                remedy="Correct the weights.",
             )
         if data.validation_fraction is not None and (data.validation or data.validation_split):
             raise ConfigError(
-                f"data.validation_fraction = {data.validation_fraction} and data.validation cannot both be set",
-                remedy="Remove one of them",
+                f"data.validation_fraction = {data.validation_fraction} and data.validation cannot both be set.",
+                remedy="Remove one of them.",
             )
         if not data.streaming:
             return
@@ -306,13 +306,13 @@ class TrainConfig(ConfigTable):
         for key, value in conflicts.items():
             if value:
                 raise ConfigError(
-                    f"data.streaming = true and {key} = {str(value).lower()} cannot both be set",
-                    remedy="Remove one of them",
+                    f"data.streaming = true and {key} = {str(value).lower()} cannot both be set.",
+                    remedy="Remove one of them.",
                 )
         if self.training.steps is None:
             raise ConfigError(
-                "data.streaming = true requires training.steps, because the length of the data is unknown",
-                remedy="Set training.steps",
+                "data.streaming = true requires training.steps, because the length of the data is unknown.",
+                remedy="Set training.steps.",
             )
 
     def _check_no_unused_keys(self) -> None:
@@ -323,7 +323,7 @@ class TrainConfig(ConfigTable):
             tables: BaseModel = getattr(self, table)
             value = getattr(tables, name)
             if not is_used and value != type(tables).model_fields[name].default:
-                raise ConfigError(f"{key} = {value!r} has no effect without {needed}", remedy="Remove it")
+                raise ConfigError(f"{key} = {value!r} has no effect without {needed}.", remedy="Remove it.")
 
     @property
     def layout(self) -> ParallelConfig:
@@ -448,14 +448,14 @@ def load_train_config(file: str | Path, changes: Sequence[str] = ()) -> TrainCon
     except OSError as error:
         near = did_you_mean(path.name, (other.name for other in path.absolute().parent.glob("*.toml")))
         raise ConfigError(
-            f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}",
+            f"The configuration file {str(file)!r} cannot be read: {error.strerror or error}.",
             remedy=near if near.startswith("Did") else "Pass the path of a TOML file",
         ) from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, RecursionError) as error:
         raise ConfigError(
-            f"The configuration file {str(file)!r} is not valid TOML: {error}",
-            rule='A table starts with its name in brackets, and its lines have the form steps = 100 or name = "gpt2"',
-            remedy="Correct the line",
+            f"The configuration file {str(file)!r} is not valid TOML: {error}.",
+            rule='A table starts with its name in brackets, and its lines have the form steps = 100 or name = "gpt2".',
+            remedy="Correct the line.",
         ) from error
     for change in changes:
         apply_command_line_change(tables, change)
@@ -494,7 +494,7 @@ def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
     key, equals, text = change.partition("=")
     *parents, name = (part.strip() for part in key.split("."))
     if not equals or not name or not all(parents):
-        raise ConfigError(f"--set {change} does not have the form key=value", remedy="Write --set parallel.tensor=2")
+        raise ConfigError(f"--set {change} does not have the form key=value.", remedy="Write --set parallel.tensor=2.")
     try:
         value = tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
@@ -504,8 +504,8 @@ def apply_command_line_change(tables: dict[str, Any], change: str) -> None:
         table = table.setdefault(part, {})
         if not isinstance(table, dict):
             raise ConfigError(
-                f"--set {change} requires a table {part!r}, which is a value in the file",
-                remedy=f"Write [{part}] in the file",
+                f"--set {change} requires a table {part!r}, which is a value in the file.",
+                remedy=f"Write [{part}] in the file.",
             )
     if text.strip():
         table[name] = value
@@ -523,12 +523,12 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
         known = list(table.model_fields) if table is not None else []
         return ConfigError(
             f"{source} has {key} = {first['input']!r:.80}, which is not a key of "
-            f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}",
+            f"{'the file' if len(key_path) == 1 else f'[{key_path[-2]}]'}.",
             remedy=f"Use its new name {RENAMED_KEYS[key]}" if key in RENAMED_KEYS else suggest_key(name, known),
         )
     if first["type"] == "missing":
         return ConfigError(
-            f"{source} has no {key}, which is required",
+            f"{source} has no {key}, which is required.",
             rule=_describe_key(table, name),
             remedy=f"Write {name} in [{'.'.join(key_path[:-1])}]" if len(key_path) > 1 else f"Write a table [{name}]",
         )
@@ -536,7 +536,7 @@ def _to_config_error(error: ValidationError, source: str) -> ConfigError:
     messages = "; or ".join(dict.fromkeys(e["msg"].removeprefix("Value error, ") for e in same_key))
     known = str(first.get("ctx", {}).get("expected", "")).replace("'", "").replace(" or ", ", ").split(", ")
     return ConfigError(
-        f"{source} has an invalid value, {key} = {first['input']!r:.80}",
+        f"{source} has an invalid value, {key} = {first['input']!r:.80}.",
         rule=". ".join(filter(None, (messages, _describe_key(table, name)))),
         remedy=did_you_mean(str(first["input"]), known) if first["type"] == "literal_error" else _suggest_value(first),
     )

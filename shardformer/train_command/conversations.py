@@ -58,16 +58,16 @@ def read_conversation(row: Mapping[str, Any], data: DataTable) -> list[Message]:
     pair = _pair_fields(row, data)
     if pair is None and data.prompt is None and data.messages in row:
         raise InputError(
-            f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages",
-            rule='A conversation is a list such as [{"role": "user", "content": "words"}], and not its text as JSON',
-            remedy="Correct or remove that row",
+            f"A row has {row[data.messages]!r:.60} in the field {data.messages!r}, which is not a list of messages.",
+            rule='A conversation is a list such as [{"role": "user", "content": "words"}], and not its text as JSON.',
+            remedy="Correct or remove that row.",
         )
     if pair is None:
         known = ", ".join(f"{prompt!r} and {answer!r}" for prompt, answer in PAIRS)
         raise InputError(
-            f"The fields {', '.join(map(repr, row))} of a row do not contain a conversation",
-            rule=f"A conversation is a list of messages in {data.messages!r} or 'conversations', or has {known}",
-            remedy="Set data.messages, or data.prompt and data.target, to the names of the fields",
+            f"The fields {', '.join(map(repr, row))} of a row do not contain a conversation.",
+            rule=f"A conversation is a list of messages in {data.messages!r} or 'conversations', or has {known}.",
+            remedy="Set data.messages, or data.prompt and data.target, to the names of the fields.",
         )
     return _read_pair(row, pair)
 
@@ -101,8 +101,8 @@ def _add_system(messages: list[Message], row: Mapping[str, Any]) -> list[Message
         return [{"role": SYSTEM, "content": system}, *messages]
     if messages[0]["content"] != system:
         raise InputError(
-            f"A row has the system message {messages[0]['content']!r:.60}, but {system!r:.60} in the field {SYSTEM!r}",
-            remedy="Remove one of them",
+            f"A row has the system message {messages[0]['content']!r:.60}, but {system!r:.60} in the field {SYSTEM!r}.",
+            remedy="Remove one of them.",
         )
     return messages
 
@@ -120,9 +120,10 @@ def read_answer(row: Mapping[str, Any], field: str, data: DataTable) -> list[Mes
         messages = [*_read_messages(prompt if is_list else [{"role": "user", "content": prompt}], "prompt"), *messages]
     if len(messages) < 2 or messages[-1]["role"] != ANSWER:
         raise InputError(
-            f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt",
-            rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the prompt",
-            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields",
+            f"The field {field!r} of a row contains {answer!r:.60}, which is not an answer to a prompt.",
+            rule="An answer is a text or messages after the field 'prompt', or a conversation that contains the "
+            "prompt.",
+            remedy="Correct the data, or set data.prompt, data.chosen and data.rejected to the names of the fields.",
         )
     return _add_system(messages, row)
 
@@ -132,8 +133,8 @@ def template_options(row: Mapping[str, Any]) -> dict[str, Any]:
     tools = _from_json(row.get(TOOLS) or [])
     if not isinstance(tools, (list, tuple)) or not all(isinstance(_from_json(tool), Mapping) for tool in tools):
         raise InputError(
-            f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions",
-            remedy="Write a list of JSON schemas, or remove the field",
+            f"A row has {row[TOOLS]!r:.60} in the field {TOOLS!r}, which is not a list of functions.",
+            remedy="Write a list of JSON schemas, or remove the field.",
         )
     return {TOOLS: [_from_json(tool) for tool in tools]} if tools else {}
 
@@ -172,9 +173,9 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
         calls = message.get(CALLS) if isinstance(message, Mapping) else None
         if not isinstance(role, str) or not (isinstance(content, (str, list)) or (content is None and calls)):
             raise InputError(
-                f"A message in the field {field!r} is {message!r:.80}",
-                rule='A message has a role and a text, such as {"role": "user", "content": "words"}',
-                remedy="Correct the data",
+                f"A message in the field {field!r} is {message!r:.80}.",
+                rule='A message has a role and a text, such as {"role": "user", "content": "words"}.',
+                remedy="Correct the data.",
             )
         assert isinstance(message, Mapping)
         content = _join_parts(content, message, field) if isinstance(content, list) else content
@@ -183,9 +184,9 @@ def _read_messages(messages: Sequence[Any], field: str) -> list[Message]:
             others[CALLS] = [_read_call(call) for call in calls]
         if others.get(WEIGHT, 1) not in (0, 1):
             raise InputError(
-                f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}",
-                rule="Answers of weight 0 have no labels",
-                remedy="Use the weight 0 or 1",
+                f"A message in the field {field!r} has {WEIGHT} = {others[WEIGHT]!r}: {message!r:.60}.",
+                rule="Answers of weight 0 have no labels.",
+                remedy="Use the weight 0 or 1.",
             )
         found.append({**others, "role": ROLES.get(role, role), "content": content})
     return found
@@ -203,9 +204,9 @@ def _join_parts(parts: Sequence[Any], message: Message, field: str) -> str:
     texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         raise InputError(
-            f"A message in the field {field!r} has a part that is not a text: {message!r:.80}",
-            rule="Conversations consist of texts",
-            remedy="Remove other parts, such as images",
+            f"A message in the field {field!r} has a part that is not a text: {message!r:.80}.",
+            rule="Conversations consist of texts.",
+            remedy="Remove other parts, such as images.",
         )
     return "".join(cast(list[str], texts))
 
@@ -246,10 +247,10 @@ class ChatFormat:
             template = CHATML
         if template is None:
             raise ConfigError(
-                f"The tokenizer {tokens.name!r} has no chat template, which conversations require",
-                rule="The template defines the text between messages, and must be the same in training and inference",
+                f"The tokenizer {tokens.name!r} has no chat template, which conversations require.",
+                rule="The template defines the text between messages, and must be the same in training and inference.",
                 remedy="Set data.chat_template = 'chatml', 'none' (the texts without separators) or a file with a "
-                "Jinja template",
+                "Jinja template.",
             )
         if tokens.tokenizer is not None:
             tokens.tokenizer.chat_template = template
@@ -268,8 +269,8 @@ class ChatFormat:
             )
         except Exception as error:  # templates raise their own errors
             raise InputError(
-                f"The chat template does not accept the conversation {list(messages)!r:.120}: {first_line(error)}",
-                remedy="Correct the data, such as the order of the roles, or set data.chat_template",
+                f"The chat template does not accept the conversation {list(messages)!r:.120}: {first_line(error)}.",
+                remedy="Correct the data, such as the order of the roles, or set data.chat_template.",
             ) from error
 
     def encode(self, messages: Sequence[Message], **options: Any) -> tuple[list[int], list[int]]:
@@ -313,8 +314,8 @@ class ChatFormat:
                 ignored = f"{f'the {CALLS} of' if calls else 'the role'} {message['role']!r} in message {index + 1}"
         if ignored is not None:
             raise InputError(
-                f"The chat template ignores {ignored} of {list(messages)!r:.100}",
-                remedy="Set data.chat_template to a template that includes it, or remove it from the data",
+                f"The chat template ignores {ignored} of {list(messages)!r:.100}.",
+                remedy="Set data.chat_template to a template that includes it, or remove it from the data.",
             )
         self.checked.add(key)
 
@@ -331,10 +332,10 @@ class ChatFormat:
             if not (text.startswith(until) and until.startswith(prompt)):
                 raise InputError(
                     f"The chat template changes earlier text when it adds message {index + 1} of "
-                    f"{list(messages)!r:.120}",
-                    rule="The labels of an answer are found by comparing the text with and without the answer",
+                    f"{list(messages)!r:.120}.",
+                    rule="The labels of an answer are found by comparing the text with and without the answer.",
                     remedy="Set data.train_on = 'last' or 'all', or use a data.chat_template that keeps earlier "
-                    "text unchanged",
+                    "text unchanged.",
                 )
             spans.append((len(prompt), len(until)))
         return spans
@@ -352,8 +353,8 @@ def _read_template(name: str | None) -> str | None:
         return Path(name).expanduser().read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(
-            f"data.chat_template = {name!r} cannot be read: {error.strerror or error}",
-            remedy=f"Pass a file with a Jinja template, or {', '.join(map(repr, TEMPLATES))}",
+            f"data.chat_template = {name!r} cannot be read: {error.strerror or error}.",
+            remedy=f"Pass a file with a Jinja template, or {', '.join(map(repr, TEMPLATES))}.",
         ) from error
 
 
@@ -381,12 +382,14 @@ def encode_conversations(rows: Iterable[Mapping[str, Any]], data: DataTable, cha
         try:
             ids, labels = chat.encode(read_conversation(row, data), **template_options(row))
         except InputError as error:
-            raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
+            raise InputError(
+                f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
+            ) from error
         if any(label != IGNORED for label in labels[1:]):
             has_any = True
             yield Sample(torch.tensor(ids, dtype=torch.int32), torch.tensor(labels, dtype=torch.int32))
     if not has_any and torch.utils.data.get_worker_info() is None:  # a data loading process reads a part of a stream
         raise InputError(
-            f"No row has an answer within its first data.sequence_length = {data.sequence_length} tokens",
-            remedy="Increase data.sequence_length, or set data.train_on = 'all'",
+            f"No row has an answer within its first data.sequence_length = {data.sequence_length} tokens.",
+            remedy="Increase data.sequence_length, or set data.train_on = 'all'.",
         )

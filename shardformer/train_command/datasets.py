@@ -86,8 +86,8 @@ class ImageDataset(Dataset[dict[str, Any]]):
                 return {"pixel_values": self.transform(opened), "labels": self.labels[index]}
         except OSError as error:
             raise InputError(
-                f"The image {str(image)!r} cannot be read: {error}",
-                remedy="Replace the file, or remove it from the folder",
+                f"The image {str(image)!r} cannot be read: {error}.",
+                remedy="Replace the file, or remove it from the folder.",
             ) from error
 
 
@@ -182,8 +182,8 @@ class TaggedDataset(Dataset[dict[str, Any]]):
         for number, (words, labels) in enumerate(zip(self.words, self.labels, strict=True), start=1):
             if len(words) != len(labels):
                 raise InputError(
-                    f"Row {number} of the data has {len(words)} words and {len(labels)} labels",
-                    remedy="Correct the data, so that each word has one label",
+                    f"Row {number} of the data has {len(words)} words and {len(labels)} labels.",
+                    remedy="Correct the data, so that each word has one label.",
                 )
 
     def __len__(self) -> int:
@@ -263,8 +263,8 @@ def stream_blocks(
     for number, row in enumerate(rows, start=1):
         if not isinstance(row.get(field), str):
             raise InputError(
-                f"Row {number} of the stream has {row.get(field)!r:.60} in the field {field!r}, which is not a string",
-                remedy="Correct or remove that row, or specify another field with data.text",
+                f"Row {number} of the stream has {row.get(field)!r:.60} in the field {field!r}, which is not a string.",
+                remedy="Correct or remove that row, or specify another field with data.text.",
             )
         rest += tokens.encode(row[field]) + ([] if tokens.end is None else [tokens.end])
         count = len(rest) // length
@@ -315,8 +315,8 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
     types = {type(label) for label in labels}
     if len(types) != 1 or not types <= {int, str, bool}:
         raise InputError(
-            f"The labels have the types {', '.join(sorted(kind.__name__ for kind in types))}",
-            rule="All labels must be integers, or all must be strings",
+            f"The labels have the types {', '.join(sorted(kind.__name__ for kind in types))}.",
+            rule="All labels must be integers, or all must be strings.",
             remedy=TASKS_OF_LABELS.get(next(iter(types)), "Correct the data or data.label"),
         )
     found = set(labels)
@@ -327,9 +327,9 @@ def list_classes(labels: Sequence[Any], class_names: Sequence[str] = ()) -> list
         classes = list(range(len(class_names)))
     if len(classes) < 2:
         raise InputError(
-            f"All labels of the training data are {classes[0]!r}",
-            rule="A classification requires at least two classes. With one class, transformers trains a regression",
-            remedy="Correct the data or data.label",
+            f"All labels of the training data are {classes[0]!r}.",
+            rule="A classification requires at least two classes. With one class, transformers trains a regression.",
+            remedy="Correct the data or data.label.",
         )
     return classes
 
@@ -340,9 +340,9 @@ def encode_labels(labels: Sequence[Any], classes: Sequence[Any], is_validation: 
     unknown = next((label for label in labels if label not in index_of_class), None)
     if unknown is not None:
         raise InputError(
-            f"The {'validation' if is_validation else 'training'} data has the unknown label {unknown!r}",
-            rule=f"The classes of the training data are {', '.join(map(str, classes[:8]))}",
-            remedy="Remove such rows, or add some to the training data",
+            f"The {'validation' if is_validation else 'training'} data has the unknown label {unknown!r}.",
+            rule=f"The classes of the training data are {', '.join(map(str, classes[:8]))}.",
+            remedy="Remove such rows, or add some to the training data.",
         )
     return [index_of_class[label] for label in labels]
 

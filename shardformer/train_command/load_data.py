@@ -133,8 +133,8 @@ def load_data(config: TrainConfig, image_size: int | None = None, model_classes:
         )
         if model.task == "masked" and tokens.mask is None:
             raise ConfigError(
-                f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have",
-                remedy="Use the tokenizer of a masked language model, 'bytes', or another task",
+                f"model.task = 'masked' requires a mask token, which the tokenizer {tokens.name!r} does not have.",
+                remedy="Use the tokenizer of a masked language model, 'bytes', or another task.",
             )
     rows = read_sources(config, validation=False)
     classes = _find_classes(config, rows, model_classes) if model.task.endswith("classification") else None
@@ -198,8 +198,8 @@ def _mix(config: TrainConfig, sources: list[Any]) -> Any:
 def _make_sampler(data: DataTable, train: Any) -> LengthGroupedSampler:
     if isinstance(train, (TokenBlocks, ImageDataset)):
         raise ConfigError(
-            "data.group_by_length = true has no effect, because all samples have the same length",
-            remedy="Remove data.group_by_length",
+            "data.group_by_length = true has no effect, because all samples have the same length.",
+            remedy="Remove data.group_by_length.",
         )
     return LengthGroupedSampler([len(train[index]["input_ids"]) for index in range(len(train))], data.batch_size)
 
@@ -221,8 +221,8 @@ def _flatten(labels: Sequence[Any], field: str) -> list[Any]:
     for number, label in enumerate(labels, start=1):
         if not isinstance(label, (list, tuple)):
             raise InputError(
-                f"Row {number} of the data has {label!r:.60} in the field {field!r}, which is not a list of labels",
-                remedy="Correct the data, or set model.task = 'classification' for one label per row",
+                f"Row {number} of the data has {label!r:.60} in the field {field!r}, which is not a list of labels.",
+                remedy="Correct the data, or set model.task = 'classification' for one label per row.",
             )
     return [each for label in labels for each in label]
 
@@ -320,8 +320,8 @@ class _DatasetBuilder:
         if len(row) < data.sequence_length:
             raise InputError(
                 f"The text has {len(row)} tokens (tokenizer {tokens.name}), fewer than data.sequence_length = "
-                f"{data.sequence_length}",
-                remedy="Use a longer text or a smaller data.sequence_length",
+                f"{data.sequence_length}.",
+                remedy="Use a longer text or a smaller data.sequence_length.",
             )
         return TokenBlocks(torch.tensor(row, dtype=torch.int32), data.sequence_length, self.config.model.task, tokens)
 
@@ -329,7 +329,7 @@ class _DatasetBuilder:
         data, task = self.config.data, self.config.model.task
         first = next(iter(rows), None)
         if first is None:
-            raise InputError(f"The data {', '.join(data_sources_of(data))} has no rows", remedy="Correct data.train")
+            raise InputError(f"The data {', '.join(data_sources_of(data))} has no rows.", remedy="Correct data.train.")
         make: Callable[[Any], Any]
         if task == "causal" and is_conversation(first, data):
             make = partial(_stream_conversations, data=data, chat=self._chat_format(tokens))
@@ -351,5 +351,5 @@ def _split_documents(texts: Sequence[str], tokens: TextTokenizer, length: int) -
     rows = [torch.tensor([*tokens.encode(text), *end], dtype=torch.int32) for text in texts]
     pieces = [piece for row in rows for piece in row.split(length) if len(piece) > 1]
     if not pieces:
-        raise InputError("The texts have no tokens", remedy="Correct data.train or data.text")
+        raise InputError("The texts have no tokens.", remedy="Correct data.train or data.text.")
     return [Sample(piece, piece) for piece in pieces]

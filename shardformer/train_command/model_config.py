@@ -59,15 +59,15 @@ def _load_saved_config(config: TrainConfig) -> tuple[Any, Fields]:
         if not random and name in types:
             remedy = "Set model.random = true to start with random weights, or specify a folder with weights"
         raise ConfigError(
-            f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}",
+            f"The config of model.name = {name!r} cannot be loaded: {first_line(error)}.",
             rule="A model name is a folder that save_pretrained wrote, or a name on the hub. With random = true "
-            "it can also be a config.json or a model type of transformers",
+            "it can also be a config.json or a model type of transformers.",
             remedy=remote_code_hint(remedy, error),
         ) from error
     if not random and Path(name).is_file():
         raise ConfigError(
-            f"model.name = {name!r} is a config without weights",
-            remedy="Set model.random = true, or specify a folder with weights",
+            f"model.name = {name!r} is a config without weights.",
+            remedy="Set model.random = true, or specify a folder with weights.",
         )
     return model_config, saved
 
@@ -95,7 +95,7 @@ def _check_fields(model_config: Any, fields: Fields, where: str = "model.config"
     for field, value in fields.items():
         if field not in known:
             raise ConfigError(
-                f"{where} has {field!r}, which is not a field of the config of {model_config.model_type}",
+                f"{where} has {field!r}, which is not a field of the config of {model_config.model_type}.",
                 remedy=did_you_mean(field, known),
             )
         nested = _nested_config(model_config, field)
@@ -161,8 +161,8 @@ def _build_config(config: TrainConfig, model_config: Any, saved: Fields, fields:
     reason = " ".join(lines[1:] or lines).rstrip(".")  # the first of several lines only names a validator
     raise ConfigError(
         f"transformers cannot build the config of {config.model.name!r} with "
-        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}",
-        remedy="Correct these fields, or change other fields to match",
+        f"{', '.join(f'{name} = {value!r:.60}' for name, value in fields.items())}: {reason}.",
+        remedy="Correct these fields, or change other fields to match.",
     ) from first_error
 
 
@@ -229,8 +229,8 @@ def _derive_class_fields(config: TrainConfig, classes: Sequence[Any], model_conf
     if "id2label" in own or "num_labels" in own:
         if len(names) < len(classes):
             raise ConfigError(
-                f"model.config has {len(names)} classes, but the data has {len(classes)}",
-                remedy="Remove num_labels and id2label, which are inferred from the data",
+                f"model.config has {len(names)} classes, but the data has {len(classes)}.",
+                remedy="Remove num_labels and id2label, which are inferred from the data.",
             )
         if "id2label" in own:
             return {"label2id": {name: number for number, name in enumerate(names)}}

@@ -70,15 +70,17 @@ def read_pairs(rows: Sequence[Mapping[str, Any]], data: DataTable, chat: ChatFor
             options = template_options(row)
             both = [last.encode(read_answer(row, field, data), **options) for field in (data.chosen, data.rejected)]
         except InputError as error:
-            raise InputError(f"Row {number} of the data: {error.what}", rule=error.rule, remedy=error.remedy) from error
+            raise InputError(
+                f"Row {number} of the data: {error.what}.", rule=error.rule, remedy=error.remedy
+            ) from error
         if all(any(label != IGNORED for label in labels[1:]) for _, labels in both):
             chosen, rejected = (Sample(torch.tensor(ids), torch.tensor(labels)) for ids, labels in both)
             rejected.labels_S[0] = IGNORED  # the last token of the chosen answer does not predict it
             pairs.append((chosen, rejected))
     if not pairs:
         raise InputError(
-            f"No row has both answers within its first data.sequence_length = {data.sequence_length} tokens",
-            remedy="Increase data.sequence_length",
+            f"No row has both answers within its first data.sequence_length = {data.sequence_length} tokens.",
+            remedy="Increase data.sequence_length.",
         )
     return PreferenceDataset(pairs, torch.zeros(len(pairs), 2))
 

@@ -87,9 +87,9 @@ def _read_rows(config: TrainConfig, names: Sequence[str], validation: bool) -> D
     names = expand_patterns(names)
     if data.streaming and data_format in ("text", "images"):
         raise ConfigError(
-            f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}",
-            rule="A stream has rows, such as JSON lines, csv, parquet or a data set",
-            remedy="Remove data.streaming, or convert the data to JSON lines",
+            f"data.streaming = true does not support {', '.join(map(repr, names))}, which is read as {data_format}.",
+            rule="A stream has rows, such as JSON lines, csv, parquet or a data set.",
+            remedy="Remove data.streaming, or convert the data to JSON lines.",
         )
     is_language_task = task in ("causal", "masked", "sequence_to_sequence")
     if (data_format == "text" and not is_language_task) or (data_format == "images" and task != "image_classification"):
@@ -123,8 +123,8 @@ def split_rows(rows: DatasetRows, fraction: float, seed: int) -> tuple[DatasetRo
     count = max(1, round(len(rows) * fraction))
     if count >= len(rows):
         raise InputError(
-            f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training",
-            remedy="Use a smaller fraction or more data",
+            f"data.validation_fraction = {fraction} of {len(rows)} rows leaves no rows for training.",
+            remedy="Use a smaller fraction or more data.",
         )
     order = torch.randperm(len(rows), generator=torch.Generator().manual_seed(seed)).tolist()
     return _select(rows, sorted(order[count:])), _select(rows, sorted(order[:count]))
@@ -142,8 +142,8 @@ def infer_format(data: DataTable, names: Sequence[str]) -> str:
     found_format = data.format or _infer_format_from_names(names)
     if data.delimiter is not None and found_format != "csv":
         raise ConfigError(
-            f"data.delimiter = {data.delimiter!r} has no effect, because the format is {found_format}",
-            remedy="Remove it, or set data.format = 'csv'",
+            f"data.delimiter = {data.delimiter!r} has no effect, because the format is {found_format}.",
+            remedy="Remove it, or set data.format = 'csv'.",
         )
     return found_format
 
@@ -153,8 +153,8 @@ def _infer_format_from_names(names: Sequence[str]) -> str:
     if len(found) == 1 and "" not in found:
         return found.pop()
     raise ConfigError(
-        f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}",
-        rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images",
+        f"The format of {', '.join(map(repr, names))} cannot be inferred from the name{'s' * (len(names) > 1)}.",
+        rule=f"A file name ends in {', '.join(SUFFIXES)}, and a folder contains images.",
         remedy=_CONVERT
         if any(Path(name).suffix.lower() in TABLES for name in names)
         else "Set data.format = 'text', 'jsonl', 'csv', 'parquet', 'datasets' or 'images'",
@@ -166,7 +166,7 @@ def read_texts(names: Sequence[str]) -> list[str]:
     texts = [_read_text_file(name) for name in names]
     for name, text in zip(names, texts, strict=True):
         if not text.strip():
-            raise InputError(f"The file {name!r} is empty", remedy="Pass a file with text")
+            raise InputError(f"The file {name!r} is empty.", remedy="Pass a file with text.")
     return texts
 
 
@@ -177,14 +177,14 @@ def _read_text_file(file: str) -> str:
     except UnicodeDecodeError as error:
         code = "UTF-16" if error.object.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)) else "LATIN1"
         raise InputError(
-            f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}",
-            remedy=f"Convert it, for example with iconv --from-code {code} --to-code UTF-8",
+            f"The file {file!r} is not valid UTF-8: {error.reason} at byte {error.start}.",
+            remedy=f"Convert it, for example with iconv --from-code {code} --to-code UTF-8.",
         ) from error
     except OSError as error:
         path = Path(file)
         near = did_you_mean(path.name, (p.name for p in path.absolute().parent.glob("*") if p.name != path.name))
         raise InputError(
-            f"The file {file!r} cannot be read: {error.strerror or error}",
+            f"The file {file!r} cannot be read: {error.strerror or error}.",
             remedy=near if near.startswith("Did") else "Correct the path",
         ) from error
 
@@ -195,7 +195,7 @@ def read_field(rows: DatasetRows, field: str) -> list[Any]:
         if row.get(field) is None:
             is_there = field in row
             raise InputError(
-                f"Row {index + 1} of the data has {'null in the field' if is_there else 'no field'} {field!r}",
+                f"Row {index + 1} of the data has {'null in the field' if is_there else 'no field'} {field!r}.",
                 remedy="Correct or remove that row" if is_there else did_you_mean(field, map(str, row)),
             )
     return [row[field] for row in rows]
@@ -210,8 +210,8 @@ def read_text_field(rows: DatasetRows, field: str, config_key: str) -> list[str]
     for index, value in enumerate(values):
         if not isinstance(value, str):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string",
-                remedy=f"Write such values as strings, or specify another field with {config_key}",
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a string.",
+                remedy=f"Write such values as strings, or specify another field with {config_key}.",
             )
     return values
 
@@ -222,8 +222,8 @@ def read_number_field(rows: DatasetRows, field: str, config_key: str) -> list[fl
     for index, value in enumerate(values):
         if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a finite number",
-                remedy=f"Correct the data, or specify another field with {config_key}",
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a finite number.",
+                remedy=f"Correct the data, or specify another field with {config_key}.",
             )
     return [float(value) for value in values]
 
@@ -234,8 +234,8 @@ def read_word_field(rows: DatasetRows, field: str, config_key: str) -> list[list
     for index, value in enumerate(values):
         if not isinstance(value, (list, tuple)) or not value or not all(isinstance(word, str) for word in value):
             raise InputError(
-                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a list of words",
-                remedy=f"Specify the field of the words with {config_key}, such as 'tokens'",
+                f"Row {index + 1} of the data has {value!r:.60} in the field {field!r}, which is not a list of words.",
+                remedy=f"Specify the field of the words with {config_key}, such as 'tokens'.",
             )
     return [list(value) for value in values]
 
@@ -248,8 +248,8 @@ def read_label_field(rows: DatasetRows, field: str) -> tuple[list[Any], list[str
     labels = read_field(rows, field)
     if "" in labels:
         raise InputError(
-            f"Row {labels.index('') + 1} of the data has an empty label in the field {field!r}",
-            remedy="Correct or remove that row",
+            f"Row {labels.index('') + 1} of the data has an empty label in the field {field!r}.",
+            remedy="Correct or remove that row.",
         )
     feature = (getattr(rows, "features", None) or {}).get(field)
     names = getattr(getattr(feature, "feature", feature), "names", None)
@@ -277,7 +277,7 @@ def _read_json_rows(names: Sequence[str]) -> list[Mapping[str, Any]]:
         # splitlines would also split at other characters, which a text may contain
         rows += [_parse_json_row(name, n, line) for n, line in enumerate(text.split("\n"), start=1) if line.strip()]
     if not rows:
-        raise InputError(f"The data {', '.join(names)} contains no rows", remedy="Pass a file with rows")
+        raise InputError(f"The data {', '.join(names)} contains no rows.", remedy="Pass a file with rows.")
     return rows
 
 
@@ -288,9 +288,9 @@ def _parse_json_row(file: str, number: int, line: str) -> Mapping[str, Any]:
             raise ValueError("it is not an object")
     except (ValueError, RecursionError) as error:
         raise InputError(
-            f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}",
-            rule='A file contains one object per line, such as {"text": "words"}, or one list of objects',
-            remedy="Correct the line, or set data.format if the file has another format",
+            f"Line {number} of {file} is not a JSON object: {error}. The line is {line!r:.60}.",
+            rule='A file contains one object per line, such as {"text": "words"}, or one list of objects.',
+            remedy="Correct the line, or set data.format if the file has another format.",
         ) from error
     return row
 
@@ -319,18 +319,20 @@ def _read_csv_rows(file: str, delimiter: str | None) -> list[dict[str, str]]:
     fields, rows = (found[0], [row for row in found[1:] if row]) if found else ([], [])
     if not rows:
         raise InputError(
-            f"The file {file!r} contains no rows", rule="Its first line has the names of the fields", remedy="Add rows"
+            f"The file {file!r} contains no rows.",
+            rule="Its first line has the names of the fields.",
+            remedy="Add rows.",
         )
     if twice := [name for name in fields if fields.count(name) > 1]:
         raise InputError(
-            f"The first line of {file!r} has the field {twice[0]!r} twice: {', '.join(fields):.60}",
-            remedy="Rename one of the fields",
+            f"The first line of {file!r} has the field {twice[0]!r} twice: {', '.join(fields):.60}.",
+            remedy="Rename one of the fields.",
         )
     for number, row in enumerate(rows, start=1):
         if len(row) != len(fields):
             raise InputError(
-                f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}",
-                remedy=f"Correct the row, or set data.delimiter, which is {separator!r}",
+                f"Row {number} of {file!r} has {len(row)} fields, but its first line has {len(fields)}: {row!r:.60}.",
+                remedy=f"Correct the row, or set data.delimiter, which is {separator!r}.",
             )
     return [dict(zip(fields, row, strict=True)) for row in rows]
 
@@ -340,8 +342,8 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
     datasets = _import_datasets("data.format = 'datasets'", names)
     if len(names) > 1:
         raise ConfigError(
-            f"data.train has {len(names)} data sets",
-            remedy="Set data.weights, such as [1, 1], to mix the data sets, or specify only one",
+            f"data.train has {len(names)} data sets.",
+            remedy="Set data.weights, such as [1, 1], to mix the data sets, or specify only one.",
         )
     name = names[0]
     try:
@@ -356,9 +358,9 @@ def _load_dataset(data: DataTable, names: Sequence[str], split: str) -> DatasetR
             )
     except (OSError, ValueError, KeyError, TypeError) as error:  # errors of the library for missing data
         raise ConfigError(
-            f"The data set {name!r} cannot be read: {first_line(error)}",
-            rule="A data set is a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote",
-            remedy="Correct data.train, data.split or data.options",
+            f"The data set {name!r} cannot be read: {first_line(error)}.",
+            rule="A data set is a name on the hub, such as imdb or glue:mrpc, or a folder that save_to_disk wrote.",
+            remedy="Correct data.train, data.split or data.options.",
         ) from error
     _check_has_rows(rows, f"The split {split!r} of the data set {name!r}", "data.split")
     return cast(DatasetRows, rows)
@@ -370,7 +372,7 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
     if missing := [name for name in names if "://" not in name and not Path(name).is_file()]:
         near = did_you_mean(Path(missing[0]).name, (p.name for p in Path(missing[0]).absolute().parent.glob("*")))
         raise InputError(
-            f"The file {missing[0]!r} does not exist", remedy=near if near.startswith("Did") else "Correct the path"
+            f"The file {missing[0]!r} does not exist.", remedy=near if near.startswith("Did") else "Correct the path"
         )
     options = dict(data.options)
     if data_format == "csv":
@@ -395,10 +397,10 @@ def _load_data_files(data: DataTable, data_format: str, names: Sequence[str]) ->
 def _unreadable_error(names: Sequence[str], data_format: str, error: Exception) -> InputError:
     files = [Path(name) for name in names]
     if all(file.is_file() and not file.stat().st_size for file in files) or "BatchSize must be" in str(error):
-        return InputError(f"{', '.join(names)} contains no rows", remedy="Pass a file with rows")
+        return InputError(f"{', '.join(names)} contains no rows.", remedy="Pass a file with rows.")
     return InputError(
-        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(error.__cause__ or error)}",
-        remedy="Correct the file, or set data.delimiter or data.options",
+        f"{', '.join(map(repr, names))} cannot be read as {data_format}: {first_line(error.__cause__ or error)}.",
+        remedy="Correct the file, or set data.delimiter or data.options.",
     )
 
 
@@ -432,7 +434,7 @@ def _import_datasets(what: str, names: Sequence[str]) -> Any:
 
 def _check_has_rows(rows: Any, what: str, key: str) -> None:
     if hasattr(rows, "__len__") and not len(rows):
-        raise InputError(f"{what} has no rows", remedy=f"Correct {key}")
+        raise InputError(f"{what} has no rows.", remedy=f"Correct {key}.")
 
 
 def mix_streams(streams: Sequence[Iterable[Any]], weights: Sequence[float], seed: int) -> Iterable[Any]:
@@ -456,8 +458,8 @@ def to_image_source(value: Any) -> Any:
     if hasattr(value, "convert"):
         return value
     raise InputError(
-        f"The image field of a row contains {value!r:.60}, which is neither a path nor a decoded image",
-        remedy="Correct data.image or the rows",
+        f"The image field of a row contains {value!r:.60}, which is neither a path nor a decoded image.",
+        remedy="Correct data.image or the rows.",
     )
 
 
@@ -468,9 +470,9 @@ def list_images(names: Sequence[str]) -> tuple[list[Path], list[str]]:
     )
     if not files:
         raise InputError(
-            f"{', '.join(map(repr, names))} contains no images in subfolders",
-            rule="A folder of images has one subfolder per class",
-            remedy="Correct data.train, or set data.format if the data has another format",
+            f"{', '.join(map(repr, names))} contains no images in subfolders.",
+            rule="A folder of images has one subfolder per class.",
+            remedy="Correct data.train, or set data.format if the data has another format.",
         )
     return files, [file.parent.name for file in files]
 
@@ -493,7 +495,7 @@ def _unsupported_format_error(task: str, data_format: str, names: Sequence[str])
         remedy = "Specify JSON lines or a data set, or for plain text set model.task = 'causal' or 'masked'"
     return ConfigError(
         f"model.task = {task!r} does not support the data {', '.join(map(repr, names))}, which has the "
-        f"format {data_format}",
+        f"format {data_format}.",
         rule=rule,
         remedy=remedy,
     )

@@ -99,8 +99,8 @@ def _convert_first_step_error(config: TrainConfig, trainer: Trainer) -> Iterator
             raise
         fields = f" with model.config = {config.model.config!r:.200}" if config.model.config else ""
         raise ConfigError(
-            f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}",
-            remedy="Correct model.config, model.task, model.head or optimizer",
+            f"The first step failed{fields}: {type(error).__name__}: {first_line(error)}.",
+            remedy="Correct model.config, model.task, model.head or optimizer.",
         ) from error
 
 
@@ -110,8 +110,8 @@ def _check_export_folder(config: TrainConfig, folder: Path) -> None:
     base = base if base.is_dir() else base.parent
     if Path(config.model.name).exists() and folder.exists() and os.path.samefile(base, folder):
         raise ConfigError(
-            f"training.export would overwrite model.name = {config.model.name!r} with the trained model in {folder}",
-            remedy="Set another folder for the run, such as folder = 'run'",
+            f"training.export would overwrite model.name = {config.model.name!r} with the trained model in {folder}.",
+            remedy="Set another folder for the run, such as folder = 'run'.",
         )
     is_adapter_folder = (folder / "adapter_config.json").is_file()
     if config.lora is None or config.lora.merge or not is_adapter_folder:

@@ -68,8 +68,8 @@ class Resume(Hook):
                 keep = f"Remove {key}" if was is None else f"Set {key} = {_format_value(was)}"
                 raise ConfigError(
                     f"{key} is {_format_value(now)}, but was {_format_value(was)} when the run in "
-                    f"{self._config.folder!r} started",
-                    remedy=f"{keep} to resume the run, or set another folder to start a new run",
+                    f"{self._config.folder!r} started.",
+                    remedy=f"{keep} to resume the run, or set another folder to start a new run.",
                 )
         self._check_classes(json.loads(self._before.get(MODEL_KEY) or "{}"), json.loads(self._model_config))
         checksums = self._before.get("data_checksums") or {}
@@ -92,9 +92,9 @@ class Resume(Hook):
                 raise ConfigError(
                     f"Resuming with {self._num_steps} instead of {old_steps} steps would change the "
                     f"learning rate of step {step + 1} from {old_rate} to {new_rate}, because schedule.name "
-                    f"= {self._config.schedule.name!r} depends on the number of steps",
+                    f"= {self._config.schedule.name!r} depends on the number of steps.",
                     remedy=f"Set schedule.steps = {old_steps} to keep the schedule, with a constant rate after these "
-                    f"steps, or schedule.steps = {self._num_steps} to change it",
+                    f"steps, or schedule.steps = {self._num_steps} to change it.",
                 )
             _set_learning_rates(trainer, new)
         if trainer.is_first and changes:
@@ -109,8 +109,8 @@ class Resume(Hook):
         if before and old != new:
             what = [", ".join(map(str, (each or {}).values())) or "without names" for each in (new, old)]
             raise ConfigError(
-                f"The classes of the data are {what[0]:.100}, but were {what[1]:.100} when the run started",
-                remedy="Use data with the same classes, or set another folder to start a new run",
+                f"The classes of the data are {what[0]:.100}, but were {what[1]:.100} when the run started.",
+                remedy="Use data with the same classes, or set another folder to start a new run.",
             )
 
     def before_train(self, trainer: TrainerProtocol) -> None:
@@ -177,16 +177,16 @@ def check_task(config: TrainConfig, model: Any) -> None:
         if task == "causal" and dependence.on_label:
             raise ConfigError(
                 f"model.task = 'causal' does not support {name}, whose output at a position depends on the "
-                "token to predict",
-                rule="A causal model predicts a token from earlier tokens only",
+                "token to predict.",
+                rule="A causal model predicts a token from earlier tokens only.",
                 remedy=_suggest_task(model),
             )
         if task == "masked" and not (dependence.on_later and dependence.in_place):
             what = "ignores later tokens" if not dependence.on_later else "compares a label with the previous output"
             raise ConfigError(
-                f"model.task = 'masked' does not support {name}, which {what}",
-                rule="A masked language model predicts a token at its position, from the tokens on both sides",
-                remedy="Set model.task = 'causal', or use a masked language model",
+                f"model.task = 'masked' does not support {name}, which {what}.",
+                rule="A masked language model predicts a token at its position, from the tokens on both sides.",
+                remedy="Set model.task = 'causal', or use a masked language model.",
             )
 
 

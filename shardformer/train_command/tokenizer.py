@@ -85,9 +85,9 @@ class TextTokenizer:
     def _check_is_fast(self, what: str) -> None:
         if not getattr(self.tokenizer, "is_fast", False):
             raise ConfigError(
-                f"{what} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}",
-                rule="Only fast tokenizers return the characters of each token",
-                remedy="Set data.tokenizer to a folder with a tokenizer.json",
+                f"{what} requires a fast tokenizer, but {self.name!r} is a {type(self.tokenizer).__name__}.",
+                rule="Only fast tokenizers return the characters of each token.",
+                remedy="Set data.tokenizer to a folder with a tokenizer.json.",
             )
 
     @property
@@ -140,9 +140,9 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
     original = files if all(file.is_file() for file in files) else None
     if original is None and folder.is_dir() and not any((folder / file).is_file() for file in FILES):
         raise ConfigError(
-            f"The folder {source!r} contains no tokenizer",
-            rule=f"A tokenizer has one of the files {', '.join(FILES)}",
-            remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'",
+            f"The folder {source!r} contains no tokenizer.",
+            rule=f"A tokenizer has one of the files {', '.join(FILES)}.",
+            remedy="Save the tokenizer in the folder of the model, or set data.tokenizer to another folder or 'bytes'.",
         )
     try:
         if original is None:
@@ -153,7 +153,7 @@ def load_tokenizer(name: str | None, model: str, *, random: bool, trust_remote_c
             found = transformers.GPT2Tokenizer(*map(str, original))
     except Exception as error:  # files and their code may raise any error
         raise ConfigError(
-            f"The tokenizer {source!r} cannot be loaded: {first_line(error)}",
+            f"The tokenizer {source!r} cannot be loaded: {first_line(error)}.",
             remedy=remote_code_hint("Correct data.tokenizer", error) if source == model else "Correct data.tokenizer",
         ) from error
     pad = next((t for t in (found.pad_token_id, found.eos_token_id, found.unk_token_id) if t is not None), 0)

@@ -80,8 +80,8 @@ class TrainedModel:
             return from_pretrained(kind, self.name, config=config)
         except ValueError as error:  # the type has no such class
             raise ConfigError(
-                f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}",
-                remedy="Pass a model that generates text",
+                f"transformers has no {kind.__name__} for {self.name!r}, which has the model type {config.model_type}.",
+                remedy="Pass a model that generates text.",
             ) from error
 
     def load(self, layout: ParallelConfig) -> Engine:
@@ -124,9 +124,9 @@ def find_trained_model(source: str) -> TrainedModel:
         return TrainedModel(name, load_transformers().AutoConfig.from_pretrained(name))
     except Exception as error:  # files may have any content
         raise ConfigError(
-            f"{source!r} is not a trained model: {first_line(error)}",
-            rule=f"A trained model is {SOURCES}",
-            remedy="Correct the path or name",
+            f"{source!r} is not a trained model: {first_line(error)}.",
+            rule=f"A trained model is {SOURCES}.",
+            remedy="Correct the path or name.",
         ) from error
 
 
@@ -137,7 +137,7 @@ def _find_model_of_run(path: Path, source: str) -> TrainedModel:
     except ConfigError as error:
         exported = path / EXPORT_FOLDER
         remedy = f"Pass {str(exported)!r}" if exported.is_dir() else "Pass the folder of its checkpoints"
-        raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}", remedy=remedy) from error
+        raise ConfigError(f"The run {source!r} has no checkpoint in {checkpoints}.", remedy=remedy) from error
     assert found.checkpoint is not None and found.run is not None
     best = _hook_states(found.checkpoint).get(Checkpoint.__name__)
     options = found.run.hooks.get("checkpoint")
@@ -152,9 +152,9 @@ def _find_model_of_checkpoint(path: Path, source: str) -> TrainedModel:
     state = _hook_states(checkpoint).get(Resume.__name__)
     if not isinstance(state, dict) or MODEL_KEY not in state:
         raise ConfigError(
-            f"The checkpoint {str(checkpoint)!r} does not contain the configuration of its model",
-            rule="Only checkpoints of shardformer train contain it",
-            remedy="In a script, load it with engine.load and call engine.export, or resume the run and save it again",
+            f"The checkpoint {str(checkpoint)!r} does not contain the configuration of its model.",
+            rule="Only checkpoints of shardformer train contain it.",
+            remedy="In a script, load it with engine.load and call engine.export, or resume the run and save it again.",
         )
     run = parse_config(_without_none(json.loads(state["config"])), str(checkpoint))
     fields = json.loads(state[MODEL_KEY])
@@ -187,8 +187,8 @@ def evaluate_model(found: TrainedModel) -> dict[str, float] | None:
     assert run is not None
     if run.model.task == "preference":
         raise ConfigError(
-            "The loss of model.task = 'preference' cannot be evaluated, because it requires the initial model",
-            remedy="Read validation/loss in the records of the run",
+            "The loss of model.task = 'preference' cannot be evaluated, because it requires the initial model.",
+            remedy="Read validation/loss in the records of the run.",
         )
     if found.checkpoint is None:
         data, model = load_data_and_model(run)

@@ -81,8 +81,8 @@ class ShardedDataLoader:
         is_loader = isinstance(source, DataLoader)
         if accumulate > 1 and not is_loader:
             raise ConfigError(
-                f"accumulate={accumulate} requires a DataLoader",
-                remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=",
+                f"accumulate={accumulate} requires a DataLoader.",
+                remedy="Pass the size of the global batch as batch_size=, and limit memory with micro_batch_size=.",
             )
         collate = collate_fn if is_loader else collate_fn or collate_samples
         self._source = make_source(source, collate, num_workers, shuffle)
@@ -95,8 +95,8 @@ class ShardedDataLoader:
             batch_size, drop_last = own.batch_size, bool(own.drop_last)
         elif batch_size is None:
             raise ConfigError(
-                f"Data of type {self._source.name} was passed without batch_size",
-                remedy="Pass batch_size=32, for example",
+                f"Data of type {self._source.name} was passed without batch_size.",
+                remedy="Pass batch_size=32, for example.",
             )
         else:
             check_int("batch_size", batch_size)
@@ -119,9 +119,9 @@ class ShardedDataLoader:
             yield group[0][1] if self._accumulate == 1 else [batch for _, batch in group]
         if not self.seen:
             raise InputError(
-                f"The training data ({self._source.name}) yielded no batch in epoch {self.epoch + 1}",
+                f"The training data ({self._source.name}) yielded no batch in epoch {self.epoch + 1}.",
                 remedy="Pass a list or an object whose __iter__ restarts, instead of a generator, and enough samples"
-                " for one batch if drop_last=True",
+                " for one batch if drop_last=True.",
             )
         self.epoch, self.seen = self.epoch + 1, 0
         if self.on_epoch_end is not None:
@@ -184,8 +184,8 @@ class ShardedDataLoader:
             return -(-batches // self._accumulate)
         if count is None or size is None:
             raise NoLengthError(
-                "The length of the training data is unknown",
-                remedy="Specify the number of steps (steps=), or pass data with a length",
+                "The length of the training data is unknown.",
+                remedy="Specify the number of steps (steps=), or pass data with a length.",
             )
         batches = count // size if self._drop_last else -(-count // size)
         merges = self._merge_last and batches > 1 and 0 < count % size < self._shard.size
@@ -213,9 +213,9 @@ class ShardedDataLoader:
         if state["samples"] != self._source.count:
             raise ConfigError(
                 f"The checkpoint was saved with {state['samples']} training samples, but the data has "
-                f"{self._source.count}",
+                f"{self._source.count}.",
                 remedy="Use the same data. To train on other data, load the model without its data position with "
-                "shardformer.load_checkpoint, or in a new run set model.name to the exported model",
+                "shardformer.load_checkpoint, or in a new run set model.name to the exported model.",
             )
         self.epoch, self.seen, self.seed = state["epoch"], state["seen"], state["seed"]
 
@@ -226,24 +226,24 @@ class ShardedDataLoader:
         count, size = self._source.count, self.batch_size
         if size is not None and size < num_ranks:
             raise ConfigError(
-                f"batch_size={size} is smaller than the number of data ranks, {num_ranks}",
-                rule="batch_size is the size of the global batch, which is divided among the data ranks",
-                remedy=f"Use a batch_size of {num_ranks} or more",
+                f"batch_size={size} is smaller than the number of data ranks, {num_ranks}.",
+                rule="batch_size is the size of the global batch, which is divided among the data ranks.",
+                remedy=f"Use a batch_size of {num_ranks} or more.",
             )
         if count is None or size is None:
             return
         if self._drop_last and count < size:
             raise ConfigError(
-                f"drop_last=True drops all {count} samples, because batch_size={size} is larger",
-                remedy=f"Use a batch_size of {count} or less, or remove drop_last",
+                f"drop_last=True drops all {count} samples, because batch_size={size} is larger.",
+                remedy=f"Use a batch_size of {count} or less, or remove drop_last.",
             )
         rest = count % size
         is_merged = self._merge_last and count > size
         if 0 < rest < num_ranks and not self._drop_last and not is_merged:
             raise ConfigError(
                 f"With batch_size={size}, the last batch has only {rest} of the {count} samples, which is fewer "
-                f"than the {num_ranks} data ranks",
-                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
+                f"than the {num_ranks} data ranks.",
+                remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size.",
             )
 
 
@@ -279,8 +279,8 @@ def example_of_data(source: Any, model: nn.Module, collate: Collate | None = Non
 def _check_conflict(name: str, value: object, default: object, loader_value: object) -> None:
     if value not in (default, loader_value):
         raise ConfigError(
-            f"{name}={value!r} conflicts with {name}={loader_value!r} of the DataLoader",
-            remedy=f"Pass {name} to the DataLoader",
+            f"{name}={value!r} conflicts with {name}={loader_value!r} of the DataLoader.",
+            remedy=f"Pass {name} to the DataLoader.",
         )
 
 
@@ -298,10 +298,10 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
         return {**batch[0], TARGET_KEY: batch[1]}
     if not isinstance(batch, (list, tuple)) or not batch or any(isinstance(each, Mapping) for each in batch):
         raise InputError(
-            f"A batch of type {_describe_batch(batch)} is not supported",
-            rule="A batch is a dict of forward arguments by name, or a tuple of them in order",
+            f"A batch of type {_describe_batch(batch)} is not supported.",
+            rule="A batch is a dict of forward arguments by name, or a tuple of them in order.",
             remedy="Pass a dict, as in engine({'input_ids': ids, 'labels': labels}), or with a loss_fn a tuple, as in "
-            "engine((inputs, targets))",
+            "engine((inputs, targets)).",
         )
     inputs = batch[:-1] if has_target and len(batch) > 1 else batch
     parameters = [
@@ -312,7 +312,7 @@ def to_forward_arguments(batch: Any, model: nn.Module, *, has_target: bool) -> d
     if len(inputs) > len(parameters):
         raise InputError(
             f"The batch has {len(inputs)} inputs, but the forward pass of {type(model).__name__} takes "
-            f"{len(parameters)} inputs",
+            f"{len(parameters)} inputs.",
             rule="A tuple holds the forward arguments in order"
             + (", then the target of the loss" if has_target else ""),
             remedy="Pass a dict of arguments by name"
@@ -350,11 +350,11 @@ def wrap_loss_function(loss_fn: Callable[..., Any]) -> Callable[[Any, Mapping[st
         except TypeError as error:  # the function may have the signature of another function
             second = "target" if TARGET_KEY in micro_batch else "batch"
             raise InputError(
-                f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}",
+                f"loss_fn raised TypeError: {str(error).splitlines()[-1][-120:].strip()}.",
                 rule=f"It is called as loss_fn(output, {second}), where output, a {type(output).__name__}, is what the "
                 "model returned" + ("" if second == "target" else ", and batch is the dict of its arguments"),
                 remedy="Use these two arguments (only verify also accepts loss_fn(model, batch)). "
-                f"{TRACEBACK_VARIABLE}=1 shows the traceback",
+                f"{TRACEBACK_VARIABLE}=1 shows the traceback.",
             ) from error
 
     return loss
@@ -375,8 +375,8 @@ def collate_samples(samples: list[Any]) -> Any:
     differing = next((sample for sample in samples if sample.keys() != first.keys()), None)
     if differing is not None:
         raise InputError(
-            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}",
-            remedy="Use the same keys in all samples, or pass collate_fn",
+            f"The samples of a batch have different keys, {sorted(map(str, first))} and {sorted(map(str, differing))}.",
+            remedy="Use the same keys in all samples, or pass collate_fn.",
         )
     return {key: _collate_column(str(key), [sample[key] for sample in samples]) for key in first}
 
@@ -411,6 +411,6 @@ def _as_tensor(key: str, value: Any) -> Any:
 
 def _shape_error(key: str, problem: str) -> InputError:
     return InputError(
-        f"The values of {key!r} in a batch {problem}",
-        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer)",
+        f"The values of {key!r} in a batch {problem}.",
+        remedy="Pad them in the data, or pass a collate_fn such as transformers.DataCollatorWithPadding(tokenizer).",
     )

@@ -160,8 +160,8 @@ class Engine:
     def data(self) -> ShardedDataLoader:
         if self._data is None:
             raise ConfigError(
-                "The engine has no training data",
-                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32)",
+                "The engine has no training data.",
+                remedy="Pass initialize(..., train_data=data, batch_size=32) or fit(train, batch_size=32).",
             )
         return self._data
 
@@ -191,13 +191,13 @@ class Engine:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
                 f"The engine received a batch before {'step' if self._is_backward_done else 'backward'} was called "
-                "for the previous batch",
-                remedy="For gradient accumulation, pass all batches of a step in one call: engine([first, second])",
+                "for the previous batch.",
+                remedy="For gradient accumulation, pass all batches of a step in one call: engine([first, second]).",
             )
         if not self.optimizers:
             raise ConfigError(
-                "The engine cannot train without an optimizer",
-                remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only",
+                "The engine cannot train without an optimizer.",
+                remedy="Call initialize(model, optimizer), or call engine.eval() to compute losses only.",
             )
         compare_step_call(call, self.world, self.data.facts() if self.has_data else None)
         self._notify("before_forward")
@@ -219,10 +219,10 @@ class Engine:
                 else "belongs to no pending batch"
             )
             raise InputError(
-                f"backward received a loss that {what}",
-                rule="engine(batch) has already computed the gradients of the loss that it returned",
+                f"backward received a loss that {what}.",
+                rule="engine(batch) has already computed the gradients of the loss that it returned.",
                 remedy="Write loss = engine(batch); engine.backward(loss). For gradient accumulation pass a list of "
-                "batches, and add further terms of the loss in loss_fn",
+                "batches, and add further terms of the loss in loss_fn.",
             )
         self._pending_loss, self._is_backward_done = None, True
 
@@ -239,7 +239,7 @@ class Engine:
                 "step was called before backward"
                 if self._pending_loss is not None
                 else "step was called without a batch",
-                remedy="Call engine.backward(loss) first, or use engine.train_step(batch)",
+                remedy="Call engine.backward(loss) first, or use engine.train_step(batch).",
             )
         compare_step_call("engine.step", self.world)
         return self._run_optimizer_step()
@@ -263,8 +263,8 @@ class Engine:
         if not torch.is_grad_enabled():
             compare_step_call("engine.train_step under torch.no_grad()", self.world)
             raise InputError(
-                "engine.train_step cannot train under torch.no_grad()",
-                remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch)",
+                "engine.train_step cannot train under torch.no_grad().",
+                remedy="Call it outside torch.no_grad(), or use engine.evaluate(batch).",
             )
         loss = self._compute_loss(batch, "engine.train_step", trains=True)
         self.backward(loss)
@@ -355,9 +355,9 @@ class Engine:
         if config.on_nonfinite == "skip":
             return False
         raise InputError(
-            f"The gradient norm of step {self.steps + 1} is {float(norm)}{self._describe_nonfinite_gradients()}",
-            rule="No weight was changed",
-            remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip'",
+            f"The gradient norm of step {self.steps + 1} is {float(norm)}{self._describe_nonfinite_gradients()}.",
+            rule="No weight was changed.",
+            remedy="Lower the learning rate, check the batch, or set on_nonfinite='skip'.",
         )
 
     def _describe_nonfinite_gradients(self) -> str:
@@ -391,8 +391,8 @@ class Engine:
     def _check_between_steps(self, call: str) -> None:
         if self._pending_loss is not None or self._is_backward_done:
             raise InputError(
-                f"{call} cannot be called in the middle of a step",
-                remedy="Call it after engine.step(), or discard the step with engine.zero_grad()",
+                f"{call} cannot be called in the middle of a step.",
+                remedy="Call it after engine.step(), or discard the step with engine.zero_grad().",
             )
 
     def set_data(self, data: ShardedDataLoader) -> None:
@@ -403,9 +403,9 @@ class Engine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Engine:
         if self.context.world is not None:
             raise ConfigError(
-                "An engine over several processes cannot be copied",
+                "An engine over several processes cannot be copied.",
                 remedy="Copy only the model with copy.deepcopy(engine.model), or restore an earlier state with "
-                "engine.save(folder) and engine.load(folder)",
+                "engine.save(folder) and engine.load(folder).",
             )
         memo[id(self)] = clone = type(self).__new__(type(self))
         clone.__dict__.update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})

@@ -57,8 +57,8 @@ def check_has_validation(hook: Hook, trainer: TrainerProtocol) -> None:
     """Raise ConfigError if the trainer has no validation data, which ``hook`` requires."""
     if not trainer.has_validation:
         raise ConfigError(
-            f"The hook {type(hook).__name__} requires validation data",
-            remedy="Pass fit(validation=data), set data.validation in the run configuration, or remove the hook",
+            f"The hook {type(hook).__name__} requires validation data.",
+            remedy="Pass fit(validation=data), set data.validation in the run configuration, or remove the hook.",
         )
 
 
@@ -67,8 +67,8 @@ def read_metric(hook: Hook, metric: str, trainer: TrainerProtocol) -> float:
     if metric not in trainer.values:
         name = type(hook).__name__
         raise InputError(
-            f"{name} cannot find the metric {metric!r} in trainer.values",
-            rule=f"A hook that computes a metric must be listed before {name}",
+            f"{name} cannot find the metric {metric!r} in trainer.values.",
+            rule=f"A hook that computes a metric must be listed before {name}.",
             remedy=did_you_mean(metric, trainer.values),
         )
     return trainer.values[metric]

@@ -78,8 +78,8 @@ def _detached_optimizers(optimizers: Sequence[Optimizer], model: nn.Module) -> I
         missing = next((name for name, p in local.items() if name in trained and id(p) not in attached), None)
         if missing is not None:
             raise ConfigError(
-                f"Sharding replaced the parameter {missing}, which the optimizer would not update",
-                remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters)",
+                f"Sharding replaced the parameter {missing}, which the optimizer would not update.",
+                remedy="Pass a function: optimizer=lambda parameters: torch.optim.AdamW(parameters).",
             )
 
     for params in lists:
@@ -96,13 +96,13 @@ def _check_optimizer(optimizer: Optimizer, names_by_id: Mapping[int, Any]) -> No
     for param in (param for group in optimizer.param_groups for param in group["params"]):
         if id(param) not in names_by_id:
             raise ConfigError(
-                f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model",
-                remedy="Add the module that owns it to the model, or remove it from the optimizer",
+                f"The {kind} optimizer has a parameter of shape {tuple(param.shape)} that is not in the model.",
+                remedy="Add the module that owns it to the model, or remove it from the optimizer.",
             )
     if optimizer.state:
         raise ConfigError(
-            f"The {kind} optimizer already has state for {len(optimizer.state)} parameters",
-            remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder)",
+            f"The {kind} optimizer already has state for {len(optimizer.state)} parameters.",
+            remedy="Pass a new optimizer, and restore the state from a checkpoint with engine.load(folder).",
         )
 
 
@@ -116,8 +116,8 @@ def _normalize_optimizers(optimizer: Any) -> list[Optimizer] | MakeOptimizer | N
         return optimizer
     what = optimizer.__name__ if isinstance(optimizer, type) else f"{optimizer!r:.80}"
     raise ConfigError(
-        f"optimizer={what} is not an optimizer, a list of optimizers, or a function from parameters to an optimizer",
-        remedy="Pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), for example",
+        f"optimizer={what} is not an optimizer, a list of optimizers, or a function from parameters to an optimizer.",
+        remedy="Pass optimizer=torch.optim.AdamW(model.parameters(), lr=1e-4), for example.",
     )
 
 
@@ -142,7 +142,7 @@ def make_context(context: ParallelContext | None, config: ParallelConfig) -> Par
         srun = "srun, or with " if "SLURM_JOB_ID" in os.environ else ""
         remedy = f"Start the script with {srun}shardformer run --nproc_per_node N script.py"
         problem = "there is only one process"
-    raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}", remedy=remedy)
+    raise ConfigError(f"The argument parallel requests {name}={config.sizes[name]}, but {problem}.", remedy=remedy)
 
 
 def _with_derived_axes(context: ParallelContext, config: ParallelConfig) -> ParallelContext:
@@ -205,9 +205,9 @@ def _make_scheduler(scheduler: Any, optimizers: list[Optimizer]) -> Any:
         return scheduler
     if not callable(scheduler) or len(optimizers) != 1:
         raise ConfigError(
-            f"scheduler={scheduler!r:.80} cannot be used with {len(optimizers)} optimizers",
-            rule="The scheduler is an instance, a list of instances, or for one optimizer a function that creates it",
-            remedy="Pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...), for example",
+            f"scheduler={scheduler!r:.80} cannot be used with {len(optimizers)} optimizers.",
+            rule="The scheduler is an instance, a list of instances, or for one optimizer a function that creates it.",
+            remedy="Pass scheduler=lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, ...), for example.",
         )
     return scheduler(optimizers[0])
 
@@ -239,9 +239,10 @@ def reshard_engine(engine: Engine, arguments: RebuildArguments, parallel: Any) -
     config = ParallelConfig.of(parallel)
     if arguments.meta_model is None:
         raise ConfigError(
-            "The engine cannot be resharded, because initialize received a model that was already sharded or quantized",
+            "The engine cannot be resharded, because initialize received a model that was already sharded or "
+            "quantized.",
             remedy="Pass an unsharded model to initialize. For a quantized model, save a checkpoint, load the "
-            "model again, and load the checkpoint under the new layout",
+            "model again, and load the checkpoint under the new layout.",
         )
     context = _make_resharded_context(engine.context, config)
     if engine.has_data:

@@ -66,7 +66,7 @@ class MetricsWriter:
     def __init__(self, folder: str | Path, resume_at: int | None = None) -> None:
         self._folder = folder = path_of(folder)
         if folder.is_file():
-            raise ConfigError(f"The metrics folder {str(folder)!r} is a file", remedy="Pass the path of a folder")
+            raise ConfigError(f"The metrics folder {str(folder)!r} is a file.", remedy="Pass the path of a folder.")
         hold(folder, self)
         try:
             self._file = self._open_log_file(folder / FILE, resume_at)
@@ -79,8 +79,8 @@ class MetricsWriter:
         if resume_at is not None and os.path.lexists(path):
             if path.is_symlink() or not path.is_file():
                 raise ConfigError(
-                    f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}",
-                    remedy="Move it away, or pass another folder",
+                    f"The metrics file {str(path)!r} is a {'symbolic link' if path.is_symlink() else 'folder'}.",
+                    remedy="Move it away, or pass another folder.",
                 )
             kept = [record for record in read_records(path) if record.step <= resume_at]
             replace_text(path, "".join(map(_to_json_line, kept)))  # atomically
@@ -120,9 +120,9 @@ def read_records(path: str | Path) -> list[MetricsRecord]:
                 break
             raise InputError(
                 f"Line {number} of {file} is not a valid record: {error}. "
-                f"The line is {line.decode(errors='replace')!r:.60}",
-                rule=f"A record is a JSON object such as {_EXAMPLE}",
-                remedy="Correct the line, or remove it from the file",
+                f"The line is {line.decode(errors='replace')!r:.60}.",
+                rule=f"A record is a JSON object such as {_EXAMPLE}.",
+                remedy="Correct the line, or remove it from the file.",
             ) from error
     return records
 
@@ -178,8 +178,8 @@ def find_metrics_file(path: str | Path) -> Path:
         return inside[0]
     what = "does not exist" if not path.is_dir() else f"contains {len(inside)} runs" if inside else f"has no {FILE}"
     raise ConfigError(
-        f"{str(path)!r} {what}",
-        rule=f"A training run writes its metrics to the file {FILE} in its folder",
+        f"{str(path)!r} {what}.",
+        rule=f"A training run writes its metrics to the file {FILE} in its folder.",
         remedy=_suggest_runs(path, [repr(str(file.parent)) for file in inside]),
     )
 

@@ -60,7 +60,7 @@ def read_runs(paths: Sequence[str | Path]) -> Runs:
     files = [find_metrics_file(path) for path in paths]
     real = [file.resolve() for file in files]
     if twice := [file for file, name in zip(files, real) if real.count(name) > 1]:
-        raise ConfigError(f"The run {str(twice[0])!r} was passed twice", remedy="Pass each run once")
+        raise ConfigError(f"The run {str(twice[0])!r} was passed twice.", remedy="Pass each run once.")
     return dict(zip(name_runs([Path(path) for path in paths]), map(read_records, files)))
 
 
@@ -256,7 +256,7 @@ def make_figure(runs: Runs, names: Sequence[str] | None = None) -> Figure:
     names = list(names) if names is not None else list_panels(runs)
     if not names:
         where = ", ".join(runs) or "no run"
-        raise ConfigError(f"There are no metrics to draw in {where}", remedy="Record a metric, such as loss")
+        raise ConfigError(f"There are no metrics to draw in {where}.", remedy="Record a metric, such as loss.")
     import matplotlib
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

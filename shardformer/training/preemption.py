@@ -54,8 +54,8 @@ class HookFailure:
             return type(error)(text, rule=error.rule, remedy=error.remedy)
         source = self.operation if hook is None else f"The hook {type(hook).__name__} ({self.operation})"
         return InputError(
-            f"{source[:1].upper()}{source[1:]} failed on rank {rank}: {type(error).__name__}: {error}",
-            remedy="Fix the cause and resume from the last checkpoint",
+            f"{source[:1].upper()}{source[1:]} failed on rank {rank}: {type(error).__name__}: {error}.",
+            remedy="Fix the cause and resume from the last checkpoint.",
         )
 
 

@@ -90,8 +90,8 @@ class StreamedSource:
         elif self._reader.count > start:
             raise InputError(
                 f"The iterator {self.name} cannot restart at sample {start}, because {self._reader.count} "
-                "samples were already read",
-                remedy="Pass a list, or an object whose __iter__ restarts",
+                "samples were already read.",
+                remedy="Pass a list, or an object whose __iter__ restarts.",
             )
         return self._reader
 
@@ -156,8 +156,8 @@ def check_batch_size(num_samples: int, shard: DataShard) -> None:
     """Raise InputError if a global batch has fewer samples than there are data-parallel ranks."""
     if num_samples < shard.size:
         raise InputError(
-            f"A batch of {num_samples} samples is too small for {shard.size} data ranks",
-            remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size",
+            f"A batch of {num_samples} samples is too small for {shard.size} data ranks.",
+            remedy="Pass drop_last=True (data.drop_last = true in a run file), or change batch_size.",
         )
 
 
@@ -314,9 +314,9 @@ def make_source(
     is_unsupported = isinstance(data, (Mapping, str, bytes, Tensor, type, set, frozenset))
     if is_unsupported or not (_is_indexed(data) or hasattr(data, "__iter__")):
         raise ConfigError(
-            f"Training data of type {type(data).__name__} is not supported",
-            rule="The supported types are Dataset, list, Hugging Face data set, DataLoader, and ordered iterables",
-            remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets)",
+            f"Training data of type {type(data).__name__} is not supported.",
+            rule="The supported types are Dataset, list, Hugging Face data set, DataLoader, and ordered iterables.",
+            remedy="Pass a list of samples, one dict each, or torch.utils.data.TensorDataset(inputs, targets).",
         )
     assert collate is not None  # only a DataLoader has its own
     if _is_indexed(data):
@@ -325,8 +325,8 @@ def make_source(
     if shuffle or num_workers:
         option = "shuffle=True" if shuffle else f"num_workers={num_workers}"
         raise ConfigError(
-            f"{option} is not supported for streamed data ({type(data).__name__})",
-            remedy="Shuffle the stream itself, or pass a DataLoader with workers",
+            f"{option} is not supported for streamed data ({type(data).__name__}).",
+            remedy="Shuffle the stream itself, or pass a DataLoader with workers.",
         )
     return StreamedSource(data, collate)
 
@@ -340,27 +340,27 @@ def _is_indexed(data: Any) -> bool:
 
 def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | None) -> IndexedSource | StreamedSource:
     if collate is not None:
-        raise ConfigError("collate_fn has no effect on a DataLoader", remedy="Pass collate_fn to the DataLoader")
+        raise ConfigError("collate_fn has no effect on a DataLoader.", remedy="Pass collate_fn to the DataLoader.")
     batches = loader.batch_sampler
     sampler = batches.sampler if type(batches) is torch_data.BatchSampler else loader.sampler
     for each in (sampler, batches, getattr(batches, "sampler", None)):
         if each is not None and hasattr(each, "num_replicas"):
             raise ConfigError(
-                f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time",
-                remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size",
+                f"The DataLoader uses a {type(each).__name__}, which would shard the batches a second time.",
+                remedy="Create the DataLoader without this sampler, with shuffle=True and the global batch size.",
             )
     if shuffle and not isinstance(sampler, torch_data.RandomSampler):
         raise ConfigError(
-            "shuffle=True conflicts with the DataLoader, which does not shuffle",
-            remedy="Create the DataLoader with shuffle=True",
+            "shuffle=True conflicts with the DataLoader, which does not shuffle.",
+            remedy="Create the DataLoader with shuffle=True.",
         )
     if not _is_indexed(loader.dataset) or batches is None:
         return StreamedSource(loader, None)
     _check_not_empty(len(loader.dataset), loader.dataset)
     if type(batches) is torch_data.BatchSampler and length_or_none(sampler) is None:
         raise ConfigError(
-            f"The sampler of the DataLoader, {type(sampler).__name__}, has no length",
-            remedy="Add the method __len__ to the sampler, or pass an IterableDataset",
+            f"The sampler of the DataLoader, {type(sampler).__name__}, has no length.",
+            remedy="Add the method __len__ to the sampler, or pass an IterableDataset.",
         )
     data, collate_fn = loader.dataset, loader.collate_fn
     options = {name: getattr(loader, name) for name in LOADER_OPTIONS}
@@ -377,5 +377,5 @@ def _source_from_loader(loader: Any, collate: Collate | None, shuffle: bool | No
 def _check_not_empty(length: int, data: Any) -> None:
     if length < 1:
         raise ConfigError(
-            f"The training data ({type(data).__name__}) is empty", remedy="Check the files that it was read from"
+            f"The training data ({type(data).__name__}) is empty.", remedy="Check the files that it was read from."
         )

@@ -63,8 +63,8 @@ class Trainer:
         not_a_hook = next((hook for hook in self.hooks if not isinstance(hook, Hook)), None)
         if not_a_hook is not None:
             raise ConfigError(
-                f"hooks contains {not_a_hook!r:.80}, which is not a Hook",
-                remedy="Derive its class from shardformer.hooks.Hook, and pass an instance",
+                f"hooks contains {not_a_hook!r:.80}, which is not a Hook.",
+                remedy="Derive its class from shardformer.hooks.Hook, and pass an instance.",
             )
         self.batch: Any = None
         self.loss: Tensor | None = None
@@ -186,8 +186,8 @@ class Trainer:
         total = steps if epochs is None else epochs
         if (steps is None) == (epochs is None) or isinstance(total, bool) or not isinstance(total, int) or total < 0:
             raise ConfigError(
-                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}",
-                remedy="Write fit(epochs=3) or fit(steps=1000)",
+                f"fit requires either steps or epochs, but received steps={steps!r} and epochs={epochs!r}.",
+                remedy="Write fit(epochs=3) or fit(steps=1000).",
             )
         self._set_data_loaders(train, validation, validate_every, batch_size)
         self.last_step, self.last_epoch = steps, epochs
@@ -448,8 +448,8 @@ class Trainer:
         ):
             problem = "requires validation data" if validation is None else "is not a positive number of steps"
             raise ConfigError(
-                f"validate_every={validate_every!r} {problem}",
-                remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every",
+                f"validate_every={validate_every!r} {problem}.",
+                remedy="Write fit(..., validation=data, validate_every=100), or remove validate_every.",
             )
 
     def _make_data_loader(

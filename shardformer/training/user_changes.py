@@ -245,9 +245,9 @@ def _reshard_error(key: ItemKey, problem: str = "cannot be carried over to anoth
     kind, path, name = key
     what = f"{kind} {path or 'of the model'}{f' ({name})' if name else ''}"
     return ConfigError(
-        f"The {what} was modified after initialize, and this change {problem}",
+        f"The {what} was modified after initialize, and this change {problem}.",
         rule="engine.reshard preserves requires_grad, training modes, functions, modules without weights, and "
-        "plain values in modules and configs",
+        "plain values in modules and configs.",
         remedy="Undo the change before reshard and repeat it afterwards, or save a checkpoint and load it in an engine "
-        "with the other layout",
+        "with the other layout.",
     )

@@ -205,8 +205,8 @@ def _reduced_model(small: ReducedModelType) -> ReducedModel:
         config = transformers.CONFIG_MAPPING[small.model_type](architectures=[small.head_class])
     except Exception as error:  # some default configs fail in their own class
         raise ConfigError(
-            f"transformers cannot build the default config of {small.model_type}: {error!s:.200}",
-            remedy="Pass a folder, a config.json, or module:function",
+            f"transformers cannot build the default config of {small.model_type}: {error!s:.200}.",
+            remedy="Pass a folder, a config.json, or module:function.",
         ) from error
     model = build_meta_model(config)
     try:
@@ -220,7 +220,7 @@ def _example_batch_error(model: nn.Module, why: str) -> ConfigError:
     unknown = f". Its forward pass needs {', '.join(needed)}, whose values are unknown" if needed else ""
     unknown += f". The values of {', '.join(optional)} are unknown" if optional and not needed else ""
     return ConfigError(
-        f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}",
+        f"{type(model).__name__} failed on every batch that was derived from its config ({why:.400}){unknown}.",
         remedy=BATCH_FUNCTION,
     )
 
@@ -280,9 +280,9 @@ def _import_by_name(name: str) -> ModuleType:
         if name and (missing is None or not f"{name}.".startswith(f"{missing}.")):
             raise _import_error(f"The module {name!r}", error) from error
         raise ConfigError(
-            f"There is no module {name!r}: {error}",
-            rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages",
-            remedy="Correct the name, or pass the file: path/to/file.py:function",
+            f"There is no module {name!r}: {error}.",
+            rule=f"{MODULE_SPEC_FORMS}. Modules are searched in {str(Path.cwd())!r} and the installed packages.",
+            remedy="Correct the name, or pass the file: path/to/file.py:function.",
         ) from error
 
 
@@ -295,8 +295,8 @@ def call_user_function(function: Callable[[], Any], name: str) -> Any:
         raise
     except (Exception, SystemExit) as error:
         raise ConfigError(
-            f"The function {name} failed: {_error_with_location(error)}",
-            remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1",
+            f"The function {name} failed: {_error_with_location(error)}.",
+            remedy=f"Fix the function. For its traceback, set {TRACEBACK_VARIABLE}=1.",
         ) from error
 
 
@@ -324,8 +324,8 @@ def _error_with_location(error: BaseException) -> str:
 
 def _import_error(what: str, error: BaseException) -> ConfigError:
     return ConfigError(
-        f"{what} cannot be imported: {_error_with_location(error)}",
-        remedy="Fix the module: `python -c 'import ...'` shows the traceback",
+        f"{what} cannot be imported: {_error_with_location(error)}.",
+        remedy="Fix the module: `python -c 'import ...'` shows the traceback.",
     )
 
 
@@ -333,7 +333,7 @@ def _module_from_file(path: Path) -> ModuleType:
     spec = spec_from_file_location(path.stem, path)
     if not path.is_file() or spec is None or spec.loader is None:
         raise ConfigError(
-            f"There is no file {str(path)!r}", rule=MODULE_SPEC_FORMS, remedy="Correct the path before the colon"
+            f"There is no file {str(path)!r}.", rule=MODULE_SPEC_FORMS, remedy="Correct the path before the colon."
         )
     loaded = sys.modules.get(path.stem)
     if loaded is not None and getattr(loaded, "__file__", None) != str(path):
@@ -404,13 +404,13 @@ class Pretrained:
             )
         except OSError as error:
             raise ConfigError(
-                f"{self.where!r} has no weights for {self.head}: {first_line(error)}",
-                remedy="Pass the path of the config.json for random weights, or save the weights next to it",
+                f"{self.where!r} has no weights for {self.head}: {first_line(error)}.",
+                remedy="Pass the path of the config.json for random weights, or save the weights next to it.",
             ) from error
         except Exception as error:  # inconsistent sizes raise errors of any type
             raise ConfigError(
-                f"transformers cannot build {self.head} from {self.where!r}: {first_line(error)}",
-                remedy="Correct config.json",
+                f"transformers cannot build {self.head} from {self.where!r}: {first_line(error)}.",
+                remedy="Correct config.json.",
             ) from error
         return model
 
@@ -443,9 +443,9 @@ class ModelSource:
         """Names of all head classes of the model's family, such as BertForMaskedLM. Raises ConfigError if unknown."""
         if self.model_type not in HEAD_CLASSES or not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"The head classes of {self.title} are unknown",
-                rule=f"They are listed for {', '.join(HEAD_CLASSES)}, from a name, a folder, a config.json or the hub",
-                remedy="Select one head with --head, or pass one of these families",
+                f"The head classes of {self.title} are unknown.",
+                rule=f"They are listed for {', '.join(HEAD_CLASSES)}, from a name, a folder, a config.json or the hub.",
+                remedy="Select one head with --head, or pass one of these families.",
             )
         return HEAD_CLASSES[self.model_type]
 
@@ -456,13 +456,13 @@ class ModelSource:
             return _make_source_of_type(self.model_type, head)
         if not isinstance(self.model_fn, SmallModel | Pretrained):
             raise ConfigError(
-                f"head={head!r} has no effect on {self.title}, because a function builds this model",
-                remedy="Build the head in the function, and remove the option",
+                f"head={head!r} has no effect on {self.title}, because a function builds this model.",
+                remedy="Build the head in the function, and remove the option.",
             )
         if self.model_type in HEAD_CLASSES and head not in HEAD_CLASSES[self.model_type]:
             raise ConfigError(
-                f"{self.model_type} has no head {head!r}",
-                rule=f"Its heads are {', '.join(HEAD_CLASSES[self.model_type])}",
+                f"{self.model_type} has no head {head!r}.",
+                rule=f"Its heads are {', '.join(HEAD_CLASSES[self.model_type])}.",
                 remedy=did_you_mean(head, HEAD_CLASSES[self.model_type]),
             )
         _check_class_exists(head, self.title)
@@ -475,9 +475,9 @@ class ModelSource:
             return self
         if layers > MAX_STAGE_LAYERS:
             raise ConfigError(
-                f"A small model of {self.title} cannot have {layers} layers",
-                rule=f"The limit is {MAX_STAGE_LAYERS} layers",
-                remedy="Use fewer stages or a smaller --num-model-chunks",
+                f"A small model of {self.title} cannot have {layers} layers.",
+                rule=f"The limit is {MAX_STAGE_LAYERS} layers.",
+                remedy="Use fewer stages or a smaller --num-model-chunks.",
             )
         model_fn = self.model_fn.deeper(layers)
         title = f"{self.title}, {supported_depth(model_fn.family, self.head, layers)} layers"
@@ -498,9 +498,9 @@ class ModelSource:
         if isinstance(self.model_fn, Pretrained) and not sizes and is_multimodal(self.head):
             if sequence != TOKENS:
                 raise ConfigError(
-                    f"sequence={sequence} has no effect on {self.title}",
-                    rule="The number of tokens depends on the images or sounds in the text",
-                    remedy="Remove the option",
+                    f"sequence={sequence} has no effect on {self.title}.",
+                    rule="The number of tokens depends on the images or sounds in the text.",
+                    remedy="Remove the option.",
                 )
             return ExampleBatches(self.model_fn, batch)
         vocab_size = _min_vocab_size(self.config)
@@ -513,8 +513,8 @@ class ModelSource:
         longest = getattr(self.config, "max_position_embeddings", None)
         if isinstance(longest, int) and sequence > longest:
             raise ConfigError(
-                f"sequence={sequence} exceeds the {longest} positions of {self.title}",
-                remedy=f"Use a sequence of {longest} tokens or fewer",
+                f"sequence={sequence} exceeds the {longest} positions of {self.title}.",
+                remedy=f"Use a sequence of {longest} tokens or fewer.",
             )
         eos = first_token(getattr(self.config, "eos_token_id", None), 2)
         return RandomBatches(self.head, vocab_size, batch, sequence, self.config.num_labels, eos, sizes)
@@ -549,9 +549,9 @@ def find_model(name: str, *, dropout: bool = True) -> ModelSource:
         return _make_source_from_function(name)
     if name.startswith((".", "/", "~")) or name.endswith(".json") or not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         raise ConfigError(
-            f"There is no folder or file {name!r} in {str(Path.cwd())!r}",
+            f"There is no folder or file {name!r} in {str(Path.cwd())!r}.",
             rule=MODULE_SPEC_FORMS,
-            remedy="Correct the path",
+            remedy="Correct the path.",
         )
     return _make_pretrained_source(name, Pretrained(name, "", dropout=dropout, local=not is_hub_reachable()))
 
@@ -569,7 +569,7 @@ def find_policy(name: str) -> type[Policy]:
             f"{where or name!r} has no policy {class_name!r}"
             if class_name
             else f"{where or name!r} has {len(own) or 'no'} policies, so a class name is needed",
-            rule="A policy is a subclass of shardformer.policies.Policy, and FILE:CLASS selects one of several",
+            rule="A policy is a subclass of shardformer.policies.Policy, and FILE:CLASS selects one of several.",
             remedy=did_you_mean(class_name, own),
         )
     return kinds[class_name]
@@ -583,8 +583,8 @@ def load_hf_config(where: str, local: bool = True) -> Any:
     except Exception as error:  # invalid files raise errors of any type
         if Path(where).exists():
             raise ConfigError(
-                f"{where!r} has no config that transformers can read: {first_line(error)}",
-                remedy="Pass a folder written by save_pretrained, or module:function for your own model",
+                f"{where!r} has no config that transformers can read: {first_line(error)}.",
+                remedy="Pass a folder written by save_pretrained, or module:function for your own model.",
             ) from error
         raise ConfigError(
             f"There is no model {where!r}: it is not a family, nor a folder or file in {str(Path.cwd())!r}, "
@@ -593,16 +593,16 @@ def load_hf_config(where: str, local: bool = True) -> Any:
                 if local
                 else f"and {hub_url()} reports: {first_line(error)}"
             ),
-            rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}",
+            rule=f"{MODULE_SPEC_FORMS}. The families are {', '.join(SMALL_CONFIGS)}.",
             remedy=f"{_suggest_names(where)}Correct the name. Without a network, download the model on another machine "
-            f"with `hf download {where} --local-dir DIR` and pass DIR",
+            f"with `hf download {where} --local-dir DIR` and pass DIR.",
         ) from error
     layers = getattr(config, "num_hidden_layers", None)
     if type(layers) is int and layers > MAX_SMALL_LAYERS:
         raise ConfigError(
-            f"The config {where!r} has {layers} layers, which is too many for a small model",
-            rule=f"The maximum is {MAX_SMALL_LAYERS} layers, because each is built one after the other",
-            remedy="Correct num_hidden_layers, or the field that this family uses instead",
+            f"The config {where!r} has {layers} layers, which is too many for a small model.",
+            rule=f"The maximum is {MAX_SMALL_LAYERS} layers, because each is built one after the other.",
+            remedy="Correct num_hidden_layers, or the field that this family uses instead.",
         )
     return config
 
@@ -641,7 +641,7 @@ def _check_class_exists(head: str, title: str) -> None:
     if model_class(head) is None:
         raise ConfigError(
             f"{title} has the class {head!r}, which transformers does not have" if head else f"{title} names no class",
-            remedy=f"{_suggest_names(head, {*dir(transformers)} - {head})}Pass module:function for your own class",
+            remedy=f"{_suggest_names(head, {*dir(transformers)} - {head})}Pass module:function for your own class.",
         )
 
 
@@ -657,16 +657,16 @@ def _make_source_from_function(name: str) -> ModelSource:
     if not callable(function):
         known = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         raise ConfigError(
-            f"{where!r} has no function {function_name!r}",
-            rule="In module:function, the function is defined at the top level of the module",
+            f"{where!r} has no function {function_name!r}.",
+            rule="In module:function, the function is defined at the top level of the module.",
             remedy=did_you_mean(function_name, known),
         )
     try:
         signature(function).bind()
     except TypeError as error:
         raise ConfigError(
-            f"The function {name} has required arguments: {signature(function)}",
-            remedy="Add default values to its parameters, or wrap it in a function without arguments",
+            f"The function {name} has required arguments: {signature(function)}.",
+            remedy="Add default values to its parameters, or wrap it in a function without arguments.",
         ) from error
     except ValueError:  # a function written in C may have no signature
         pass
@@ -678,9 +678,9 @@ def _make_source_from_function(name: str) -> ModelSource:
         own = dict(zip(_FUNCTION_KEYS, returned))
     if not callable(own.get("model_fn")) or not set(own) <= set(_FUNCTION_KEYS):
         raise ConfigError(
-            f"The function {name} returned {_describe_returned(returned)}",
+            f"The function {name} returned {_describe_returned(returned)}.",
             remedy=f"Return a model, a tuple (model_fn, batch_fn), or a dict of {', '.join(_FUNCTION_KEYS)}, with "
-            "functions from the top level of the module",
+            "functions from the top level of the module.",
         )
     model_fn = own.pop("model_fn")
     if "batch_fn" in own:

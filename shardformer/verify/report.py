@@ -102,9 +102,9 @@ def tolerances_for(dtype: torch.dtype) -> Tolerances:
     if dtype == torch.float32:
         return Tolerances(1e-5, 1e-4, 1.2e-7)
     raise ConfigError(
-        f"verify does not compare in dtype={dtype}",
-        rule="In 16 bits the rounding noise is as large as most errors",
-        remedy="Use dtype=torch.float64 or torch.float32",
+        f"verify does not compare in dtype={dtype}.",
+        rule="In 16 bits the rounding noise is as large as most errors.",
+        remedy="Use dtype=torch.float64 or torch.float32.",
     )
 
 

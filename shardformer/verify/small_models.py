@@ -431,8 +431,8 @@ def sample_loss(model: nn.Module, batch: Mapping[str, Any]) -> Tensor:
     distances = losses or [_distance_from_cosine(x) for x in _unique_tensors(outputs)]
     if not distances:
         raise ConfigError(
-            f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'",
-            remedy="Pass loss_fn=, a function (output, batch) -> loss",
+            f"{type(model).__name__} returned no loss: its output, a {type(output).__name__}, has no field 'loss'.",
+            remedy="Pass loss_fn=, a function (output, batch) -> loss.",
         )
     return torch.stack([x.double() for x in distances]).sum()
 

@@ -154,14 +154,14 @@ def data_rank_batch(job: VerifyJob, batch: Mapping[str, Any], rank: int, num_sha
     """Return one of ``num_shards`` equal shards of a global batch, in the dtype of the models."""
     if not any(x.dim() for _, x in iterate_named_tensors(batch)):
         raise ConfigError(
-            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'})",
-            remedy="Return the arguments of the model's forward pass from batch_fn",
+            f"The batch has no tensor with a batch dimension (keys: {', '.join(batch) or 'none'}).",
+            remedy="Return the arguments of the model's forward pass from batch_fn.",
         )
     size = batch_size_of(batch)
     if size % num_shards:
         raise ConfigError(
-            f"data={num_shards} does not divide the batch of {size} samples",
-            remedy=f"Return a multiple of {num_shards} samples from batch_fn",
+            f"data={num_shards} does not divide the batch of {size} samples.",
+            remedy=f"Return a multiple of {num_shards} samples from batch_fn.",
         )
     part = split_batch(batch, [size // num_shards] * num_shards, ids=job.ids)[rank]
     floats = {name: x for name, x in part.items() if isinstance(x, Tensor) and x.is_floating_point()}
@@ -180,8 +180,8 @@ def check_samples_are_independent(job: VerifyJob, model: nn.Module) -> None:
             for name in _outputs_with_sample_pairs(model, larger, smaller):
                 raise ConfigError(
                     f"{type(model).__name__} compares the samples of a batch with each other, because its "
-                    f"output {name} of {batch_size_of(larger)} samples has as many rows and columns",
-                    rule="If a batch is split, the loss of each shard is computed without the other samples",
+                    f"output {name} of {batch_size_of(larger)} samples has as many rows and columns.",
+                    rule="If a batch is split, the loss of each shard is computed without the other samples.",
                     remedy=remedy,
                 )
 
@@ -220,9 +220,9 @@ class PrecomputedForward(nn.Module):
         for name, value in [*((f"argument {i}", value) for i, value in enumerate(args)), *kwargs.items()]:
             if isinstance(value, Tensor) and id(value) not in self.__dict__["given"]:
                 raise ConfigError(
-                    f"loss_fn calls the model with {name}, a tensor that is not in the batch",
-                    rule="A pipeline computes the loss after it has run the model on the batch",
-                    remedy="Return all inputs of the model from batch_fn, and call model(**batch) in loss_fn",
+                    f"loss_fn calls the model with {name}, a tensor that is not in the batch.",
+                    rule="A pipeline computes the loss after it has run the model on the batch.",
+                    remedy="Return all inputs of the model from batch_fn, and call model(**batch) in loss_fn.",
                 )
         return self.__dict__["replayed"][1]
 
@@ -260,9 +260,9 @@ class LossFunction:
             except Exception as other:
                 raise InputError(
                     f"loss_fn raised {_describe_error(other)} as loss_fn(output, batch), and {_describe_error(error)} "
-                    "as loss_fn(model, batch)",
-                    rule="output is what the model returns for the arguments of its forward pass in the batch",
-                    remedy="Correct loss_fn",
+                    "as loss_fn(model, batch).",
+                    rule="output is what the model returns for the arguments of its forward pass in the batch.",
+                    remedy="Correct loss_fn.",
                 ) from other
         return loss
 
@@ -345,7 +345,7 @@ class VerifyJob:
             object.__setattr__(self, "loss_fn", LossFunction(self.loss_fn))
         if self.pipe > 1 and (count := self.training.gradient_accumulation_steps) > 1:
             what = f"gradient_accumulation_steps={count} does not work with pipe={self.pipe}"
-            raise ConfigError(what, remedy="Set micro_batches (--micro-batches) instead")
+            raise ConfigError(what, remedy="Set micro_batches (--micro-batches) instead.")
         for name in ("tensor", "pipe", "data", "steps"):
             check_int(name, getattr(self, name))
 
@@ -431,7 +431,7 @@ def _compute_loss(job: VerifyJob, model: nn.Module, batch: Mapping[str, Any]) ->
         remedy = (
             "Add labels to the batch, or pass loss_fn=" if needs_labels else "Pass loss_fn=, (output, batch) -> loss"
         )
-        raise ConfigError(f"{type(model).__name__} returned no loss{field}", remedy=remedy)
+        raise ConfigError(f"{type(model).__name__} returned no loss{field}.", remedy=remedy)
     return loss
 
 
@@ -500,11 +500,11 @@ def _check_loss_is_reproducible(job: VerifyJob, model: nn.Module) -> None:
         first, second = (float(_unsharded_loss(job, model, 0, seed)) for seed in (0, int(draws_anew)))
     if abs(first - second) > job.bounds.loss * abs(first):
         raise ConfigError(
-            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again",
+            f"The loss of the first batch is {first:.6g}, but {second:.6g} when it is computed again.",
             rule="Micro-batches, and data ranks with a reference over the full batch, draw different random numbers"
             if draws_anew
             else "With the same seeds of torch, NumPy and Python the loss must be the same",
-            remedy="Disable the randomness in the model",
+            remedy="Disable the randomness in the model.",
         )
 
 

@@ -75,17 +75,17 @@ class VerifyTraining:
             re.compile(self.frozen_pattern)
         except re.error as error:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} is not a regular expression: {error}",
-                remedy="Write an expression that matches full names of parameters, for example embeddings.*",
+                f"frozen={self.frozen_pattern!r} is not a regular expression: {error}.",
+                remedy="Write an expression that matches full names of parameters, for example embeddings.*.",
             ) from error
         rule = "Use an optimizer of torch.optim for dense gradients that takes no closure, or LAMB or LARS"
         check_choice("optimizer", self.optimizer, _optimizer_classes(), rule)
         for name, default in (("optimizer", "SGD"), ("precision", "fp32"), ("offload", None)):
             if self.zero_stage is None and (value := getattr(self, name)) != default:
                 raise ConfigError(
-                    f"{name}={value!r} needs a ZeRO stage",
-                    rule="Without ZeRO, verify trains with SGD, whose weights can be compared exactly",
-                    remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage)",
+                    f"{name}={value!r} needs a ZeRO stage.",
+                    rule="Without ZeRO, verify trains with SGD, whose weights can be compared exactly.",
+                    remedy="Add zero_stage=0, 1, 2 or 3 (--zero-stage).",
                 )
         check_int("gradient_accumulation_steps", self.gradient_accumulation_steps)
 
@@ -102,8 +102,8 @@ class VerifyTraining:
         ]
         if self.frozen_pattern and not names:
             raise ConfigError(
-                f"frozen={self.frozen_pattern!r} matches no parameter of {type(model).__name__}",
-                rule="The regular expression must match the full name of a parameter",
+                f"frozen={self.frozen_pattern!r} matches no parameter of {type(model).__name__}.",
+                rule="The regular expression must match the full name of a parameter.",
                 remedy=did_you_mean(self.frozen_pattern, [name for name, _ in model.named_parameters()]),
             )
         for name in names:
@@ -113,8 +113,8 @@ class VerifyTraining:
         """Enable activation checkpointing in a model if configured. Raises ConfigError if it is not supported."""
         if self.activation_checkpointing and not getattr(model, "supports_gradient_checkpointing", False):
             raise ConfigError(
-                f"{type(model).__name__} does not support activation checkpointing",
-                remedy="Remove activation_checkpointing=True (--activation-checkpointing)",
+                f"{type(model).__name__} does not support activation checkpointing.",
+                remedy="Remove activation_checkpointing=True (--activation-checkpointing).",
             )
         if self.activation_checkpointing:  # newer versions of transformers renamed the method
             enable = getattr(model, "activation_checkpointing_enable", model.gradient_checkpointing_enable)

@@ -76,7 +76,7 @@ def check_layout(
             return None
     if not isinstance(model, nn.Module):
         raise ConfigError(
-            f"model_fn returned a {type(model).__name__} instead of a model", remedy="Return an nn.Module"
+            f"model_fn returned a {type(model).__name__} instead of a model.", remedy="Return an nn.Module."
         )
     check_can_be_sharded(model)
     ranks = num_ranks(tensor, "tensor")
@@ -226,8 +226,8 @@ def _main_module_location() -> str:
 
 def _main_guard_error(place: str) -> ConfigError:
     return ConfigError(
-        f'verify() was called outside `if __name__ == "__main__":`, at {place}',
-        rule="verify starts processes that import the script, which would call verify again",
+        f'verify() was called outside `if __name__ == "__main__":`, at {place}.',
+        rule="verify starts processes that import the script, which would call verify again.",
         remedy='Move the call and the other top-level code of the script under if __name__ == "__main__":\n',
     )
 
@@ -319,8 +319,8 @@ def _non_default_options(config: Mapping[str, Any] | ShardConfig | None) -> dict
         config = ShardConfig.of(config or {})
     if config.context is not None or config.tensor_parallel_process_group is not None:
         raise ConfigError(
-            "The config passed to verify has a context or a process group",
-            remedy="Remove context and tensor_parallel_process_group, and use tensor= and data=",
+            "The config passed to verify has a context or a process group.",
+            remedy="Remove context and tensor_parallel_process_group, and use tensor= and data=.",
         )
     usual = vars(ShardConfig())
     return {name: value for name, value in vars(config).items() if value != usual[name]}

@@ -100,8 +100,8 @@ def _load_model(model_class: Any, path_or_name: str, **options: Any) -> tuple[An
         return cast(tuple[Any, Any], loaded)
     except Exception as error:  # mismatched sizes raise errors of any type
         raise ConfigError(
-            f"transformers cannot load the weights of {path_or_name!r} into {model_class.__name__}: {error}",
-            remedy="Find the class that can load the weights with from_pretrained of transformers",
+            f"transformers cannot load the weights of {path_or_name!r} into {model_class.__name__}: {error}.",
+            remedy="Find the class that can load the weights with from_pretrained of transformers.",
         ) from error
 
 
@@ -125,7 +125,7 @@ def _load_config_and_class(
             )
         except Exception as error:  # the file and its fields may contain any value
             raise ConfigError(
-                f"{path_or_name!r} has no config that transformers can read: {first_line(error)}",
+                f"{path_or_name!r} has no config that transformers can read: {first_line(error)}.",
                 remedy=f"Correct the path or name, or pass config=. {CONSENT}"
                 if auto
                 else "Correct the path or name, or pass config=",
@@ -134,13 +134,13 @@ def _load_config_and_class(
         unknown = dict(options)
     if unknown:
         raise ConfigError(
-            f"from_pretrained has no option {next(iter(unknown))!r}",
-            rule=f"Options are fields of the {type(config).__name__}, and {', '.join(HUB)}",
+            f"from_pretrained has no option {next(iter(unknown))!r}.",
+            rule=f"Options are fields of the {type(config).__name__}, and {', '.join(HUB)}.",
             remedy="Remove it" if not options.keys() - unknown.keys() else "Correct its name",
         )
     if getattr(config, "quantization_config", None) is not None:
         raise ConfigError(
-            f"The weights in {path_or_name!r} are quantized", remedy="Load the unquantized weights instead"
+            f"The weights in {path_or_name!r} are quantized.", remedy="Load the unquantized weights instead."
         )
     if issubclass(model_class, nn.Module):
         return config, model_class
@@ -150,8 +150,8 @@ def _load_config_and_class(
         except Exception as error:
             raise ConfigError(
                 f"transformers cannot build a {model_class.__name__} from the config of {path_or_name!r}: "
-                f"{first_line(error)}",
-                remedy=f"Correct config.json, or pass the class of the model. {CONSENT}",
+                f"{first_line(error)}.",
+                remedy=f"Correct config.json, or pass the class of the model. {CONSENT}.",
             ) from error
 
 
@@ -193,9 +193,9 @@ def _check_index(path_or_name: str, path: str) -> None:
 
 def _make_no_weights_error(path_or_name: str, why: str) -> ConfigError:
     return ConfigError(
-        f"{path_or_name!r} has no weights: {why}",
-        rule="ShardFormer reads safetensors files, as written by save_pretrained",
-        remedy="Correct the path, or load the model with transformers and call save_pretrained once",
+        f"{path_or_name!r} has no weights: {why}.",
+        rule="ShardFormer reads safetensors files, as written by save_pretrained.",
+        remedy="Correct the path, or load the model with transformers and call save_pretrained once.",
     )
 
 
@@ -248,22 +248,22 @@ def _check_loaded_weights(model: Any, path_or_name: str, info: Mapping[str, Any]
             f"{type(model).__name__}"
             + (f". {len(info['mismatched_keys']) - 1} more shapes differ" if len(info["mismatched_keys"]) > 1 else ""),
             remedy="Pass the config with which the weights were saved, or ignore_mismatched_sizes=True to initialize "
-            "these weights randomly",
+            "these weights randomly.",
         )
     missing = set(info["missing_keys"])
     if not set(dict(model.named_parameters(remove_duplicate=False))) - missing:
         raise ConfigError(
             f"{path_or_name!r} has no weights for {type(model).__name__}: the model has {sorted(missing)[0]!r}, "
-            f"but the files have {min(info['unexpected_keys'], default='nothing')!r}",
-            remedy="Pass the class of the saved model",
+            f"but the files have {min(info['unexpected_keys'], default='nothing')!r}.",
+            remedy="Pass the class of the saved model.",
         )
     prefix = f"{model.base_model_prefix}." if hasattr(model, model.base_model_prefix or " ") else ""
     lacking = [key for key in sorted(missing) if key.startswith(prefix) and re.search(r"\.\d+\.", key)]
     if lacking:
         raise ConfigError(
-            f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}",
-            rule="Only modules outside the layers, such as a new head, can be initialized randomly",
-            remedy="Pass a config with the number of saved layers, or build under LazyInit for random weights",
+            f"{path_or_name!r} has no weights for {_abbreviate_names(lacking)}.",
+            rule="Only modules outside the layers, such as a new head, can be initialized randomly.",
+            remedy="Pass a config with the number of saved layers, or build under LazyInit for random weights.",
         )
 
 

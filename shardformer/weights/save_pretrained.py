@@ -119,14 +119,14 @@ def _resolve_export_directory(folder: Any, tensors: ModelTensors, max_file_bytes
     check_no_packed_weights(tensors.model, "export_pretrained")
     if find_metadata(tensors.model).adapters is not None:
         raise ConfigError(
-            f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load",
-            remedy="Save them with save_pretrained of the PEFT model, or export the result of merge_and_unload()",
+            f"This {type(tensors.model).__name__} has PEFT adapters, which from_pretrained cannot load.",
+            remedy="Save them with save_pretrained of the PEFT model, or export the result of merge_and_unload().",
         )
     if unknown := [name for name, x in tensors.tensors.items() if x.dtype == torch.complex128]:
         raise ConfigError(
-            f"{unknown[0]} has the dtype complex128, which safetensors does not support",
+            f"{unknown[0]} has the dtype complex128, which safetensors does not support.",
             remedy="Convert it to complex64 before training, or store it as float64 with torch.view_as_real. "
-            "save_checkpoint supports complex128",
+            "save_checkpoint supports complex128.",
         )
     target = path_of(folder)
     check_target(target, tensors.model)
@@ -140,19 +140,19 @@ def check_target(target: Path, model: Any = None) -> None:
     """
     if target.is_symlink():
         raise ConfigError(
-            f"The export directory {target} is a symbolic link",
-            remedy="Pass the path of its target, or another directory",
+            f"The export directory {target} is a symbolic link.",
+            remedy="Pass the path of its target, or another directory.",
         )
     if not target.exists():
         return
     if not target.is_dir() or (any(target.iterdir()) and not _is_export(target)):
         raise ConfigError(
-            f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}",
-            remedy="Pass another directory, or move this one away",
+            f"The export directory {target} is {'not an export of ShardFormer' if target.is_dir() else 'a file'}.",
+            remedy="Pass another directory, or move this one away.",
         )
     source = getattr(model, "name_or_path", None)
     if isinstance(source, str) and source and os.path.exists(source) and os.path.samefile(source, target):
-        raise ConfigError(f"The model was loaded from {target}", remedy="Pass another directory for the export")
+        raise ConfigError(f"The model was loaded from {target}.", remedy="Pass another directory for the export.")
 
 
 def _is_export(folder: Path) -> bool:
@@ -260,8 +260,8 @@ def check_export(model: Any, tokenizer: Any = None) -> None:
         except Exception as error:  # transformers raises errors of any type
             lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
             raise ConfigError(
-                f"{type(model).__name__} cannot be exported: {' '.join(lines)}",
-                remedy="Correct the fields of the config, or disable the export",
+                f"{type(model).__name__} cannot be exported: {' '.join(lines)}.",
+                remedy="Correct the fields of the config, or disable the export.",
             ) from error
 
 
@@ -274,8 +274,8 @@ def num_parameters(self: Any, only_trainable: bool = False, exclude_embeddings: 
     if state.stages is not None and state.context.pipe.size > 1:
         if only_trainable or exclude_embeddings:
             raise ConfigError(
-                "num_parameters with only_trainable or exclude_embeddings is not available on a pipeline stage",
-                remedy="Call it on the plain model before sharding",
+                "num_parameters with only_trainable or exclude_embeddings is not available on a pipeline stage.",
+                remedy="Call it on the plain model before sharding.",
             )
         return int(state.stages.num_parameters)
     embeddings = {id(p) for m in self.modules() if isinstance(m, _EMBEDDINGS) for p in m.parameters()}
@@ -315,43 +315,43 @@ def save_pretrained(self: Any, save_directory: Any, **kwargs: Any) -> None:
 def _check_saving(state: ShardingMetadata, folder: Any, kwargs: Mapping[str, Any]) -> None:
     if os.path.exists(folder) and not os.path.isdir(folder):
         raise ConfigError(
-            f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}",
-            remedy="Pass a directory",
+            f"save_pretrained requires a directory, but received the path of a file: {os.fspath(folder)!r}.",
+            remedy="Pass a directory.",
         )
     is_first = all(axis.rank == 0 for axis in state.context.axes.values())
     if is_first and not kwargs.get("is_main_process", True):
         raise ConfigError(
-            "save_pretrained(is_main_process=False) was called on the first rank", remedy="Remove is_main_process"
+            "save_pretrained(is_main_process=False) was called on the first rank.", remedy="Remove is_main_process."
         )
     entries = {e.name: e.spec for e in state.entries}
     for name, value in (kwargs.get("state_dict") or {}).items():
         if (spec := entries.get(name)) is not None and tuple(value.shape) != spec.shape:
             raise ConfigError(
                 f"save_pretrained received a state_dict with {name} of shape {tuple(value.shape)} instead of the full "
-                f"shape {spec.shape}",
-                remedy="Omit state_dict, or pass shardformer.full_state_dict(model)",
+                f"shape {spec.shape}.",
+                remedy="Omit state_dict, or pass shardformer.full_state_dict(model).",
             )
 
 
 def raise_resize_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError, because new rows of an embedding would not be sharded."""
     raise ConfigError(
-        "resize_token_embeddings is not supported on a sharded model", remedy="Resize the plain model, then shard it"
+        "resize_token_embeddings is not supported on a sharded model.", remedy="Resize the plain model, then shard it."
     )
 
 
 def raise_load_adapter_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for ``load_adapter`` of transformers on a sharded model."""
     raise ConfigError(
-        "load_adapter of transformers is not supported on a sharded model",
-        rule="It assigns full tensors to the parameters of the adapter",
-        remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before shard_model",
+        "load_adapter of transformers is not supported on a sharded model.",
+        rule="It assigns full tensors to the parameters of the adapter.",
+        remedy="Use PeftModel.from_pretrained(model, folder), or load the adapter before shard_model.",
     )
 
 
 def raise_submodule_save_error(self: Any, *args: Any, **kwargs: Any) -> None:
     """Raise ConfigError for a submodule of a sharded model, because only the full model can gather its weights."""
     raise ConfigError(
-        f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model",
-        remedy="Save the full model, or use shardformer.full_state_dict(model)",
+        f"save_pretrained is not supported on a {type(self).__name__} inside a sharded model.",
+        remedy="Save the full model, or use shardformer.full_state_dict(model).",
     )

@@ -41,8 +41,8 @@ def load_state_dict(self: nn.Module, state_dict: Mapping[str, Any], strict: bool
     if len(set(sharded.values())) > 1:
         a, b = (next(name for name, full in sharded.items() if full is kind) for kind in (True, False))
         raise ConfigError(
-            f"The state dict contains the full tensor {a}, but only a shard of {b}",
-            remedy="Pass shardformer.full_state_dict(model), or a checkpoint of the plain model",
+            f"The state dict contains the full tensor {a}, but only a shard of {b}.",
+            remedy="Pass shardformer.full_state_dict(model), or a checkpoint of the plain model.",
         )
     _check_names(type(self).__name__, own, here, state_dict, strict=strict)
     local = {n: specs[n].slice(v, state.coords) if sharded.get(n) else v for n, v in own.items()}
@@ -77,9 +77,9 @@ def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[
         for name, value in own.items():
             if name in shapes and tuple(value.shape) != shapes[name]:
                 raise ConfigError(
-                    f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model",
-                    rule="Under ZeRO stage 3, load_state_dict needs full tensors",
-                    remedy="Pass shardformer.full_state_dict(model), or the weights of the plain model",
+                    f"{name} has the shape {tuple(value.shape)} in the state dict, but {shapes[name]} in this model.",
+                    rule="Under ZeRO stage 3, load_state_dict needs full tensors.",
+                    remedy="Pass shardformer.full_state_dict(model), or the weights of the plain model.",
                 )
 
     collective_call(state.context, check, action="load a state dict")
@@ -89,9 +89,9 @@ def _load_stage_3(self: nn.Module, state: ShardingMetadata, state_dict: Mapping[
 def _check_load_arguments(assign: bool) -> None:
     if assign:
         raise ConfigError(
-            "load_state_dict(assign=True) is not supported on a sharded model",
-            rule="The option would replace the parameters whose gradients are synchronized between ranks",
-            remedy="Remove assign=True, so that the values are copied",
+            "load_state_dict(assign=True) is not supported on a sharded model.",
+            rule="The option would replace the parameters whose gradients are synchronized between ranks.",
+            remedy="Remove assign=True, so that the values are copied.",
         )
 
 
@@ -101,8 +101,8 @@ def _check_tensor_types(state_dict: Mapping[str, Any]) -> None:
             is_tensor = isinstance(value, Tensor)
             what = ("meta tensor" if value.is_meta else "sparse tensor") if is_tensor else type(value).__name__
             raise ConfigError(
-                f"{name} is a {what} in the state dict",
-                remedy="Pass regular tensors. Convert with tensor.to_dense() or torch.from_numpy if needed",
+                f"{name} is a {what} in the state dict.",
+                remedy="Pass regular tensors. Convert with tensor.to_dense() or torch.from_numpy if needed.",
             )
 
 
@@ -113,8 +113,8 @@ def _is_full_tensor(name: str, value: Tensor, local: Tensor, spec: ShardSpec) ->
     if tuple(value.shape) == spec.shape:
         return True
     raise ConfigError(
-        f"{name} has the shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model",
-        remedy="Build the model from the config of the saved model",
+        f"{name} has the shape {tuple(value.shape)} in the state dict, but {spec.shape} in this model.",
+        remedy="Build the model from the config of the saved model.",
     )
 
 
@@ -135,7 +135,7 @@ def _check_names(
         f"The state dict has no {name}, which this {model_name} has"
         if missing
         else f"The state dict has {name}, but this {model_name} has no {name}",
-        remedy=f"{did_you_mean(name, full_state if missing else local_state)} Use strict=False to ignore other keys",
+        remedy=f"{did_you_mean(name, full_state if missing else local_state)} Use strict=False to ignore other keys.",
     )
 
 

@@ -39,21 +39,21 @@ class ZeroOptions:
         reshard = self.reshard_after_forward
         if not (reshard is None or reshard == FREE_MEMORY or (isinstance(reshard, int) and reshard >= 0)):
             raise ConfigError(
-                f"reshard_after_forward={reshard!r} is not a valid value",
-                rule="Use True, False, a number of bytes to keep gathered for the backward pass, or 'free'",
-                remedy="Omit reshard_after_forward to free each layer after its forward pass",
+                f"reshard_after_forward={reshard!r} is not a valid value.",
+                rule="Use True, False, a number of bytes to keep gathered for the backward pass, or 'free'.",
+                remedy="Omit reshard_after_forward to free each layer after its forward pass.",
             )
         if self.offload.to is not None and self.precision.rounding is not None:
             raise ConfigError(
                 f"MixedPrecision(master_weights={self.precision.master_weights!r}) does not support "
-                f"offload={self.offload.to!r}",
-                remedy="Omit either master_weights or offload",
+                f"offload={self.offload.to!r}.",
+                remedy="Omit either master_weights or offload.",
             )
         if self.offload.parameters and (self.stage < 3 or self.offload.to is None):
             raise ConfigError(
-                f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}",
-                rule="Only ZeRO stage 3 can keep parameters in host memory",
-                remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True)",
+                f"OffloadConfig({self.offload.to!r}, parameters=True) cannot be used with stage={self.stage}.",
+                rule="Only ZeRO stage 3 can keep parameters in host memory.",
+                remedy="Use stage=3 with offload=OffloadConfig('cpu', parameters=True).",
             )
 
 
@@ -68,6 +68,6 @@ def as_optimizer_list(optimizer: Any) -> list[Optimizer]:
 
 def offload_directory_error(folder: str, failure: str) -> ConfigError:
     return ConfigError(
-        f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}",
-        remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size",
+        f"The optimizer state cannot be offloaded to files in {folder!r} (offload='nvme:{folder}'): {failure}.",
+        remedy="Choose an existing directory with enough free space; shardformer.estimate_memory computes the size.",
     )

@@ -153,9 +153,9 @@ def state_bytes(optimizer: Optimizer, group: dict[str, Any], param: Tensor, item
 
 def _failed_trial_error(optimizer: Optimizer, reason: str) -> ConfigError:
     return ConfigError(
-        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}",
+        f"ZeRO cannot shard {type(optimizer).__name__}, which failed a trial on small matrices: {reason}.",
         rule="ZeRO passes only some parameters to the optimizer of each rank, so the update of one parameter "
-        "must not depend on the others",
+        "must not depend on the others.",
         remedy="Use SGD, AdamW, Muon, Adafactor or another optimizer with independent updates, or "
-        "use only data parallelism without ZeRO",
+        "use only data parallelism without ZeRO.",
     )

@@ -351,8 +351,8 @@ class FlatShard:
         """Return this rank's slice of the gradient of a parameter, as a flat tensor."""
         if (total := self.sum) is None:
             raise ConfigError(
-                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad",
-                remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass",
+                f"The gradient of {self.gradients[number].entry.name} was accessed after zero_grad.",
+                remedy="Clone the gradient before zero_grad, or read p.grad after the next backward pass.",
             )
         param_slice = self._slice_of.get(number)
         return total[param_slice.shard_range] if param_slice is not None else total[:0]
@@ -366,9 +366,9 @@ class FlatShard:
         gradient = self.gradients[number]
         if gradient.is_shared:
             raise ConfigError(
-                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name} under ZeRO",
-                rule="The gradient is on one rank, but each rank of the tensor has only its own shard",
-                remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook)",
+                f"A tensor operand cannot be applied to the gradient of {gradient.entry.name} under ZeRO.",
+                rule="The gradient is on one rank, but each rank of the tensor has only its own shard.",
+                remedy="Use a scalar, or change the gradient in a hook of the parameter (register_hook).",
             )
         return x.reshape(-1)[self._get_local_range(number)]
 
@@ -478,11 +478,11 @@ class FlatShard:
 
 def assigned_gradient_error(name: str) -> ConfigError:
     return ConfigError(
-        f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized",
+        f"The .grad of parameter {name} was not computed by a backward pass that ZeRO synchronized.",
         rule="Under ZeRO, p.grad is a view of the reduced gradient. You can assign None, or a tensor computed from the "
-        "parameter's gradients with element-wise functions",
+        "parameter's gradients with element-wise functions.",
         remedy="Change p.grad in place (p.grad.mul_(0.5)), or change the local gradient in a hook of the parameter "
-        "(register_hook)",
+        "(register_hook).",
     )
 
 

@@ -72,8 +72,8 @@ class ShardedGradient(Tensor):
     def owner(self) -> GradientStorage:
         if (shard := self.shard()) is None:
             raise ConfigError(
-                "This gradient cannot be read, because its model or optimizer no longer exists",
-                remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name)",
+                "This gradient cannot be read, because its model or optimizer no longer exists.",
+                remedy="Keep a reference to the optimizer, or clone optimizer.full_gradient(name).",
             )
         return shard
 
@@ -183,7 +183,7 @@ def _empty_like(x: Tensor) -> Tensor:
 def _unsupported_function(gradient: ShardedGradient, operation: str) -> ConfigError:
     name = gradient.owner.gradients[gradient.param_index].entry.name
     return ConfigError(
-        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of it",
-        rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_",
-        remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the norm",
+        f"{operation} cannot be applied to the gradient of {name}, because this rank has only a shard of it.",
+        rule="Under ZeRO, p.grad supports element-wise functions such as mul_, clamp_ and add_.",
+        remedy=f"Call optimizer.full_gradient({name!r}) on all ranks, or grad_norm(model) for the norm.",
     )

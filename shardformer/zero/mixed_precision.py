@@ -96,9 +96,9 @@ class MixedPrecision:
         supported = MASTER_WEIGHT_KINDS if self.parameters == "bf16" else ("fp32",)
         if self.master_weights not in supported:
             raise ConfigError(
-                f"MixedPrecision({self.parameters!r}, master_weights={self.master_weights!r}) is not supported",
-                rule=f"{self.parameters} supports master_weights={' or '.join(map(repr, supported))}",
-                remedy="Omit master_weights to use fp32 master weights",
+                f"MixedPrecision({self.parameters!r}, master_weights={self.master_weights!r}) is not supported.",
+                rule=f"{self.parameters} supports master_weights={' or '.join(map(repr, supported))}.",
+                remedy="Omit master_weights to use fp32 master weights.",
             )
 
     @classmethod

@@ -238,9 +238,9 @@ def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: Sh
     if problem is not None:
         raise ConfigError(
             problem,
-            rule="Each rank has its own shards of the parameters, and must load the state that it saved",
+            rule="Each rank has its own shards of the parameters, and must load the state that it saved.",
             remedy="Load on each rank the state that this rank saved with state_dict(), or use "
-            "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
+            "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
         )
     return state_dict
 

@@ -98,9 +98,9 @@ class OptimizerUpdate:
         what = f"The optimizer's files in {files.disk.folder} could not be read or written: {failure}"
         if files.end_step([], self._context) is not None:
             rule = "The previous state could not be read either, so the weights of some buckets are lost"
-            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk")
+            raise InputError(what, rule=rule, remedy="Resume from a checkpoint, with the files on another disk.")
         rule = "The weights and states of the previous step were restored"
-        raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model")
+        raise InputError(what, rule=rule, remedy="Free disk space and continue with the next batch, or save the model.")
 
     def _step(self, shards: Sequence[FlatShard] | None) -> None:
         """Step the optimizers on the parameters of some shards, or on all their parameters for None."""
@@ -209,14 +209,14 @@ def sharded_grad_norm(
     total, problems = total[0], total[1]
     if has_data(problems) and bool(problems >= EDITS_DIFFER):
         raise ConfigError(
-            "Ranks edited gradients differently since the last zero_grad",
+            "Ranks edited gradients differently since the last zero_grad.",
             remedy="Apply the same edits to p.grad on all ranks. Look for edits under `if rank == 0:`, and for edits "
-            "that depend on the rank's loss or batch",
+            "that depend on the rank's loss or batch.",
         )
     if has_data(problems) and bool(problems):
         raise ConfigError(
-            "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters",
-            remedy="Read the error of that rank for the reason",
+            "The optimizer step was skipped on all ranks, because another rank rejected its gradients or parameters.",
+            remedy="Read the error of that rank for the reason.",
         )
     is_wide = any(entry.param.dtype in (torch.float64, torch.complex128) for entry in table.entries)
     return total.sqrt() if is_wide else total.sqrt().float()
@@ -259,7 +259,7 @@ def nonfinite_error(shards: Sequence[FlatShard], table: ShardingMetadata, norm: 
         found = [item for found_by_rank in all_gather_objects(found, axis) for item in found_by_rank]
     _, rank, name = min(found, default=(0, 0, "some parameter"))
     return InputError(
-        f"The gradient of {name} is not finite on rank {rank}, and the gradient norm is {norm}",
-        rule="The weights were not changed, because the step would make them NaN",
-        remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'",
+        f"The gradient of {name} is not finite on rank {rank}, and the gradient norm is {norm}.",
+        rule="The weights were not changed, because the step would make them NaN.",
+        remedy="Check the loss and the batch, then call optimizer.zero_grad(), or set on_nonfinite='skip'.",
     )

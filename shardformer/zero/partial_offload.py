@@ -32,9 +32,9 @@ def check_free_memory_option(settings: ZeroOptions, device: torch.device) -> Non
     stays = settings.stage == 3 and settings.reshard_after_forward == FREE_MEMORY
     if (brings or stays) and device.type != "cuda":
         raise ConfigError(
-            f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}",
-            rule="Free memory can only be measured on a CUDA device",
-            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to bytes such as 2**30",
+            f"{'on_device' if brings else 'reshard_after_forward'}='free' is not supported on device {device}.",
+            rule="Free memory can only be measured on a CUDA device.",
+            remedy="Set on_device to a fraction such as 0.5, or reshard_after_forward to bytes such as 2**30.",
         )
 
 

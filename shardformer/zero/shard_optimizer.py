@@ -64,8 +64,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
     """Raise ConfigError if the optimizers contain a parameter twice, or one that is not in the model."""
     if table.gradient_owner is not None:
         raise ConfigError(
-            "shard_optimizer was called twice on this model",
-            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second])",
+            "shard_optimizer was called twice on this model.",
+            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second]).",
         )
     names = {id(entry.param): entry.name for entry in table.entries}
     seen: set[int] = set()
@@ -75,11 +75,11 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
         strange = next((p for p in given if id(p) not in names), None)
         if strange is not None:
             raise ConfigError(
-                f"This {kind} has a parameter of shape {tuple(strange.shape)} that is not a parameter of the model",
-                remedy="Create the optimizer after shard_model, from model.parameters()",
+                f"This {kind} has a parameter of shape {tuple(strange.shape)} that is not a parameter of the model.",
+                remedy="Create the optimizer after shard_model, from model.parameters().",
             )
         if twice := next((names[id(p)] for p in given if id(p) in seen), None):
-            raise ConfigError(f"Two optimizers contain parameter {twice}", remedy="Remove it from one of them")
+            raise ConfigError(f"Two optimizers contain parameter {twice}.", remedy="Remove it from one of them.")
         seen |= {id(p) for p in given}
 
 
@@ -90,16 +90,16 @@ def check_params_share_no_memory(model: nn.Module, table: ShardingMetadata) -> N
     if group := next(iter(group_overlapping(params)), None):
         first, second, *_ = (name for name, _ in params if name in group)
         raise ConfigError(
-            f"Parameters {second} and {first} share the same memory",
+            f"Parameters {second} and {first} share the same memory.",
             rule=rule,
-            remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone()",
+            remedy="Tie them as one parameter (a.weight = b.weight), or separate their memory with .clone().",
         )
     if found := find_parameter_view(model, params):
         view, name = found
         raise ConfigError(
-            f"{view} is a view of the parameter {name}",
-            rule=f"{rule}, so {view} would no longer follow the parameter",
-            remedy=f"Read {name} where {view} is read, or separate their memory with .clone()",
+            f"{view} is a view of the parameter {name}.",
+            rule=f"{rule}, so {view} would no longer follow the parameter.",
+            remedy=f"Read {name} where {view} is read, or separate their memory with .clone().",
         )
 
 
@@ -109,10 +109,10 @@ def check_file_offload(settings: ZeroOptions, optimizers: Sequence[Optimizer], t
         return
     if not all(map(can_step_separately, optimizers)):
         raise ConfigError(
-            f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}",
+            f"offload='nvme:{folder}' does not support {', '.join(type(o).__name__ for o in optimizers)}.",
             rule="With offload to files, buckets are updated one after the other, which changes the result of "
-            "this optimizer",
-            remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW",
+            "this optimizer.",
+            remedy="Use offload='cpu', or an optimizer that counts steps per parameter, such as torch.optim.AdamW.",
         )
     reducers = [reducer for reducer in table.reducers if isinstance(reducer, GradientReducer)]
     ranks = {id(g.param): g.axis.size for reducer in reducers for g in reducer.gradients if settings.stage > 0}
@@ -141,14 +141,14 @@ def metadata_for_training(model: nn.Module, context: ParallelContext | None) -> 
     wrapper = next((name for m in model.modules() for c in type(m).__mro__ if (name := c.__name__) in WRAPPERS), None)
     if wrapper is not None:
         raise ConfigError(
-            f"The model is wrapped in {wrapper}, which ZeRO does not support",
-            remedy="Pass the unwrapped model to shard_optimizer, and use it in the training loop",
+            f"The model is wrapped in {wrapper}, which ZeRO does not support.",
+            remedy="Pass the unwrapped model to shard_optimizer, and use it in the training loop.",
         )
     if isinstance(table := model.__dict__.get(METADATA_ATTRIBUTE), ShardingMetadata):
         if context is not None and context is not table.context:
             raise ConfigError(
-                "The context passed to shard_optimizer differs from the context that the model was sharded with",
-                remedy="Omit context to use that of the model",
+                "The context passed to shard_optimizer differs from the context that the model was sharded with.",
+                remedy="Omit context to use that of the model.",
             )
         return table
     return _unsharded_metadata(model, context or _data_parallel_context())
@@ -164,15 +164,15 @@ def _unsharded_metadata(model: nn.Module, context: ParallelContext) -> ShardingM
     """Create the metadata of an unsharded model, and broadcast its parameters and buffers to all data ranks."""
     if any(axis.size > 1 for name, axis in context.axes.items() if name != "data"):
         raise ConfigError(
-            f"This {type(model).__name__} is not sharded, but the mesh is {context}",
-            remedy="Call shardformer.shard_model(model, context=context) first",
+            f"This {type(model).__name__} is not sharded, but the mesh is {context}.",
+            remedy="Call shardformer.shard_model(model, context=context) first.",
         )
     install_all(TRAINING_PATCHES)
     packed = [checksum(t) for weight in find_packed_weights(model).values() for t in packed_tensors(weight)]
     if context.data.size > 1 and differs_across_ranks(packed, context.data):
         raise ConfigError(
-            f"The quantized weights of this {type(model).__name__} differ between ranks",
-            remedy="Load the same model with the same quantization config on all ranks",
+            f"The quantized weights of this {type(model).__name__} differ between ranks.",
+            remedy="Load the same model with the same quantization config on all ranks.",
         )
     hide_packed_weights(model)
     table, stream = ShardingMetadata(context), ActivationLayout()

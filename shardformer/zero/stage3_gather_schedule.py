@@ -266,9 +266,9 @@ class GatherScheduler:
             self._begin_backward(None)
         elif self._kind is None or self._is_backward:
             raise ConfigError(
-                f"A parameter of {units[0].name} was read outside a forward or backward pass of the model",
-                rule="ZeRO stage 3 gathers parameters only during these passes",
-                remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model)",
+                f"A parameter of {units[0].name} was read outside a forward or backward pass of the model.",
+                rule="ZeRO stage 3 gathers parameters only during these passes.",
+                remedy="Call the model instead of its forward method, or read shardformer.full_state_dict(model).",
             )
         self._keep = {unit.index for unit in units}
         for unit in units:
@@ -296,9 +296,9 @@ class GatherScheduler:
             return
         if leaves and not plan.is_open:
             raise InputError(
-                f"The parameters of {self.units[index].name} were read in a different order than in the first step",
-                rule="Under ZeRO stage 3, all ranks gather layers in the order of the first forward and backward pass",
-                remedy="Run the layers in the same order in every step, or use stage=2",
+                f"The parameters of {self.units[index].name} were read in a different order than in the first step.",
+                rule="Under ZeRO stage 3, all ranks gather layers in the order of the first forward and backward pass.",
+                remedy="Run the layers in the same order in every step, or use stage=2.",
             )
         while self._position < (len(plan.units) - 1 if leaves else end):
             self._gather_next(plan.units[self._position + 1], plan.units[self._position + 2 : self._position + 4])
@@ -413,9 +413,9 @@ class GatherScheduler:
         self._gather_up_to(packed.unit.index)
         if torch.is_grad_enabled():
             raise InputError(
-                f"A backward pass with create_graph=True used the parameters of {packed.unit.name}",
-                rule="ZeRO stage 3 does not support gradients of gradients",
-                remedy="Use stage=2, or remove create_graph=True",
+                f"A backward pass with create_graph=True used the parameters of {packed.unit.name}.",
+                rule="ZeRO stage 3 does not support gradients of gradients.",
+                remedy="Use stage=2, or remove create_graph=True.",
             )
         if packed.param is not None:
             check_version(packed.param, packed.version)
@@ -431,8 +431,8 @@ class GatherScheduler:
         if self._caller is not None and not self._is_backward:
             raise InputError(
                 f"A backward pass was started inside the forward pass of {type(self._caller).__name__}, which ZeRO "
-                "stage 3 does not support",
-                remedy="Use stage=2, or start the backward pass after the forward pass",
+                "stage 3 does not support.",
+                remedy="Use stage=2, or start the backward pass after the forward pass.",
             )
         is_under_way = self._kind is not None and self._is_backward
         if is_under_way and run in (None, self._backward_of):

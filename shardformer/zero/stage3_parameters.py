@@ -184,9 +184,9 @@ class ParamGroup:
         before, self._versions = self._versions, [param._version for param in self.params]
         if before != self._versions:
             raise ConfigError(
-                f"A parameter of {self.name} was modified in place while it was gathered",
-                rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost",
-                remedy="Use stage=2 if something other than the optimizer changes parameters",
+                f"A parameter of {self.name} was modified in place while it was gathered.",
+                rule="ZeRO stage 3 frees gathered parameters after use, so the change would be lost.",
+                remedy="Use stage=2 if something other than the optimizer changes parameters.",
             )
         memories = [memory_of(values) for values in self.bases]
         for memory in memories:
@@ -365,9 +365,9 @@ class ParamGroupReducer(PausableReducer):
             gradient.param.grad = gradient.param.grad.to_dense()  # type: ignore[union-attr]  # it is sparse
         if self.is_sealed and unit.index in self.sent:
             raise ConfigError(
-                f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced",
-                rule="ZeRO stage 3 reduces the gradients of a layer where the first backward pass reduced them",
-                remedy="Use stage=2, which waits for the end of the backward pass",
+                f"A gradient of {gradient.entry.name} was computed after the gradients of {unit.name} were reduced.",
+                rule="ZeRO stage 3 reduces the gradients of a layer where the first backward pass reduced them.",
+                remedy="Use stage=2, which waits for the end of the backward pass.",
             )
         self._arrived(unit)
 
@@ -433,8 +433,8 @@ class ParamGroupReducer(PausableReducer):
         self.sent, self._under_way = set(), []
         if late := next((entry.name for entry in self._frozen if entry.param.requires_grad), None):
             raise ConfigError(
-                f"{late} was unfrozen after shard_optimizer was called",
-                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer",
+                f"{late} was unfrozen after shard_optimizer was called.",
+                remedy="Unfreeze it before creating the optimizer and calling shard_optimizer.",
             )
 
 

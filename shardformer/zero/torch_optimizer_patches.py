@@ -61,8 +61,8 @@ def _unscale_on_all_ranks(original: Any) -> Any:
 def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if (holder := zero_optimizer_of(optimizer)) is not None and not holder.is_stepping:
         raise ConfigError(
-            f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer",
-            remedy="Use the optimizer that it returns: optimizer = shardformer.shard_optimizer(model, optimizer)",
+            f"step() was called on the original {type(optimizer).__name__} that was passed to shard_optimizer.",
+            remedy="Use the optimizer that it returns: optimizer = shardformer.shard_optimizer(model, optimizer).",
         )
     if isinstance(optimizer, ZeroOptimizer):
         return

@@ -48,15 +48,15 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
     for entry in table.entries:
         if id(entry.param) not in here:
             failure = f"{entry.name} was replaced by another parameter after shard_optimizer was called"
-            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before calling shard_optimizer")
+            raise ConfigError(failure, rule=rule, remedy="Replace the parameter before calling shard_optimizer.")
         if entry.param.grad is not None:
             raise assigned_gradient_error(entry.name)
     for shard in shards:
         if moved := shard.find_param_with_moved_memory():
             raise ConfigError(
-                f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...))",
+                f"The memory of {moved} changed after shard_optimizer was called (p.data = ..., model.to(...)).",
                 rule=rule,
-                remedy="Write into it with p.copy_(values) under torch.no_grad(), or move the model first",
+                remedy="Write into it with p.copy_(values) under torch.no_grad(), or move the model first.",
             )
 
 
@@ -141,8 +141,8 @@ class ZeroOptimizer(Optimizer):
         """States of the inner optimizers. If they are in files, access it within ``readable_state()``."""
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
-                f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'",
-                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks",
+                f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
+                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks.",
             )
         return self._state
 
@@ -314,9 +314,9 @@ class ZeroOptimizer(Optimizer):
         """
         if norm_type != 2.0:
             raise ConfigError(
-                f"norm_type={norm_type} is not supported under ZeRO",
-                rule="ZeRO only computes the 2-norm of the gradients",
-                remedy="Omit norm_type to use the 2-norm",
+                f"norm_type={norm_type} is not supported under ZeRO.",
+                rule="ZeRO only computes the 2-norm of the gradients.",
+                remedy="Omit norm_type to use the 2-norm.",
             )
         self.agree()
         problem = self._apply_gradient_edits()
@@ -372,17 +372,17 @@ class ZeroOptimizer(Optimizer):
     def _check_loss_is_scaled(self, gradient: GradientSlot) -> None:
         if self._precision.parameters == "fp16" and not self._is_scaled:
             raise ConfigError(
-                f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient",
-                rule="fp16 needs a scaled loss, because small gradients underflow",
-                remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler",
+                f"loss.backward() was called directly with fp16: {gradient.entry.name} received an unscaled gradient.",
+                rule="fp16 needs a scaled loss, because small gradients underflow.",
+                remedy="Call optimizer.backward(loss) instead of loss.backward(), without a GradScaler.",
             )
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
         """Attribute that ``torch.amp.GradScaler`` reads before a step. Raises, because ZeRO scales the loss."""
         raise ConfigError(
-            "A GradScaler was used with the optimizer that shard_optimizer returned",
-            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step()",
+            "A GradScaler was used with the optimizer that shard_optimizer returned.",
+            remedy="Remove the GradScaler, and call optimizer.backward(loss) and optimizer.step().",
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
@@ -398,8 +398,8 @@ class ZeroOptimizer(Optimizer):
                 if gradient.entry.name == name:
                     return shard.gather_gradient(number)
         raise ConfigError(
-            f"The model has no gradient named {name!r}",
-            remedy="Choose one of [name for name, p in model.named_parameters() if p.requires_grad]",
+            f"The model has no gradient named {name!r}.",
+            remedy="Choose one of [name for name, p in model.named_parameters() if p.requires_grad].",
         )
 
     def state_dict(self) -> dict[str, Any]:
@@ -453,9 +453,9 @@ class ZeroOptimizer(Optimizer):
         is_dict = isinstance(state_dict, dict)
         if missing := [name for name in known if not is_dict or name not in state_dict]:
             raise ConfigError(
-                f"The state passed to load_state_dict has no {missing[0]!r}, so this optimizer did not save it",
+                f"The state passed to load_state_dict has no {missing[0]!r}, so this optimizer did not save it.",
                 remedy="Load the result of optimizer.state_dict(). Load the state of a plain optimizer before calling "
-                "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout",
+                "shard_optimizer(model, optimizer). Or use save_checkpoint, which supports any layout.",
             )
         saved, axes = state_dict["place"], state_coordinates(self.inner[0])
         try:
@@ -466,9 +466,9 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The state of this optimizer was saved by the rank {saved}, but this rank is {place}",
+                f"The state of this optimizer was saved by the rank {saved}, but this rank is {place}.",
                 remedy="Load the state that this rank saved, with the same number of processes, or use "
-                "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout",
+                "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
             )
 
     @property
@@ -559,9 +559,9 @@ class ZeroOptimizer(Optimizer):
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         raise ConfigError(
-            "The optimizer that shard_optimizer returned cannot be copied or pickled",
+            "The optimizer that shard_optimizer returned cannot be copied or pickled.",
             remedy="Copy the model and call shard_optimizer for the copy, save optimizer.state_dict(), or use "
-            "shardformer.save_checkpoint",
+            "shardformer.save_checkpoint.",
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
@@ -580,6 +580,6 @@ def _get_saved_signature(state_dict: dict[str, Any]) -> tuple[Any, ...]:
 
 def _unsupported_error(action: str) -> ConfigError:
     return ConfigError(
-        f"{action} the optimizer that shard_optimizer returned",
-        remedy="Change your optimizer before calling shard_optimizer, and use load_state_dict to load a state",
+        f"{action} the optimizer that shard_optimizer returned.",
+        remedy="Change your optimizer before calling shard_optimizer, and use load_state_dict to load a state.",
     )

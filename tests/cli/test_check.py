@@ -76,7 +76,7 @@ def test_a_failed_requirement_exits_with_status_1(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def hang() -> float:
-        raise WorkerError("2 processes [x] did not finish", rule="They talk", remedy="Look at the firewall")
+        raise WorkerError("2 processes [x] did not finish.", rule="They talk.", remedy="Look at the firewall.")
 
     monkeypatch.setattr(cli_check, "measure_all_reduce", hang)
     with pytest.raises(typer.Exit) as caught:

@@ -366,4 +366,4 @@ class Failing(Policy):
 
 
 def _fail(module: nn.Module) -> None:
-    raise ConfigError("It fails", rule="None", remedy="None")
+    raise ConfigError("It fails.", rule="None.", remedy="None.")

@@ -45,7 +45,7 @@ def test_the_block_of_the_page_trains_on_two_ranks() -> None:
 @pytest.mark.slow
 def test_errors_of_the_function_are_raised() -> None:
     def refuse() -> None:
-        raise ConfigError("a value is wrong", remedy="Correct it")
+        raise ConfigError("a value is wrong.", remedy="Correct it.")
 
     def fail() -> None:
         if os.environ["RANK"] == "1":

@@ -85,11 +85,11 @@ def test_threads_have_the_coordinates_of_processes() -> None:
 
 def raise_on_one(context: ParallelContext) -> None:
     if context.rank == 1:
-        raise ConfigError("only here", rule="None", remedy="None")
+        raise ConfigError("only here.", rule="None.", remedy="None.")
     try:
         all_reduce(torch.ones(1), context.data if context.rank else context.tensor)
     except Exception as error:
-        raise LaunchError("another is gone", rule="None", remedy="None") from error
+        raise LaunchError("another is gone.", rule="None.", remedy="None.") from error
 
 
 def test_error_on_one_rank_ends_all_ranks() -> None:

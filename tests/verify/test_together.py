@@ -125,7 +125,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 
 def test_unknown_inputs_are_reported(small: Any) -> None:
     def none(model: nn.Module, media_in_text: bool) -> ReducedModel:
-        raise PolicyError("TypeError", rule="", remedy="")
+        raise PolicyError("TypeError.", rule="", remedy="")
 
     small(none)
     with pytest.raises(ConfigError, match=r"failed on every batch .*TypeError.*The values of bbox, ") as caught:

@@ -379,10 +379,10 @@ def _check_adapter(tuner: Any, base: ParallelModule, path: str) -> list[tuple[st
     if why is None:
         return found
     raise ConfigError(
-        f"The {kind} on {path} cannot be sharded: {why}",
-        rule="An adapter follows the tensor-parallel linear layer that it belongs to",
+        f"The {kind} on {path} cannot be sharded: {why}.",
+        rule="An adapter follows the tensor-parallel linear layer that it belongs to.",
         remedy="Remove this module from target_modules, use another adapter, or use data parallelism or ZeRO instead "
-        "of the tensor axis",
+        "of the tensor axis.",
     )
 
 
@@ -402,8 +402,8 @@ def sharded_copy(plain: nn.Module, original: nn.Module, path: str) -> nn.Module:
         not isinstance(original, (Linear1D_Col, *EMBEDDINGS)) or getattr(original, "block", None) is not None
     ):
         raise ConfigError(
-            f"modules_to_save contains {path}, which is inside a block that tensor parallelism shards",
-            remedy="Target this module with an adapter, or list only embeddings, heads and norms in modules_to_save",
+            f"modules_to_save contains {path}, which is inside a block that tensor parallelism shards.",
+            remedy="Target this module with an adapter, or list only embeddings, heads and norms in modules_to_save.",
         )
     if not isinstance(original, ParallelModule) or isinstance(plain, ParallelModule):
         return plain

@@ -54,8 +54,8 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
     if (needs_values or saved) and state.context.pipe.size > 1:
         raise ConfigError(
             f"This {type(config).__name__} reads weights or copies modules, which are divided among "
-            f"{state.context.pipe.size} pipeline stages",
-            remedy="Call peft.get_peft_model first, then shard_model",
+            f"{state.context.pipe.size} pipeline stages.",
+            remedy="Call peft.get_peft_model first, then shard_model.",
         )
     if needs_values:
         check_no_packed_weights(inner, f"This {type(config).__name__}, which is computed from the weights,")
@@ -86,8 +86,8 @@ def change_adapters(model: Any, config: Any, change: Callable[[], Any]) -> Any:
 def _check_can_change(state: ShardingMetadata) -> None:
     if state.gradient_owner is not None or state.parameter_owner is not None:
         raise ConfigError(
-            "Adapters cannot be added or removed after shard_optimizer, which has assigned the parameters to ranks",
-            remedy="Add the adapters first, then create the optimizer and call shard_optimizer",
+            "Adapters cannot be added or removed after shard_optimizer, which has assigned the parameters to ranks.",
+            remedy="Add the adapters first, then create the optimizer and call shard_optimizer.",
         )
 
 
@@ -337,14 +337,14 @@ def _changing_base(self: Any, what: str) -> Iterator[None]:
     state = metadata_of(self)
     if state.parameter_owner is not None:
         raise ConfigError(
-            f"{what} is not supported while ZeRO stage 3 shards the parameters",
-            remedy="Save the adapters with save_pretrained, and merge them in a process without ZeRO stage 3",
+            f"{what} is not supported while ZeRO stage 3 shards the parameters.",
+            remedy="Save the adapters with save_pretrained, and merge them in a process without ZeRO stage 3.",
         )
     if what != "unload" and any(isinstance(module, QuantizedLinear) for module in self.modules()):
         raise ConfigError(
-            f"{what} is not supported while tensor parallelism shards quantized weights",
-            rule="Each rank would quantize its slice of the sum with its own scales",
-            remedy="Save the adapters with save_pretrained, and merge them in one process",
+            f"{what} is not supported while tensor parallelism shards quantized weights.",
+            rule="Each rank would quantize its slice of the sum with its own scales.",
+            remedy="Save the adapters with save_pretrained, and merge them in one process.",
         )
     wait_for_all_ranks(what, *state.context.base_axes)
     yield
@@ -384,9 +384,9 @@ def _unmerge_adapter(self: Any, *args: Any, **options: Any) -> None:
 
 def _add_weighted_adapter(self: Any, *args: Any, **options: Any) -> None:
     raise ConfigError(
-        "add_weighted_adapter is not supported on a sharded model",
-        rule="It combines all values of several adapters",
-        remedy="Call it before shard_model, or in one process, and load the new adapter",
+        "add_weighted_adapter is not supported on a sharded model.",
+        rule="It combines all values of several adapters.",
+        remedy="Call it before shard_model, or in one process, and load the new adapter.",
     )
 
 
@@ -395,8 +395,8 @@ def _get_nb_trainable_parameters(self: Any) -> tuple[int, int]:
     state = metadata_of(self)
     if state.context.pipe.size > 1:
         raise ConfigError(
-            "The number of trainable parameters is not available on a pipeline stage",
-            remedy="Call the method on the plain model before sharding",
+            "The number of trainable parameters is not available on a pipeline stage.",
+            remedy="Call the method on the plain model before sharding.",
         )
     counts = [(prod(entry.spec.shape), entry.param.requires_grad) for entry in state.entries]
     counts.append((count_packed_values(self), False))

@@ -312,10 +312,10 @@ def _check_forward(model: Any, state: ShardingMetadata) -> None:
     if is_prompt or not calls_model(model.base_model):
         kind = "prompt learning" if is_prompt else type(model.base_model).__name__
         raise ConfigError(
-            f"{kind} of PEFT does not work with pipe={state.context.pipe.size}",
+            f"{kind} of PEFT does not work with pipe={state.context.pipe.size}.",
             rule="This adapter changes the inputs or the loss of the full model, which is divided among "
-            "pipeline stages",
-            remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA",
+            "pipeline stages.",
+            remedy="Remove the pipe axis, or use LoRA, DoRA, IA3, LoHa, LoKr or VeRA.",
         )
 
 
@@ -374,8 +374,8 @@ def _check_base(state: ShardingMetadata, path: str, base: nn.Module) -> None:
         if len(stages) > 1:
             raise ConfigError(
                 f"The adapter on {path} would be on {len(stages)} pipeline stages, because these stages "
-                "share the layer",
-                remedy="Remove the layer from target_modules, or remove the pipe axis",
+                "share the layer.",
+                remedy="Remove the layer from target_modules, or remove the pipe axis.",
             )
     specs = vars(base).get("shard_specs", {})
     if not isinstance(base, ParallelModule) and specs:
@@ -389,17 +389,18 @@ def _check_dropout(state: ShardingMetadata, path: str, wrapper: nn.Module) -> No
     layout, region = state.regions.find_region(f"{path}.weight")
     if region is ModelRegion.STACK and any(s.begin is ShardedFrom.STACK for s in layout.shards_at(region)):
         raise ConfigError(
-            f"The adapter on {path} has dropout, but each tensor rank has different positions of this replicated layer",
+            f"The adapter on {path} has dropout, but each tensor rank has different positions of this replicated "
+            "layer.",
             remedy="Set the dropout of the adapter to 0, remove the layer from target_modules, or set "
-            "enable_sequence_parallelism=False",
+            "enable_sequence_parallelism=False.",
         )
 
 
 def _check_replicated(base: nn.Module, path: str, kind: str) -> None:
     if isinstance(base, ParallelModule) or vars(base).get("shard_specs"):
         raise ConfigError(
-            f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}",
-            remedy="Target linear layers, or use data parallelism or ZeRO instead of the tensor axis",
+            f"A {kind} on {path} is not supported, because tensor parallelism shards this {type(base).__name__}.",
+            remedy="Target linear layers, or use data parallelism or ZeRO instead of the tensor axis.",
         )
 
 

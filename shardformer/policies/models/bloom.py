@@ -28,7 +28,7 @@ class BloomPolicy(RolePolicy):
         config = self.model.config
         if config.slow_but_exact and config.pretraining_tp > 1:
             raise ConfigError(
-                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding",
-                rule="With these settings, the linear layers multiply slices of their weights themselves",
-                remedy="Build the model with slow_but_exact=False, which differs only by rounding",
+                f"slow_but_exact=True with pretraining_tp={config.pretraining_tp} does not support sharding.",
+                rule="With these settings, the linear layers multiply slices of their weights themselves.",
+                remedy="Build the model with slow_but_exact=False, which differs only by rounding.",
             )

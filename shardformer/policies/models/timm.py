@@ -61,11 +61,11 @@ class _UnsupportedMethod:
     def __call__(self, *args: Any, **kwargs: Any) -> NoReturn:
         if self.name in REBUILD:
             raise ConfigError(
-                f"{self.name} is not supported on a sharded model",
-                remedy=f"Call {self.name} on the plain model, then shard it",
+                f"{self.name} is not supported on a sharded model.",
+                remedy=f"Call {self.name} on the plain model, then shard it.",
             )
         raise ConfigError(
-            f"{self.name} does not support sequence parallelism", remedy="Set enable_sequence_parallelism=False"
+            f"{self.name} does not support sequence parallelism.", remedy="Set enable_sequence_parallelism=False."
         )
 
 

@@ -337,8 +337,8 @@ def hidden_splits(full: int, grid: TensorGrid) -> list[AnySplit]:
     size = grid.contraction.size * grid.row.size
     if full < size:
         raise ConfigError(
-            f"{full} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}",
-            remedy="Use a tensor grid with fewer rows",
+            f"{full} hidden features cannot be sharded over {size} ranks of the tensor grid {grid}.",
+            remedy="Use a tensor grid with fewer rows.",
         )
     contraction = grid.contraction
     over_contraction = [Split.even(full, contraction.size, axes=(contraction.name,))] if grid.mode == "3d" else []

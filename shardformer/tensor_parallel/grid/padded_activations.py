@@ -78,8 +78,8 @@ class GridStackActivations(StackActivations):
         self._is_open = is_training or not (caches or kwargs.get("use_cache"))
         if is_training and any(map(holds_tokens, caches)) and current_graph_task_id() < 0:
             raise InputError(
-                "The model received cached keys and values in training, which a tensor grid does not support",
-                remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'",
+                "The model received cached keys and values in training, which a tensor grid does not support.",
+                remedy="Do not pass a cache in training. Prefix tuning needs tensor_parallel_mode='1d'.",
             )
         return map_first_tensor(args, kwargs, lambda x: self.enter_stack(resolve_deferred(x), module.training))
 

@@ -115,8 +115,8 @@ class Checkpoint(Hook):
             self._saved = trainer.step, self.best_step
         elif trainer.step == 0:
             raise ConfigError(
-                f"The directory {str(self.directory)!r} already contains checkpoints, but resume=False",
-                remedy="Pass another directory, or resume=True to continue from them",
+                f"The directory {str(self.directory)!r} already contains checkpoints, but resume=False.",
+                remedy="Pass another directory, or resume=True to continue from them.",
             )
 
     def before_train(self, trainer: TrainerProtocol) -> None:
@@ -209,13 +209,13 @@ def _check_best(best: Best | None, metric: str, mode: Mode | None) -> Mode:
         check_choice("Checkpoint.mode", mode, get_args(Mode))
     if best is None and (metric != DEFAULT_METRIC or mode is not None):
         raise ConfigError(
-            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without best='keep' or best='load'",
-            remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end",
+            f"Checkpoint(metric={metric!r}, mode={mode!r}) has no effect without best='keep' or best='load'.",
+            remedy="Add best='keep' to keep the best checkpoint, or best='load' to also load it at the end.",
         )
     if mode is None and metric not in LOSSES:
         raise ConfigError(
-            f"Checkpoint(metric={metric!r}) requires mode='min' or mode='max'",
-            rule="A lower value is better for a loss or an error, and a higher value for an accuracy",
-            remedy="Pass mode='min' or mode='max'",
+            f"Checkpoint(metric={metric!r}) requires mode='min' or mode='max'.",
+            rule="A lower value is better for a loss or an error, and a higher value for an accuracy.",
+            remedy="Pass mode='min' or mode='max'.",
         )
     return mode or "min"

@@ -51,8 +51,8 @@ class _Tracker(MetricsHook):
             raise
         except Exception as error:  # libraries raise their own errors, such as for a missing login
             raise ConfigError(
-                f"The hook {type(self).__name__} cannot start a run: {first_line(error)}",
-                remedy=f"Follow the documentation of {self._module_name}, or remove the hook",
+                f"The hook {type(self).__name__} cannot start a run: {first_line(error)}.",
+                remedy=f"Follow the documentation of {self._module_name}, or remove the hook.",
             ) from error
 
     def _start(self) -> None:

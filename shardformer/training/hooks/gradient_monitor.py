@@ -58,10 +58,11 @@ class GradientMonitor(Hook):
             if self._nonfinite_steps >= self.patience:
                 raise InputError(
                     f"The loss ({trainer.values['loss']}) or the gradient norm ({norm}) was NaN or infinite "
-                    f"for {self._nonfinite_steps} steps in a row, up to step {trainer.step}",
-                    rule=f"GradientMonitor ends a run after {self.patience} consecutive steps with nonfinite gradients",
+                    f"for {self._nonfinite_steps} steps in a row, up to step {trainer.step}.",
+                    rule=f"GradientMonitor ends a run after {self.patience} consecutive steps with nonfinite "
+                    "gradients.",
                     remedy="Check the data, or resume from an earlier checkpoint with a lower learning rate or "
-                    "max_grad_norm",
+                    "max_grad_norm.",
                 )
             return
         self._nonfinite_steps = 0

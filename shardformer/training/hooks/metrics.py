@@ -79,8 +79,8 @@ class Metrics(Hook):
             return
         if labels.dim() == output.dim():
             raise InputError(
-                f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}",
-                remedy="Remove the hook, or compute your own metric in on_validation_batch",
+                f"Metrics requires class labels, but the labels of this model have the shape {tuple(labels.shape)}.",
+                remedy="Remove the hook, or compute your own metric in on_validation_batch.",
             )
         predictions = output.argmax(-1).cpu()
         loss_name = getattr(getattr(engine.model, "loss_function", None), "__name__", "")
@@ -104,8 +104,8 @@ class Metrics(Hook):
         predictions = torch.cat([predictions for _, predictions in pairs]).numpy()
         if len(labels) == 0:
             raise InputError(
-                "All labels of the validation data are -100 (ignored)",
-                remedy="Pass validation data with labels, or remove the Metrics hook",
+                "All labels of the validation data are -100 (ignored).",
+                remedy="Pass validation data with labels, or remove the Metrics hook.",
             )
         for name, function in self._functions.items():
             try:
@@ -113,8 +113,8 @@ class Metrics(Hook):
             except ValueError as error:
                 raise InputError(
                     f"The metric {name!r} cannot compare labels such as {labels[:3].tolist()} with predictions such as "
-                    f"{predictions[:3].tolist()}: {first_line(error)}",
-                    remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression",
+                    f"{predictions[:3].tolist()}: {first_line(error)}.",
+                    remedy="Pass another metric, such as Metrics('mean_squared_error') for a regression.",
                 ) from error
             trainer.values[f"validation/{name}"] = value
 
@@ -124,8 +124,9 @@ def _compare_numbers(labels: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
     output = output.squeeze(-1) if output.dim() > labels.dim() else output
     if output.shape != labels.shape:
         raise InputError(
-            f"Metrics cannot compare labels of shape {tuple(labels.shape)} with outputs of shape {tuple(output.shape)}",
-            remedy="Remove the hook, or compute your own metric in on_validation_batch",
+            f"Metrics cannot compare labels of shape {tuple(labels.shape)} with outputs of shape "
+            f"{tuple(output.shape)}.",
+            remedy="Remove the hook, or compute your own metric in on_validation_batch.",
         )
     is_multi_label = labels.dim() > 1 and bool(((labels == 0) | (labels == 1)).all())
     return (labels.long(), (output > 0).long()) if is_multi_label else (labels, output.float())
@@ -148,8 +149,8 @@ def _get_labels(batch: Any, model: Any) -> Tensor:
         raise InputError(
             "Metrics cannot find labels in the batch: "
             + (", ".join(map(str, batch)) if isinstance(batch, Mapping) else type(batch).__name__),
-            rule="The labels are the item 'labels' of a dict, or follow the inputs in a tuple",
-            remedy="Pass validation data with labels, or remove the Metrics hook",
+            rule="The labels are the item 'labels' of a dict, or follow the inputs in a tuple.",
+            remedy="Pass validation data with labels, or remove the Metrics hook.",
         )
     return found.cpu()
 
@@ -169,8 +170,8 @@ def _find_sklearn_metric(name: str) -> Callable[[Any, Any], float]:
     if not callable(found) or isinstance(found, type):
         known = [n.removesuffix("_score") for n in metrics.__all__ if callable(getattr(metrics, n)) and n[0].islower()]
         raise ConfigError(
-            f"Metrics({name!r}) is not a known metric",
-            rule="A metric is 'perplexity' or a function of sklearn.metrics, with or without the suffix _score",
+            f"Metrics({name!r}) is not a known metric.",
+            rule="A metric is 'perplexity' or a function of sklearn.metrics, with or without the suffix _score.",
             remedy=did_you_mean(name, [*known, "f1", PERPLEXITY]),
         )
     return found  # type: ignore[no-any-return]
@@ -186,7 +187,7 @@ def _to_metric_function(name: str, metric: Any) -> Callable[[Any, Any], float]:
         return compute
     if not callable(metric):
         raise ConfigError(
-            f"Metrics({name}={metric!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric",
-            remedy=f"Write Metrics({name}=lambda labels, predictions: ...)",
+            f"Metrics({name}={metric!r:.60}) is not a function of (labels, predictions) or a torchmetrics metric.",
+            remedy=f"Write Metrics({name}=lambda labels, predictions: ...).",
         )
     return metric  # type: ignore[no-any-return]

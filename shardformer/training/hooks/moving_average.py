@@ -100,8 +100,8 @@ class MovingAverage(Hook):
     def before_save(self, trainer: TrainerProtocol) -> None:
         if self._weights is not None:
             raise InputError(
-                "A checkpoint cannot be saved while the averaged weights are applied",
-                remedy="Save after the with block, or call engine.export inside it",
+                "A checkpoint cannot be saved while the averaged weights are applied.",
+                remedy="Save after the with block, or call engine.export inside it.",
             )
         self._store_in_optimizer(trainer.engine)
 
@@ -158,8 +158,8 @@ class MovingAverage(Hook):
         found: Tensor | None = (state or {}).get(KEY, self._averages.get(param))
         if found is None:
             raise InputError(
-                f"MovingAverage has no average for a parameter of shape {tuple(param.shape)}",
-                remedy="Call Trainer.fit first, and also after engine.reshard",
+                f"MovingAverage has no average for a parameter of shape {tuple(param.shape)}.",
+                remedy="Call Trainer.fit first, and also after engine.reshard.",
             )
         if found.device != param.device:  # offloaded parameters may have moved to the device
             found = self._averages[param] = found.to(param.device)
@@ -171,8 +171,8 @@ class MovingAverage(Hook):
     def _apply_averages(self, engine: Any) -> None:
         if self._weights is not None:
             raise InputError(
-                "The averaged weights are already applied",
-                remedy="Leave the outer with block first, or pass validate=False if a validation applies them",
+                "The averaged weights are already applied.",
+                remedy="Leave the outer with block first, or pass validate=False if a validation applies them.",
             )
         averages = [(p, self._get_average(p, optimizer.state.get(p))) for optimizer, p in _trained_tensors(engine)]
         self._weights = [(x, x.detach().clone()) for x in _overwritten_tensors(engine)]
@@ -200,13 +200,13 @@ def _check_supported(engine: Any) -> None:
     precision, offload = MixedPrecision.of(engine.parallel.precision), OffloadConfig.of(engine.parallel.offload)
     if precision.rounding is not None:
         raise ConfigError(
-            f"MovingAverage does not support MixedPrecision(master_weights={precision.master_weights!r})",
-            rule="Restoring the weights would round them a second time",
-            remedy="Use precision='bf16' with fp32 master weights, or remove the hook",
+            f"MovingAverage does not support MixedPrecision(master_weights={precision.master_weights!r}).",
+            rule="Restoring the weights would round them a second time.",
+            remedy="Use precision='bf16' with fp32 master weights, or remove the hook.",
         )
     if offload.folder is not None:
         raise ConfigError(
-            f"MovingAverage does not support offload={offload.to!r}", remedy="Use offload='cpu', or remove the hook"
+            f"MovingAverage does not support offload={offload.to!r}.", remedy="Use offload='cpu', or remove the hook."
         )
 
 

@@ -51,8 +51,8 @@ class Profiler(Hook):
         self._rank_folder = self.directory / f"rank{trainer.engine.world.rank}"
         if self._rank_folder.is_symlink():
             raise ConfigError(
-                f"Profiler cannot write to {str(self._rank_folder)!r}, which is a symbolic link",
-                remedy="Remove the link, or pass another directory",
+                f"Profiler cannot write to {str(self._rank_folder)!r}, which is a symbolic link.",
+                remedy="Remove the link, or pass another directory.",
             )
         self._rank_folder.mkdir(parents=True, exist_ok=True)
         activities = [ProfilerActivity.CPU]
