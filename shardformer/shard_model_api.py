@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeVar, Unpack, cast
 
@@ -26,6 +27,7 @@ from shardformer.discovery.validation import validate_context_parallel, validate
 from shardformer.errors import ConfigError, PolicyError, first_line
 from shardformer.integrations.peft import has_adapters, shard_with_adapters
 from shardformer.integrations.peft.entry_points import PEFT_ENTRY_POINTS
+from shardformer.layout.packed_weights import find_packed_weights
 from shardformer.mesh.parallel_context import Axis, ParallelContext
 from shardformer.pipeline.layer_sequence import measure_layer_costs, no_layers_error
 from shardformer.policies.policy import Policy, WithoutRules
@@ -102,7 +104,7 @@ def _shard_without_adapters(
     def plan() -> ShardingPlan:
         check_can_be_sharded(model)
         check_no_integer_weights(model, sharder.context.sizes)
-        with as_plain_linears(model):
+        with as_plain_linears(model) if find_packed_weights(model) else nullcontext():
             resolved = _find_and_bind_policy(sharder, policy, example)
             if resolved.source != NO_POLICY:
                 _validate_layout(sharder, resolved, is_user_policy=policy is not None or is_user_registered(model))

@@ -27,6 +27,7 @@ TESTED = {"python": ((3, 11), (3, 13)), "torch": ((2, 11), (2, 14)), "transforme
 _OPTIONAL_PACKAGES = {
     # package: (module, what it is for, the command to install it)
     "accelerate": ("accelerate", "integrations.accelerate", "pip install 'shardformer[accelerate]'"),
+    "bitsandbytes": ("bitsandbytes", "quantized models (QLoRA)", "pip install 'shardformer[qlora]'"),
     "datasets": ("datasets", "data.format = 'datasets', and parquet files", "pip install 'shardformer[data]'"),
     "flash-attn": ("flash_attn", "flash attention kernels on CUDA", "pip install flash-attn --no-build-isolation"),
     "lightning": ("lightning", "integrations.lightning", "pip install 'shardformer[lightning]'"),

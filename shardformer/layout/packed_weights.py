@@ -36,18 +36,18 @@ FAST_CPU_KERNEL = "support_avx512bf16_for_cpu"
 
 def find_packed_weights(model: nn.Module) -> dict[str, nn.Parameter]:
     """Return the packed parameters of a model that is not sharded yet, by name. Tied parameters have several names."""
-    named, is_quantized = model.named_parameters(remove_duplicate=False), has_quantizer(model)
-    return {name: param for name, param in named if _is_packed(param, is_quantized)}
+    frozen = [(name, p) for name, p in model.named_parameters(remove_duplicate=False) if not p.requires_grad]
+    is_quantized = bool(frozen) and has_quantizer(model)
+    return {name: param for name, param in frozen if _is_packed(param, is_quantized)}
 
 
 def has_quantizer(model: nn.Module) -> bool:
     """Return whether a model of transformers was loaded with a quantization config."""
-    return any(getattr(module, "hf_quantizer", None) is not None for module in model.modules())
+    quantizers = [getattr(module, "hf_quantizer", None) for module in model.modules()]
+    return quantizers.count(None) < len(quantizers)
 
 
 def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
-    if param.requires_grad:
-        return False
     if is_from_bitsandbytes(param):
         return not param.dtype.is_floating_point or bool(getattr(param, "bnb_quantized", False))
     return (is_wrapper_tensor(param) and not is_dtensor(param)) or (is_quantized and param.dtype not in PLAIN_DTYPES)
@@ -56,6 +56,12 @@ def _is_packed(param: nn.Parameter, is_quantized: bool) -> bool:
 def is_from_bitsandbytes(value: object) -> bool:
     """Return whether an object is of a class of bitsandbytes, which the process has then imported."""
     return type(value).__module__.partition(".")[0] == BITSANDBYTES
+
+
+def is_4bit_linear(module: nn.Module) -> bool:
+    """Return whether a module is a linear layer of bitsandbytes whose weight is packed into 4 bits."""
+    state = getattr(getattr(module, "weight", None), "quant_state", None)
+    return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 
 
 def packed_tensors(weight: nn.Parameter) -> list[Tensor]:

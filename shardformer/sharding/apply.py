@@ -268,7 +268,8 @@ class Sharder:
             )
         forward_checks.move_hooks_after_stack(self.model, plan)
         self.model = policy.postprocess() or self.model
-        compile_as_configured(self.model, state, config.compile, self._compiler)
+        if config.compile or self._compiler:
+            compile_as_configured(self.model, state, config.compile, self._compiler)
         if state.stages is not None:
             state.stages.install(self.model, state.activations, state.context, self._wrappers)
         return blocks

@@ -23,7 +23,7 @@ from shardformer.config import ShardConfig
 from shardformer.errors import ConfigError, LaunchError, PolicyError, ShardFormerError
 from shardformer.kernels.attention_registration import check_flash_attention
 from shardformer.kernels.fused_ops import fused_norm, is_elementwise
-from shardformer.layout.packed_weights import find_packed_weights, has_quantizer
+from shardformer.layout.packed_weights import find_packed_weights, has_quantizer, is_4bit_linear
 from shardformer.layout.shard_spec import Coords, ShardSpec
 from shardformer.layout.sharding_metadata import (
     METADATA_ATTRIBUTE,
@@ -43,7 +43,6 @@ from shardformer.sharding.apply_context_parallel import check_context_parallel
 from shardformer.sharding.plan import ShardingPlan, make_plan
 from shardformer.tensor_parallel.layers import Linear1D_Col, Linear1D_Row
 from shardformer.tensor_parallel.parallel_module import ParallelModule
-from shardformer.tensor_parallel.quantized_linear import is_4bit_linear
 from shardformer.torch_compat import has_meta_tensors, is_dtensor, tensor_hooks_of
 
 ANNOUNCEMENTS = "shardformer/announcement"

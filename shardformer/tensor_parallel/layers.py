@@ -21,6 +21,7 @@ from shardformer.comm.autograd_collectives import (
 from shardformer.comm.deferred_tensor import resolve_deferred
 from shardformer.errors import ConfigError, InputError
 from shardformer.kernels.fused_ops import FusedLayerNorm, fused_norm, rms_norm
+from shardformer.layout.packed_weights import is_4bit_linear
 from shardformer.layout.shard_spec import ShardSpec, Split
 from shardformer.mesh.parallel_context import Axis
 from shardformer.module_paths import is_linear, is_transposed
@@ -36,7 +37,7 @@ from shardformer.tensor_parallel.parallel_module import (
     select_product_dtype,
     wrong_class_error,
 )
-from shardformer.tensor_parallel.quantized_linear import is_4bit_linear, make_stand_in, store_packed_shard
+from shardformer.tensor_parallel.quantized_linear import make_stand_in, store_packed_shard
 from shardformer.tensor_parallel.region import (
     ReplicatedRegion,
     RowParallelMatmul,

@@ -28,7 +28,6 @@ from shardformer.layout.packed_weights import (
     KeepsPackedWeights,
     add_mixins,
     find_packed_weights,
-    is_from_bitsandbytes,
     keep_as_attributes,
 )
 from shardformer.layout.shard_spec import Slice
@@ -43,12 +42,6 @@ HOOK_TABLES = tuple(name for name in vars(nn.Module()) if name.startswith(("_for
 
 class UnalignedSliceError(ConfigError):
     """The slice of a rank divides a block of a 4-bit weight."""
-
-
-def is_4bit_linear(module: nn.Module) -> bool:
-    """Return whether a module is a linear layer of bitsandbytes whose weight is packed into 4 bits."""
-    state = getattr(getattr(module, "weight", None), "quant_state", None)
-    return isinstance(module, nn.Linear) and is_from_bitsandbytes(module) and len(getattr(state, "shape", ())) == 2
 
 
 class QuantizedLinear(KeepsPackedWeights):

@@ -130,7 +130,7 @@ def test_unknown_inputs_are_reported(small: Any) -> None:
     small(none)
     with pytest.raises(ConfigError, match=r"failed on every batch .*TypeError.*The values of bbox, ") as caught:
         ReducedModelType("bros").config()
-    assert "module:function" in caught.value.remedy
+    assert "FILE.py:function" in caught.value.remedy
     with pytest.raises(ConfigError, match=r"Its forward pass needs past_values, whose values are unknown"):
         ReducedModelType("patchtst").config()
 
