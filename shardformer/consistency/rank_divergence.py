@@ -117,6 +117,7 @@ class ConsistencyMonitor:
     steps: int = 0
     options: tuple[Any, ...] = ()
     rounds: int = 0
+    rounds_of_stages: int = 0
     has_several_optimizers: bool = False
     _has_stepped: bool = False
     _optimizers: WeakSet[Optimizer] = field(default_factory=WeakSet)
@@ -152,9 +153,16 @@ class ConsistencyMonitor:
             *struct.unpack("<2q", struct.pack("<2d", *projection)),
         ]
 
-    def count_stepped_batches(self) -> int:
-        """Count the batches after which an optimizer of this stage made a step. Call this once before each batch."""
-        self.rounds += self._has_stepped
+    def count_stepped_batches(self, is_frozen: bool) -> int:
+        """Count the batches after which an optimizer of this stage made a step. Call this once before each batch.
+
+        Returns 0 for a stage without trainable parameters. When such a stage trains again, its count continues at that
+        of the other stages, ``rounds_of_stages``.
+        """
+        if is_frozen:
+            self.rounds = 0
+        elif self._has_stepped:
+            self.rounds = (self.rounds or self.rounds_of_stages) + 1
         self._has_stepped = False
         return self.rounds
 

@@ -494,11 +494,15 @@ class Pipeline:
             watch.hash_inputs(tensors) if watch is not None else _hash_repr([collectives.checksum(t) for t in tensors])
         )
         self._must_compare_batches = self._must_compare_batches and watch is not None
-        steps, options = (watch.count_stepped_batches(), watch.hash_stage_options()) if watch is not None else (0, 0)
+        is_frozen = not any(p.requires_grad and not p.is_meta for p in self._model.parameters())
+        steps = 0 if watch is None else watch.count_stepped_batches(is_frozen)
+        options = 0 if watch is None else watch.hash_stage_options()
         modes = backward, training, _hash_repr(autocast)
         local = (_hash_repr(shapes), len(parts), *modes, seen, steps, options, _hash_repr(kinds), seed)
         with self._runtime.annotate_errors("before a step"):
             rows = self._mask_incomparable(collectives.all_gather_numbers(local, axis))
+        if watch is not None:
+            watch.rounds_of_stages = max(row[STEPS] for row in rows)
         if any(row[:-2] != rows[0][:-2] for row in rows):
             raise _stage_mismatch_error(rows, axis)
         stages = tuple(row[-2] for row in rows)

@@ -118,6 +118,39 @@ def test_zero_optimizers_are_monitored(zero: int) -> None:
         assert found == pytest.approx(expected, abs=1e-6)
 
 
+def test_a_stage_may_be_frozen_and_trained_again() -> None:
+    """First the head alone, then the whole model, then the head again, each with an optimizer of its own."""
+
+    def train(model: Any, step: Callable[[Any, int], float]) -> list[float]:
+        losses = []
+        for phase in range(3):
+            for parameter in model.parameters():
+                parameter.requires_grad_(phase == 1)
+            model.lm_head.requires_grad_(True)
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizers = [torch.optim.SGD(trained, lr=0.1)] if trained else []  # a frozen stage has none
+            for number in range(STEPS):
+                losses.append(step(model, 10 * phase + number))
+                for optimizer in optimizers:
+                    optimizer.step()
+                    optimizer.zero_grad()
+        return losses
+
+    def step_alone(model: Any, number: int) -> float:
+        loss = model(input_ids=ids(number), labels=ids(number)).loss
+        loss.backward()
+        return loss.item()
+
+    def do(context: ParallelContext) -> list[float]:
+        model = shardformer.shard_model(llama(), context=context)
+        pipeline = shardformer.Pipeline(model, micro_batches=2)
+        return train(model, lambda _, number: float(pipeline.step({"input_ids": ids(number), "labels": ids(number)})))
+
+    expected = train(llama(), step_alone)
+    for found in run_as_threads(do, pipe=2, in_turn=True):
+        assert found == pytest.approx(expected, abs=1e-6)
+
+
 class Own:
     """A custom loop in which each stage creates optimizers of its own parameters."""
 
