@@ -34,7 +34,7 @@ def refusals(folder: str) -> dict[str, str]:
         def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
             return model(**inputs).loss
 
-    class OwnLoader(Trainer):
+    class PlainLoader(Trainer):
         def get_train_dataloader(self) -> Any:
             return torch.utils.data.DataLoader(self.train_dataset, 4, shuffle=True, collate_fn=self.data_collator)
 
@@ -67,7 +67,7 @@ def refusals(folder: str) -> dict[str, str]:
         "pipe and compute_loss_func": lambda: start({"pipe": 2}, lambda *args, **kwargs: None),
         "pipe and generate": lambda: Seq2SeqTrainer(t5(), generating, parallel={"pipe": 2}),
         "pipe and NEFTune": lambda: start({"pipe": 2}, neftune_noise_alpha=5.0),
-        "plain loader": lambda: OwnLoader(llama(), args(), train_dataset=rows, parallel={"data": 2}).train(),
+        "plain loader": lambda: PlainLoader(llama(), args(), train_dataset=rows, parallel={"data": 2}).train(),
         "two layouts": start_twice,
         "one process": lambda: Trainer(llama(), without_cpu(), parallel={"data": 2}),
         "fully_shard": lambda: Trainer(fully_shard(llama()), args(), parallel={"data": 2}),
