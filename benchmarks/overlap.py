@@ -17,11 +17,10 @@ import argparse
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import common
-from common import Llama, Timing
+from common import Llama, Setting, Timing
 
 import shardformer
 from shardformer.comm.collectives import PendingCollective
@@ -61,14 +60,6 @@ def _wait_at_once(start: Callable[..., PendingCollective]) -> Callable[..., Pend
         return PendingCollective((), lambda: result)
 
     return start_and_wait
-
-
-@dataclass(frozen=True)
-class Setting:
-    model: Llama
-    batch: int
-    repetitions: int
-    seconds: float
 
 
 def measure(setting: Setting) -> dict[str, Timing]:

@@ -258,7 +258,7 @@ def create_data_loader(source: Any, context: ParallelContext, **options: Any) ->
 def example_of_data(source: Any, model: nn.Module, collate: Collate | None = None) -> dict[str, Any] | None:
     """Return the arguments of ``forward`` for the first two samples of a data set or DataLoader.
 
-    Leaves out what the forward does not take. None if the samples cannot be read by their index.
+    Leaves out values that ``forward`` does not accept. Returns None if the samples cannot be read by their index.
     """
     parameters = inspect.signature(model.forward).parameters.values()
     takes_all = any(each.kind is each.VAR_KEYWORD for each in parameters)
