@@ -65,7 +65,8 @@ def check_optimizers(optimizers: Sequence[Optimizer], table: ShardingMetadata) -
     if table.gradient_owner is not None:
         raise ConfigError(
             "shard_optimizer was called twice on this model.",
-            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second]).",
+            remedy="Pass all optimizers in one call: shard_optimizer(model, [first, second]). "
+            "To train the model again with a new optimizer, save the model and load it again.",
         )
     names = {id(entry.param): entry.name for entry in table.entries}
     seen: set[int] = set()

@@ -45,6 +45,10 @@ class UngatheredParameter(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if func in _conversions() and isinstance(args[0], UngatheredParameter) and _keeps(func, *args, **kwargs):
+            return args[0]
+        if func == torch.Tensor.data.__set__ and args[0] is args[1]:  # type: ignore[attr-defined]
+            return None
         if func not in _functions_without_values():
             params = [x for x in tree_leaves((args, kwargs)) if isinstance(x, nn.Parameter)]
             units = {unit.index: unit for x in params if (unit := x.__dict__.get(GROUP_ATTRIBUTE)) is not None}
@@ -55,6 +59,14 @@ class UngatheredParameter(nn.Parameter):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]  # torch leaves it untyped
         return f"Parameter of shape {tuple(self.shape)}, not gathered"
+
+
+def _keeps(convert: Any, param: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Return whether a conversion keeps device and dtype, such as ``model.to(device)`` on the device of the model."""
+    args = tuple(torch.device("cpu") if isinstance(x, torch.device) and x.type == "cpu" else x for x in args)
+    with DisableTorchFunctionSubclass():
+        probe = torch.empty(0, dtype=param.dtype, device=param.device)
+        return convert(probe, *args, **kwargs) is probe
 
 
 def gather_together(params: Iterable[nn.Parameter]) -> None:
@@ -76,11 +88,18 @@ def _functions_without_values() -> frozenset[Any]:
         "size dim ndimension numel nelement is_floating_point is_complex element_size get_device register_hook "
         "register_post_accumulate_grad_hook requires_grad_ __len__ __hash__ is_inference is_shared"
     )
-    functions = "numel is_floating_point is_complex is_inference result_type"
+    functions = "numel is_floating_point is_complex is_inference result_type _has_compatible_shallow_copy_type"
     found = [getattr(torch.Tensor, name).__get__ for name in getters.split() if hasattr(torch.Tensor, name)]
     found += [getattr(torch.Tensor, name).__set__ for name in ("requires_grad", "grad", "_backward_hooks")]
     found += [getattr(torch.Tensor, name) for name in methods.split()]
     return frozenset([*found, *(getattr(torch, name) for name in functions.split())])
+
+
+@cache
+def _conversions() -> frozenset[Any]:
+    """Return the methods that return the parameter itself if it has the requested device and dtype."""
+    names = "to cpu cuda float double half bfloat16"
+    return frozenset(getattr(torch.Tensor, name) for name in names.split())
 
 
 @cache

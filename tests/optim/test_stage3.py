@@ -30,7 +30,7 @@ from shardformer.zero import stage3_parameters as units
 from shardformer.zero.gradient_view import ShardedGradient
 from shardformer.zero.shard_optimizer import shard_optimizer
 from shardformer.zero.stage3_gather_schedule import GatherScheduler
-from shardformer.zero.stage3_parameters import ParamGroup, group_params
+from shardformer.zero.stage3_parameters import ParamGroup, UngatheredParameter, group_params
 from shardformer.zero.zero_optimizer import ZeroOptimizer
 from tests.optim.test_zero import CLIP, SEQUENCE, STAGED, Job, Weights, check_stages, check_weights
 
@@ -503,6 +503,25 @@ def test_reading_a_parameter_outside_a_pass_raises() -> None:
             weight.zero_()
         with torch.no_grad(), pytest.raises(ConfigError, match="Call the model"):
             F.linear(torch.ones(6).double(), model.head.weight)
+
+    over_ranks(use)
+
+
+def test_a_model_can_be_moved_to_the_device_and_dtype_that_it_has() -> None:
+    """A second Trainer of a model moves it to the device again. Every other conversion needs the values."""
+
+    def use(model: Stack, optimizer: ZeroOptimizer, context: ParallelContext) -> None:
+        before = list(model.parameters())
+        model.to("cpu").to(torch.device("cpu", 0)).to(before[0].dtype).cpu()
+        assert all(
+            new is old and isinstance(new, UngatheredParameter)
+            for new, old in zip(model.parameters(), before, strict=True)
+        )
+        for convert in (torch.Tensor.half, lambda param: param.to(torch.float16), lambda param: param.to("meta")):
+            with pytest.raises(ConfigError, match="was read"):
+                convert(before[0])
+        with pytest.raises(ConfigError, match="was read"):
+            before[0].to("cpu", copy=True)
 
     over_ranks(use)
 
