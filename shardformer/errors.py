@@ -122,7 +122,10 @@ def check_int(name: str, value: object, least: int = 1, *, unit: str = "", examp
     """
     is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= least
     problem = f"is not an integer of at least {least}{unit and f' (in {unit})'}"
-    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={example or max(least, 1)}")
+    suggested = example or max(least, 1)
+    if isinstance(value, str) and value.isdecimal() and int(value) >= least:
+        suggested = int(value)
+    _raise_unless_valid(name, value, is_valid, problem, f"Write {_argument_name(name)}={suggested}")
 
 
 def check_number(
@@ -157,7 +160,14 @@ def check_choice(name: str, value: object, choices: Iterable[object], rule: str 
         return
     problem = "is not valid" if rule else f"is not one of {', '.join(map(repr, known))}"
     near = did_you_mean(value, map(str, known))
-    remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={known[0]!r}"
+    numbers = [n for n in known if isinstance(n, int)]
+    same_text = [n for n in known if str(n) == str(value)]
+    if same_text or (numbers and isinstance(value, int) and not is_bool):
+        suggested = same_text[0] if same_text else min(numbers, key=lambda n: abs(n - value))
+        near = ""
+    else:
+        suggested = next((n for n in known if n is not None), None)
+    remedy = near if near.startswith("Did") else f"Write {_argument_name(name)}={suggested!r}"
     _raise_unless_valid(name, value, False, problem, remedy, rule)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from shardformer.errors import ConfigError, did_you_mean
+from shardformer.errors import ConfigError, check_choice, check_int, did_you_mean
 
 
 @pytest.mark.parametrize(
@@ -22,6 +22,23 @@ from shardformer.errors import ConfigError, did_you_mean
 )
 def test_only_similar_names_are_suggested(name: str, known: list[str], suggestion: str) -> None:
     assert did_you_mean(name, known) == suggestion
+
+
+@pytest.mark.parametrize(
+    ("value", "choices", "remedy"),
+    [
+        (4, [None, 0, 1, 2, 3], "Write zero_stage=3"),
+        ("2", [None, 0, 1, 2, 3], "Write zero_stage=2"),
+        ("x", [None, 0, 1], "Write zero_stage=0"),
+        ("gpip", ["gpipe", "1f1b"], "Did you mean 'gpipe'?"),
+    ],
+)
+def test_the_remedy_names_the_choice_that_was_probably_meant(value: object, choices: list[object], remedy: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        check_choice("zero_stage", value, choices)
+    assert raised.value.remedy == remedy
+    with pytest.raises(ConfigError, match="Write tensor=2"):
+        check_int("tensor", "2")
 
 
 @pytest.mark.parametrize(
