@@ -1,7 +1,7 @@
 """The three tiers of tests, and the time limit of a test.
 
     make test-fast   lint, types, and the tests that start no process and derive no policy; run it for every edit
-    make test        every feature, every option and every cell of docs/features.md at least once, as in CI
+    make test        every feature, every option and every model family at least once, as in CI
     make test-all    every case of every test
 
 Each is a value of pytest's option ``--tier``. Without the option all cases run. Four marks assign a test to tiers:

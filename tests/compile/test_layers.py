@@ -153,6 +153,7 @@ def test_same_losses_gradients_and_weights(sizes: dict[str, int], options: dict[
     assert max(found) < BOUND
 
 
+@pytest.mark.full
 def test_recomputation_after_a_forward_pass_of_another_length() -> None:
     def do(context: ParallelContext) -> float:
         def gradients(**options: Any) -> Values:
@@ -273,7 +274,9 @@ def test_torch_compile_of_the_model(sizes: dict[str, int]) -> None:
     assert max(run_as_threads(do, in_turn=True, **sizes)) < BOUND
 
 
-def test_compiled_layers_communicate_as_eager_ones() -> None:
+@pytest.mark.reduced(at_most=1)
+@pytest.mark.parametrize("options", [SEQUENCE, {}], ids=["sequence", "tensor"])
+def test_compiled_layers_communicate_as_eager_ones(options: dict[str, Any]) -> None:
     def do(context: ParallelContext) -> None:
         def table(model: Any) -> Any:
             model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
@@ -281,10 +284,9 @@ def test_compiled_layers_communicate_as_eager_ones() -> None:
                 model(**RandomBatches("LlamaForCausalLM")(0)).loss.backward()
             return recorder.table()
 
-        for options in ({}, SEQUENCE):
-            expected = table(model_of("llama", context, **options))
-            found = table(model_of("llama", context, compile=BACKEND, **options))
-            assert found == expected
+        expected = table(model_of("llama", context, **options))
+        found = table(model_of("llama", context, compile=BACKEND, **options))
+        assert found == expected
 
     run_as_threads(do, in_turn=True, tensor=2)
 

@@ -36,7 +36,7 @@ ENDINGS = """
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="forks processes that have torch's threads")
-@pytest.mark.parametrize("rounds", [3, pytest.param(10, marks=pytest.mark.full)])
+@pytest.mark.parametrize("rounds", [2, pytest.param(10, marks=pytest.mark.full)])
 def test_process_exits_without_gloo_abort(tmp_path: Path, rounds: int) -> None:
     stores = [str(tmp_path / str(i)) for i in range(rounds)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -366,7 +366,7 @@ def losses_with_dropout(sequence: int, way: str, rate: float) -> list[float]:
 def test_attention_dropout_is_independent_of_the_ranks(pool2: WorkerPool, pool4: WorkerPool) -> None:
     found = [
         pool.run(losses_with_dropout, ranks, way, 0.4)
-        for pool, ranks, way in ((pool2, 2, "ring"), (pool4, 4, "ring"), (pool2, 2, "ulysses"), (pool4, 4, "gather"))
+        for pool, ranks, way in ((pool2, 2, "ring"), (pool2, 2, "ulysses"), (pool4, 4, "gather"))
     ]
     for losses in (losses for ranks in found for losses in ranks):
         assert losses == pytest.approx(found[0][0], rel=1e-6)
@@ -417,6 +417,7 @@ def test_unsupported_inputs_are_refused_on_all_ranks(batch: Batch | None, sequen
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(at_most=2)
 @pytest.mark.feature("context parallel")
 @pytest.mark.parametrize("family", [name for name in DEFAULT_HEAD if name not in (*FAMILIES, *OF_THEIR_OWN)])
 def test_unsupported_model_is_refused_and_unchanged(

@@ -125,6 +125,7 @@ def near(what: str, found: Tensor, expected: Tensor, bound: float) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.reduced(one_in=2)
 @pytest.mark.feature("tensor grids")
 @pytest.mark.parametrize(("family", "mode", "sizes"), in_turn(FAMILIES, *SMALL_GRIDS), ids=str)
 def test_grid_training_equals_one_process(family: str, mode: str, sizes: Sizes) -> None:

@@ -74,7 +74,7 @@ def sharded(name: str, options: dict[str, bool], use: Callable[[Any], Any], rank
     return run_as_threads(shard, tensor=ranks)[0]
 
 
-@pytest.mark.reduced(cover="cell")
+@pytest.mark.reduced(one_in=5)
 @pytest.mark.parametrize(("name", "mode"), [of(name, FEATURES[mode], beside=(mode,)) for name, mode in TRIED])
 def test_sharded_model_equals_plain_model(timm_worker: WorkerPool, name: str, mode: str) -> None:
     assert in_worker(timm_worker, differences, name, (2, 4), {}, MODES[mode]) == []
@@ -328,7 +328,7 @@ def test_timm_is_not_imported_by_the_tests(timm_worker: WorkerPool) -> None:
         timm()
 
 
-@pytest.mark.reduced(cover="cell")
+@pytest.mark.reduced(one_in=3)
 @pytest.mark.parametrize(
     ("name", "schedule"),
     [of(name, "pipeline parallel", beside=way) for name, *way in in_turn(MODELS, ("1f1b",), ("interleaved",))],

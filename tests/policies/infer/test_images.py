@@ -182,18 +182,18 @@ def test_context_parallelism_with_images_matches_one_device(how: str) -> None:
     check(plain, policy, batch_of(images=False), sequence=2)
 
 
-@pytest.mark.reduced(one_in=2, first=1)
+@pytest.mark.reduced(how=("deep",))
+@pytest.mark.parametrize("layout", [{"tensor": 2}, {"tensor": 3}, {"tensor": 2, "pipe": 2}], ids=str)
+@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("how", ["plain", "deep"])
-def test_sequence_parallelism_with_images_matches_one_device(how: str) -> None:
+def test_sequence_parallelism_with_images_matches_one_device(how: str, overlap: bool, layout: dict[str, int]) -> None:
     plain = seer(how)
     policy: Any = policy_class(how)()
     assert policy.no_sequence_parallel is None and not policy.unproven["enable_sequence_parallelism"]
     assert policy.stack.sequence.between == (how == "deep")
-    for options in ({}, {"enable_sequence_overlap": True}):
-        for images in (True, False):
-            check(plain, policy, batch_of(images), {"enable_sequence_parallelism": True, **options}, tensor=2)
-    check(plain, policy, batch_of(), {"enable_sequence_parallelism": True}, tensor=3)
-    check(plain, policy, batch_of(), {"enable_sequence_parallelism": True}, tensor=2, pipe=2)
+    options = {"enable_sequence_parallelism": True, "enable_sequence_overlap": overlap}
+    for images in (True, False) if layout == {"tensor": 2} else (True,):
+        check(plain, policy, batch_of(images), options, **layout)
 
 
 @pytest.mark.full
