@@ -218,7 +218,7 @@ def test_index_cannot_name_other_files(what: str, copy: Path) -> None:
     text = json.dumps(found)
     head = {"sha256": hashlib.sha256(text.encode()).hexdigest(), "saved_at": found["saved_at"]}
     path.write_text(f'{json.dumps(head)[:-1]}, "content":\n{text}\n}}\n')
-    with pytest.raises(CorruptCheckpointError, match="is not the index of a checkpoint"):
+    with pytest.raises(CorruptCheckpointError, match="is not a valid checkpoint index"):
         loaded(path.parent)
     check(copy, 1)
 
