@@ -412,11 +412,11 @@ def sharing(model: Any) -> nn.Module:
         (adam, {"precision": "fp8"}, "precision='fp8'"),
         (lambda model: adam(net()), {}, "has a parameter of shape .7, 5. that is not a parameter of the model"),
         (lambda model: adam(sharing(model)), {}, "c.bias and a.weight share the same memory"),
-        (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain parameter a.weight"),
+        (lambda model: [adam(model), adam(model)], {}, "Two optimizers contain the parameter a.weight"),
         (
             lambda model: torch.optim.LBFGS(model.parameters()),
             {},
-            "LBFGS, which failed a trial on small matrices: it raised",
+            "LBFGS, which failed a test on small matrices: it raised",
         ),
     ],
 )
