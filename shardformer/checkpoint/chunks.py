@@ -130,7 +130,7 @@ class FlatRegion:
 
 
 def flat_range_to_chunks(shape: Offsets, begin: int, end: int) -> Iterator[ChunkBounds]:
-    """Convert the range ``begin`` to ``end`` of a flattened tensor into chunks of the tensor in its original shape.
+    """Convert a range of a flattened tensor into rectangular chunks of the original tensor.
 
     Yields the (start, size) of each chunk.
 
@@ -161,7 +161,7 @@ def _chunks_in_row(shape: Offsets, row: int, begin: int, end: int) -> Iterator[C
 
 
 def list_local_chunks(items: Sequence[TensorItem]) -> LocalChunks:
-    """List the tensor chunks that this rank stores, without their values, to send the list to other ranks."""
+    """List the tensor chunks that this rank stores, without their values. The list is sent to other ranks."""
     chunks = [(item.name, *chunk.bounds) for item in items for chunk in item.chunks]
     return chunks, {item.name: (item.shape, item.dtype.itemsize) for item in items}
 
@@ -181,7 +181,7 @@ def assign_writes(items: Sequence[TensorItem], world: Axis) -> dict[NamedChunk, 
 
 
 def assign_local_writes(chunks_by_rank: Sequence[LocalChunks], world: Axis) -> dict[NamedChunk, list[ChunkBounds]]:
-    """Compute the chunks that this rank must write from the lists of chunks that all ranks store.
+    """Compute which chunks this rank must write, based on the lists of chunks that all ranks store.
 
     Chunks of different ranks may be identical, disjoint, or overlap partially.
     """
@@ -216,7 +216,7 @@ def _find_overlapping_tensors(chunks: Iterable[NamedChunk], tensors: dict[str, t
 
 
 def subtract_chunks(chunk: ChunkBounds, others: Sequence[ChunkBounds]) -> Iterator[ChunkBounds]:
-    """Split the elements of ``chunk`` that no chunk in ``others`` contains into rectangular chunks.
+    """Remove the overlap with ``others`` from ``chunk``, and yield the remaining elements as smaller chunks.
 
     >>> list(subtract_chunks(((0, 0), (2, 4)), [((1, 1), (5, 2))]))
     [((0, 0), (1, 4)), ((1, 0), (1, 1)), ((1, 3), (1, 1))]

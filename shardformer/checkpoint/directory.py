@@ -62,7 +62,7 @@ def step_folder(root: Path, step: int) -> Path:
 
 
 def hidden_folder(root: Path, step: int) -> Path:
-    """Return a new hidden path for a checkpoint, which is used until the checkpoint is complete."""
+    """Return a new hidden path at which a checkpoint is stored until it is complete."""
     return temporary_path(step_folder(root, step))
 
 

@@ -205,7 +205,7 @@ def _check_index_entry(name: str, entry: IndexEntry) -> None:
 
 
 def read_save_order(folder: Path) -> tuple[int, float]:
-    """Read the number and the time of a save from the first line of the checkpoint's index, or zeros on failure."""
+    """Read the save number and save time of a checkpoint from its index, or return zeros if it cannot be read."""
     try:
         with (folder / INDEX_FILE).open("rb") as file:
             head = json.loads(file.readline() + b"0}")
@@ -215,7 +215,7 @@ def read_save_order(folder: Path) -> tuple[int, float]:
 
 
 def chunk_from_json(found: Sequence[Any]) -> SavedChunk:
-    """Convert the JSON list of a chunk in the index back to a ``SavedChunk``."""
+    """Create a ``SavedChunk`` from its JSON representation in the index."""
     start, size, file, total = found
     return SavedChunk(tuple(start), tuple(size), file, total)
 
@@ -249,7 +249,7 @@ def chunk_key(name: str, start: Offsets) -> str:
 
 
 class TensorToWrite(NamedTuple):
-    """A tensor to write to a safetensors file. Its values are loaded by calling ``load`` when they are needed."""
+    """A tensor to write to a safetensors file, with a function that loads its values when they are needed."""
 
     key: str
     dtype: torch.dtype
@@ -323,7 +323,7 @@ def check_dtype(name: str, dtype: torch.dtype) -> None:
 
 
 def overlapping_chunks(entry: IndexEntry, chunk: ChunkBounds) -> Iterator[tuple[int, ChunkBounds]]:
-    """Find the saved chunks of a tensor that overlap ``chunk``, and yield (number of the saved chunk, overlap)."""
+    """Find the saved chunks of a tensor that overlap ``chunk``, and yield the number and the overlap of each."""
     for number, box in enumerate(entry.boxes):
         if (common := intersect_chunks((box.start, box.size), chunk)) is not None:
             yield number, common

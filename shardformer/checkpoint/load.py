@@ -303,7 +303,10 @@ class LoadPlan:
                     self._add_slice(shard, piece, trains=id(shard) in trained)
 
     def _find_most_precise(self, name: str, dtype: torch.dtype) -> str:
-        """Return the name of a parameter's saved master weights if ``dtype`` is precise enough, else of its weights."""
+        """Choose whether to load a parameter from its saved weights or from its saved master weights.
+
+        Master weights are chosen if ``dtype`` is wider than the dtype of the saved weights.
+        """
         master, saved_dtype = f"{MASTER_WEIGHTS}/{name}", getattr(torch, self._saved[name].dtype)
         is_wider = dtype.is_floating_point and dtype.itemsize > saved_dtype.itemsize
         return master if is_wider and master in self.index.tensors else f"{WEIGHTS}/{name}"
@@ -359,7 +362,7 @@ class LoadPlan:
             )
 
     def _add_random_states(self) -> None:
-        """Plan to restore the random states that the rank with this rank's position in the mesh saved.
+        """Plan to restore the random states that were saved by the rank at the same position in the mesh.
 
         Under another layout, the states of the first rank with the same data rank are restored.
         """

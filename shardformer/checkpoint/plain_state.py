@@ -112,7 +112,7 @@ def load_plain_optimizer_state(model: nn.Module, optimizer: Optimizer, state_dic
 
 
 def _gather_groups(optimizer: Optimizer, tensors: ModelTensors) -> tuple[OptimizerStates, Groups]:
-    """Return the state of an optimizer, and the unsharded model's parameter names in each parameter group."""
+    """Return the state of an optimizer, and the names of all parameters in each of its parameter groups."""
 
     def collect() -> tuple[OptimizerStates, Groups]:
         found = collect_optimizer_states(optimizer, tensors)

@@ -79,7 +79,7 @@ TransferBatch = list[ChunkTransfer]  # the chunks in one message
 
 
 class ItemListing(NamedTuple):
-    """The description of a ``TensorItem`` that is sent to other ranks, without its values."""
+    """A description of a ``TensorItem`` without its values, which is sent to other ranks."""
 
     name: str
     shape: Offsets
@@ -103,7 +103,7 @@ class RankListing(NamedTuple):
 def exchange_items(
     have: Sequence[TensorItem], want: Sequence[TensorItem], world: Axis, *, chunk_bytes: int = TRANSFER_BYTES
 ) -> ReshardStats:
-    """Fill the tensors in ``want`` with the values that any rank stores in ``have``.
+    """Redistribute tensors between ranks by filling the chunks in ``want`` from the chunks in ``have``.
 
     All ranks of ``world`` must call this function. A rank copies the elements that it already stores. Every other
     element is sent to it once by the owner with the least to send, in the narrower of the source and target dtypes. If
@@ -181,7 +181,7 @@ def _plan_sends(
 
 @dataclass
 class _TensorChunks:
-    """All chunks of one tensor that any rank stores or requests. ``rank`` is the first rank that listed the tensor."""
+    """All chunks of one tensor that any rank stores or requests. ``rank`` is the first rank with this tensor."""
 
     shape: Offsets
     rank: int
@@ -433,7 +433,7 @@ class ReshardSource:
 
     @property
     def groups(self) -> list[list[list[str]]]:
-        """The names of the parameters in each parameter group of each optimizer, as in the unsharded model."""
+        """Parameter names of the unsharded model, grouped by optimizer and parameter group."""
         return [[group["names"] for group in each["groups"]] for each in self._index.values["optimizers"]]
 
     def close(self) -> None:
@@ -441,10 +441,10 @@ class ReshardSource:
         self._reading.close()
 
     def load_into(self, model: nn.Module, optimizer: Any = None) -> ReshardStats:
-        """Load this state into a model of the same class and its optimizer, which may have another parallel layout.
+        """Load this state into a model and its optimizer, which can have a different parallel layout.
 
-        All ranks must call this method. A rank copies the elements that it stores under both layouts. Every other
-        element is sent to it once by a rank that stores it.
+        The model must have the same class. All ranks must call this method. A rank copies the elements that it stores
+        under both layouts. Every other element is sent to it once by a rank that stores it.
 
         Raises:
             ConfigError: the model or optimizer differs from the source. All ranks raise before the model is modified.

@@ -1,4 +1,4 @@
-"""Save a checkpoint of a training run, in which each rank writes its own shards.
+"""Save a checkpoint of a training run, with each rank writing only its own shards.
 
 Each tensor element is written once. Ranks do not communicate while they write. Instead, each rank writes a small JSON
 file with the list of its chunks, and the first rank merges these lists. Background threads can therefore write a
@@ -278,7 +278,7 @@ def save_checkpoint(
     extra: Any = None,
     retention: CheckpointRetention | int | None = None,
 ) -> Path:
-    """Save a checkpoint of a training run, which can be resumed under any parallel layout.
+    """Save a checkpoint, from which the training run can be resumed under any parallel layout.
 
     The checkpoint is a folder such as ``directory/step-00000123``. It contains parameters, master weights, buffers,
     optimizer states, random states, the scheduler and ``extra``. All ranks must call this function. Each rank writes

@@ -88,7 +88,7 @@ class ModelTensors:
 
     @property
     def has_stages(self) -> bool:
-        """Whether other ranks have other pipeline stages of the model."""
+        """Whether the model is split into pipeline stages on several ranks."""
         return self._state.stages is not None and self._state.context.pipe.size > 1
 
     def readable(self) -> AbstractContextManager[object]:
@@ -170,7 +170,7 @@ def unwrap_model(model: nn.Module) -> nn.Module:
 
 
 def buffer_name(data: int, name: str) -> str:
-    """Return the name in a checkpoint of a buffer that belongs to the data-parallel rank ``data``."""
+    """Return the name under which a checkpoint stores a buffer of the data-parallel rank ``data``."""
     return f"buffers.{data}/{name}"
 
 
@@ -222,7 +222,7 @@ class OptimizerTensor:
 
 
 class OptimizerStates:
-    """The state of one optimizer in the form in which a checkpoint stores it.
+    """The state of an optimizer, converted to the format of a checkpoint.
 
     Args:
         number: index of the optimizer among those that are saved together.
@@ -252,7 +252,7 @@ class OptimizerStates:
             self.groups.append(slots)
 
     def optimizer_tensors(self) -> Iterator[OptimizerTensor]:
-        """Yield the parameters that the optimizer updates on this rank, in its order."""
+        """Yield the parameters that the optimizer updates on this rank."""
         yield from (slot for group in self.groups for slot in group)
 
     def _iterate_states(self) -> Iterator[tuple[OptimizerTensor, str, Any, bool]]:
@@ -279,7 +279,7 @@ class OptimizerStates:
                 yield region.item(f"optimizer.{self._number}/{quote(str(key), safe='')}/{slot.name}", x)
 
     def _full_region(self, key: str, shape: tuple[int, ...], slot: OptimizerTensor) -> FlatRegion:
-        """Return the region of a state tensor that does not have the shape of its parameter.
+        """Return the region of an optimizer state tensor whose shape differs from that of its parameter.
 
         Raises ConfigError if the parameter is sharded.
         """
@@ -417,7 +417,7 @@ def merge_optimizer_values(values: Sequence[Mapping[str, Any]]) -> dict[str, Any
 
 
 def random_state_key(rank: int, name: str) -> str:
-    """Return the name in a checkpoint of one random number generator state of ``rank``."""
+    """Return the name under which a checkpoint stores one random number generator state of ``rank``."""
     return f"random.{rank}/{name}"
 
 

@@ -1,4 +1,4 @@
-"""Trace how a model computes the target of its loss, so that other micro-batches' targets can be predicted.
+"""Trace how a model computes the target of its loss, to predict the targets of other micro-batches.
 
 A model head may shift, clamp, flatten or copy its labels. ``LabelTracer`` records the torch functions of the head, and
 expresses the target as a function of the micro-batch's tensors, which can then be evaluated for other micro-batches. If
@@ -24,7 +24,7 @@ from shardformer.torch_compat import to_list
 
 @dataclass(frozen=True)
 class TensorSize:
-    """A symbolic int that represents the size of one dimension of a micro-batch tensor, times ``sign``."""
+    """A symbolic integer: the size of one dimension of a tensor in the micro-batch, multiplied by ``sign``."""
 
     name: TensorPath
     dim: int
@@ -35,7 +35,7 @@ class TensorSize:
 
     @staticmethod
     def match(number: int, tensors: Tensors) -> TensorSize | int:
-        """Find a tensor dimension whose size is ``number``, and return it as a ``TensorSize``, or else ``number``.
+        """Return the ``TensorSize`` of a tensor dimension whose size is ``number``, or ``number`` if there is none.
 
         Ignores the first dimension of each tensor, and the numbers -1, 0 and 1.
         """

@@ -190,7 +190,7 @@ Problem = Callable[[], str]
 
 @dataclass
 class _LossTotals:
-    """The number of labels in each micro-batch for one loss call of the model.
+    """The number of labels that one loss call of the model counts in each micro-batch.
 
     Predicted for mean losses, observed for summed losses.
     """
@@ -310,7 +310,7 @@ class LossWeights:
         return loss.detach() if self._is_evaluation else loss
 
     def finish(self) -> None:
-        """Run the checks that were deferred to avoid GPU synchronization. Raises ConfigError if one fails."""
+        """Run the checks that were deferred to avoid synchronizing with the GPU. Raises ConfigError if one fails."""
         checks, self._deferred_checks = self._deferred_checks, []
         results = to_list(torch.stack([ok for ok, _ in checks])) if checks else []
         for (_, problem), ok in zip(checks, results, strict=True):
@@ -320,7 +320,7 @@ class LossWeights:
 
     @property
     def counted(self) -> float | None:
-        """Number of labels over which the loss of the full batch is averaged, or None if its terms differ in this."""
+        """Number of labels over which the loss of the full batch is averaged, or None if it differs between terms."""
         if self._weight_shares is not None:
             return self._weight
         return totals.pop() if len(totals := {x.total if x.is_mean else None for x in self._losses}) == 1 else None
@@ -427,7 +427,7 @@ class LossWeights:
     def _predict_from_labels(
         self, first: int, trace: LabelTracer | None, call: LossCall, loss_index: int, tensors: list[dict[Any, Tensor]]
     ) -> list[Any] | None:
-        """Predict the number of labels of each micro-batch from its tensors, or return None if no tensor has them."""
+        """Predict the number of labels of each micro-batch from its label tensor, or return None if it is unknown."""
         basis, here = call.basis, tensors[first]
         if basis is None:
             return None

@@ -48,7 +48,7 @@ def special_token_ids(config: Any) -> dict[str, int]:
 
 
 def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
-    """Return the names of grids, which contain the patches per image, and of inputs with one row per patch."""
+    """Return the names of the grid inputs (patches per image) and of the inputs with one row per patch."""
     names = set()
     for grid, patch_counts in _iterate_grids(batch):
         flat = [
@@ -59,7 +59,7 @@ def find_flattened_inputs(batch: Mapping[Any, Any]) -> set[str]:
 
 
 def find_sample_ends(batch: Mapping[Any, Any], samples: int, ids: Ids) -> dict[str, Ends]:
-    """Find the rows of each sample in all inputs that do not have one row per sample.
+    """Find which rows belong to each sample in inputs that do not have one row per sample.
 
     Raises InputError if grids, tokens and inputs do not match, or match in several ways.
     """
@@ -167,7 +167,7 @@ def _count_per_row(tokens: Tensor, token: int) -> list[int]:
 
 
 def _split_images(tokens: Sequence[int], patch_counts: Sequence[int]) -> Ends | None:
-    """Assign images to samples by their placeholder tokens, or return None if the number of patches does not match.
+    """Assign images to samples by counting placeholder tokens, or return None if the counts do not match.
 
     Args:
         tokens: number of placeholder tokens in each sample.
@@ -217,7 +217,7 @@ def iterate_named_tensors(value: Any, name: TensorPath = ()) -> Iterator[tuple[T
 
 
 def micro_batch_sizes(batch_size: int, micro_batches: int | None, micro_batch_size: int | None) -> list[int]:
-    """Return how many samples each micro-batch has when a batch is split.
+    """Return the number of samples in each micro-batch when a batch is split.
 
     >>> micro_batch_sizes(7, micro_batches=4, micro_batch_size=None)
     [2, 2, 2, 1]
@@ -297,7 +297,7 @@ def _list_grids(batch: Mapping[Any, Any]) -> list[Any]:
 def split_batch(
     batch: Mapping[str, Any], sizes: Sequence[int], main: str | None = None, ids: Ids = MappingProxyType({})
 ) -> list[dict[str, Any]]:
-    """Split a batch into micro-batches with the numbers of samples in ``sizes``.
+    """Split a batch into micro-batches, with ``sizes`` as the number of samples in each.
 
     Tensors and arrays whose first dimension is the batch size are split along it, including those in nested containers.
     Lists with one entry per sample are split, too. Image patches are split where the images of a sample end. Integer

@@ -331,7 +331,7 @@ class Bucket:
 
 
 class AllReduceToGrad:
-    """Sums the gradients of a bucket over ranks, and writes the sums to ``.grad`` on every rank.
+    """Reduces a bucket with an all-reduce, and writes the summed gradients to ``.grad`` on every rank.
 
     Communicates one all-reduce of the gradients, with one number for each gradient.
 
@@ -402,9 +402,9 @@ class AllReduceToGrad:
 
 
 class ReduceScatterToShards:
-    """Sums the gradients of a bucket over ranks, and gives each rank one shard of the sum instead of ``.grad``.
+    """Reduces a bucket with a reduce-scatter, after which each rank has one shard of the summed gradients.
 
-    All shards have the same size. The last shard is padded with zeros.
+    ``.grad`` is set to None. All shards have the same size, and the last shard is padded with zeros.
     Communicates one reduce-scatter of the gradients, with one number for each gradient appended to every shard. See
     ``OwnerRankTransfer`` for slices of owner ranks.
 
@@ -461,9 +461,9 @@ class ReduceScatterToShards:
 
 
 class AllReduceToShards(ReduceScatterToShards):
-    """Sums the gradients of a bucket over ranks, and gives each rank the full sum instead of ``.grad``.
+    """Reduces a bucket with an all-reduce, after which each rank has the summed gradients in one buffer.
 
-    Communicates one all-reduce of the gradients, with one number for each gradient.
+    ``.grad`` is set to None. Communicates one all-reduce of the gradients, with one number for each gradient.
     """
 
     def _start(self, bucket: Bucket) -> None:
@@ -521,7 +521,7 @@ def _pack_rows(gradient: GradientSlot, flat_range: slice, rows: Tensor) -> None:
 
 
 def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], context: ParallelContext) -> None:
-    """Prepare the parameters with the ids ``params`` so that one rank receives the full gradient of each.
+    """Let one rank receive the full gradient of each parameter whose id is in ``params``.
 
     All ranks must call this function in the same order. Communicates the names of the required axes and the ranks'
     coordinates, and creates process groups.

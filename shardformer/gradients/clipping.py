@@ -61,7 +61,7 @@ def clip_grad_norm_(
 
 
 def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
-    """Scale the gradients of a model so that their norm, which was ``norm``, becomes at most ``max_norm``."""
+    """Scale the gradients of a model, whose norm is ``norm``, so that the norm does not exceed ``max_norm``."""
     if math.isinf(max_norm):
         return  # inf / inf would make all gradients NaN
     scale = (max_norm / (norm + 1e-6)).clamp(max=1.0)
@@ -71,7 +71,7 @@ def scale_gradients(model: nn.Module, norm: Tensor, max_norm: float) -> None:
 
 
 def grad_norm(model: nn.Module, norm_type: float = 2.0) -> Tensor:
-    """Return the gradient norm of a sharded model, which equals the norm that one device would compute.
+    """Return the gradient norm of a sharded model, computed over the shards of all ranks.
 
     Call this function on all ranks after ``backward``. Each gradient element counts once, even if several ranks store
     it. The gradients are not clipped.
@@ -250,7 +250,7 @@ def _is_sharded(state: ShardingMetadata) -> bool:
 
 
 def _find_model_of_other_stages() -> dict[ShardingMetadata, list[ParamEntry]]:
-    """Return the pipeline model that other stages clip, if this stage has no gradients but must also participate."""
+    """Return the pipeline model in whose clipping this stage must participate although it has no gradients."""
     if len(tables_here()) > 1 or any(state.gradient_owner is not None for state in tables_here()):
         gc.collect()  # ignore models that are no longer referenced
     states = [state for state in tables_here() if state.context.pipe.size > 1]

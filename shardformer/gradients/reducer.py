@@ -24,7 +24,7 @@ class PausableReducer:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Return a context manager in which gradients are accumulated locally and not reduced over ranks.
+        """Accumulate gradients locally inside this context, without reducing them over ranks.
 
         The next backward pass outside the context reduces them.
         """

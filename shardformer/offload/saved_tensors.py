@@ -273,7 +273,7 @@ class SavedTensorHandle:
 
 
 def storage_range(x: Tensor) -> tuple[int, int]:
-    """Return the first byte that a tensor uses in its storage, and the byte after its last one."""
+    """Return the range of bytes that a tensor uses in its storage, as (first byte, end)."""
     start = int(x.storage_offset())
     last = start + sum((int(n) - 1) * int(step) for n, step in zip(x.shape, x.stride(), strict=True))
     return start * x.element_size(), (last + 1) * x.element_size()

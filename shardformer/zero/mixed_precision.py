@@ -218,7 +218,7 @@ class RoundedWeights(WeightStore):
 
 
 def random_bits(like: Tensor, first: int, key: int, step: int) -> Tensor:
-    """Return 16 random bits for each element of a tensor, which do not depend on the rank that stores the element.
+    """Return 16 random bits for each element of a tensor, independent of which rank stores the element.
 
     Args:
         first: Index of the first element in the parameter.

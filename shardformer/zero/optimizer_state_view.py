@@ -108,7 +108,7 @@ class ZeroGradMethod:
 
 
 def attach_zero_optimizer(optimizer: Any, zero: Optimizer) -> None:
-    """Mark ``optimizer`` as being stepped by the ZeroOptimizer ``zero``."""
+    """Record that the ZeroOptimizer ``zero`` steps ``optimizer``."""
     optimizer.__dict__.update(
         {ZERO_OPTIMIZER_ATTRIBUTE: weakref.ref(zero), "zero_grad": ZeroGradMethod(optimizer, zero)}
     )
@@ -206,7 +206,7 @@ def state_coordinates(optimizer: Any) -> StateCoordinates:
 
 
 def _check_and_shard_state(optimizer: Any, state_dict: dict[str, Any], table: ShardingMetadata) -> dict[str, Any]:
-    """Check that this rank saved the optimizer state, or shard the state if it was saved from an unsharded model.
+    """Check that this rank saved an optimizer state, and shard a state that was saved from an unsharded model.
 
     Communicates one object, with the L1 norm of each state tensor if the state does not record its rank.
 

@@ -143,7 +143,7 @@ class ParamAllGather:
 
 @contextmanager
 def restrict_params(optimizer: Optimizer, params: Collection[int]) -> Iterator[None]:
-    """Return a context manager inside which an optimizer updates only the parameters with the ids ``params``."""
+    """Make an optimizer update only the parameters with the ids ``params`` inside this context."""
     groups = optimizer.param_groups
     params_of_groups: list[list[Tensor]] = [group["params"] for group in groups]
     try:
@@ -232,7 +232,7 @@ def _flag_different_edits(total: Tensor, count: int) -> Tensor:
 
 
 def _counts_in_norm(gradient: GradientSlot, table: ShardingMetadata, stage: int) -> bool:
-    """Return whether this rank is the one that adds a gradient to the norm if several ranks store the same values."""
+    """Return whether this rank adds a gradient to the norm, so that one of the ranks that store it counts it."""
     reduction, context = gradient.entry.reduction, table.context
     coords = context.coords
     if stage > 0:

@@ -66,7 +66,7 @@ class GatherOrder:
         self.complete = {n + (n >= position): found for n, found in self.complete.items()}
 
     def place(self, index: int, start: int) -> int:
-        """Return the position of a parameter group that is next at or after ``start``, or END if there is none."""
+        """Return the first position of a parameter group at or after ``start``, or END if there is none."""
         return next((n for n in range(max(start, 0), len(self.units)) if self.units[n] == index), END)
 
     def positions(self, read_indices: Sequence[int]) -> list[int]:
@@ -398,7 +398,7 @@ class GatherScheduler:
     # --- tensors that autograd saves
 
     def _pack(self, x: Tensor) -> SavedParamView | None:
-        """Return the position of a gathered tensor in its group, which is saved instead, or None for other tensors."""
+        """Save the position of a gathered tensor in its group instead of the tensor. Return None for other tensors."""
         place = None if x.layout is not torch.strided else self._groups_by_address.get(torch_compat.memory_of(x))
         if place is None:
             return None

@@ -65,7 +65,7 @@ def gather_together(params: Iterable[nn.Parameter]) -> None:
 
 @cache
 def _functions_without_values() -> frozenset[Any]:
-    """Return the torch functions that do not read the values of a parameter, so that it need not be gathered."""
+    """Return the torch functions that can be called on a parameter without gathering its values."""
     getters = (
         "shape dtype device requires_grad grad is_leaf layout ndim grad_fn is_cuda is_cpu is_meta is_sparse "
         "is_quantized is_nested itemsize nbytes _version names output_nr retains_grad _backward_hooks "
@@ -84,7 +84,7 @@ def _functions_without_values() -> frozenset[Any]:
 
 @cache
 def ungathered_class(kind: Any) -> Any:
-    """Return the class of ungathered parameters for a parameter class, which is a subclass of it."""
+    """Return the subclass of a parameter class that a parameter has while it is not gathered."""
     if issubclass(kind, UngatheredParameter):
         return kind
     if kind is nn.Parameter:
@@ -208,7 +208,7 @@ class ParamGroup:
 
 
 def group_params(model: nn.Module) -> list[tuple[str, list[nn.Parameter]]]:
-    """Divide the parameters of a model into groups, each of which ZeRO stage 3 gathers with one request.
+    """Divide the parameters of a model into named groups that ZeRO stage 3 gathers together.
 
     Each layer is a group. Outside layers, each large module is a group, and consecutive small modules share one.
     Layers are the elements of ModuleList and Sequential. The order is that of module registration, which is identical
@@ -275,7 +275,7 @@ class GatherBufferPool:
         self._lent: dict[int, Tensor] = {}
 
     def fit(self, group_sizes: Sequence[int]) -> None:
-        """Set the size of the reused buffers to the most frequent of these group sizes, in bytes."""
+        """Set the size of the reused buffers to the most frequent group size, in bytes."""
         counts = Counter(group_sizes)
         self._size = max(counts, key=lambda size: (counts[size] * size, size), default=0)
 
@@ -299,7 +299,7 @@ class GatherBufferPool:
 
 
 class UnshardedCache(list[ParamGroup]):
-    """A cache of parameter groups that stay gathered after the forward pass, for the start of the backward pass.
+    """A cache of parameter groups that stay gathered between the forward pass and the backward pass.
 
     The backward pass starts with the last layer, so the least recently used group is evicted first.
 

@@ -61,7 +61,7 @@ def check_unmodified(model: nn.Module, table: ShardingMetadata, shards: Sequence
 
 
 class ZeroOptimizer(Optimizer):
-    """An optimizer with sharded states, which ``shard_optimizer`` returns and you use like any torch optimizer.
+    """A torch optimizer whose states are sharded over ranks, as returned by ``shard_optimizer``.
 
     Attributes:
         grad_norm: Gradient norm of the last step before clipping, or None if it was not computed.
@@ -386,10 +386,10 @@ class ZeroOptimizer(Optimizer):
         )
 
     def full_gradient(self, name: str) -> Tensor | None:
-        """Return the reduced gradient of a parameter in the parameter's shape on this rank, or None if it has none.
+        """Return the reduced gradient of a parameter, or None if the parameter has no gradient.
 
-        All ranks of the parameter's pipeline stage must call this method. Communicates one all-gather of a bucket and a
-        few numbers.
+        The gradient has the shape of the parameter on this rank. All ranks of the parameter's pipeline stage must call
+        this method. Communicates one all-gather of a bucket and a few numbers.
         """
         self.agree()
         self._norm(self._apply_gradient_edits(), (), in_stage=True)  # raises on all ranks if one has an error
@@ -480,7 +480,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def readable_state(self) -> Iterator[None]:
-        """Return a context manager in which the master weights and optimizer states can be read between two steps."""
+        """Make the master weights and optimizer states readable inside this context, between two optimizer steps."""
         for shard in self.shards:
             shard.masters.load()
         try:
@@ -492,7 +492,7 @@ class ZeroOptimizer(Optimizer):
 
     @contextmanager
     def writable_state(self) -> Iterator[None]:
-        """Return a context manager in which the master weights and optimizer states can be changed between two steps.
+        """Allow changes to the master weights and optimizer states inside this context, between two optimizer steps.
 
         All ranks must enter it together. On exit, the parameters of all ranks get the new values, which communicates
         one all-gather.
