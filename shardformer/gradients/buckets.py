@@ -541,7 +541,7 @@ def assign_owners(gradients: Sequence[GradientSlot], params: Collection[int], co
             raise ConfigError(
                 f"{gradient.entry.name} is both sharded over tensor ranks and shared by several pipeline stages.",
                 rule="Optimizers that need full matrices do not support such a parameter.",
-                remedy="Use an element-wise optimizer such as AdamW for it, as for embeddings and heads.",
+                remedy="Use an element-wise optimizer such as AdamW for this parameter.",
             )
         names = axes_of_sharded.get(id(gradient))
         if names is None:

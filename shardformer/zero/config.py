@@ -40,7 +40,7 @@ class ZeroOptions:
         if not (reshard is None or reshard == FREE_MEMORY or (isinstance(reshard, int) and reshard >= 0)):
             raise ConfigError(
                 f"reshard_after_forward={reshard!r} is not supported.",
-                rule="Supported values are True, False, the bytes to keep gathered for the backward pass, and 'free'.",
+                rule="It must be True, False, 'free', or a number of bytes to keep gathered for the backward pass.",
                 remedy="Omit reshard_after_forward to free each layer after its forward pass.",
             )
         if self.offload.to is not None and self.precision.rounding is not None:

@@ -150,6 +150,6 @@ def _check_positive(**values: float) -> None:
     for name, value in values.items():
         if not value > 0:
             raise ConfigError(
-                f"{name}={value} is not greater than 0.",
-                remedy=f"Omit {name} to use the default, or pass a positive value.",
+                f"{name}={value} must be greater than 0.",
+                remedy=f"Pass a positive value, or omit {name} to use the default.",
             )

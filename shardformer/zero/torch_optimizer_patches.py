@@ -83,7 +83,7 @@ def _check_before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     if reason is not None:
         warnings.warn(
             f"{type(optimizer).__name__} {reason}, but this rank has only a shard of {cut[0]}"
-            f"{' and other parameters' if len(cut) > 1 else ''}. Its steps differ from those on one device. Use "
+            f"{' and other parameters' if len(cut) > 1 else ''}. Its updates differ from those on one device. Use "
             "optimizer = shardformer.shard_optimizer(model, optimizer), which gathers full parameters.",
             stacklevel=4,
         )

@@ -142,7 +142,7 @@ class ZeroOptimizer(Optimizer):
         if isinstance(self._host, FileStore) and not self._is_open:
             raise ConfigError(
                 f"optimizer.state cannot be accessed directly with offload='nvme:{self._host.disk.folder}'.",
-                remedy="Use `with optimizer.readable_state(): optimizer.state...` on all ranks.",
+                remedy="Use it inside `with optimizer.readable_state():` on all ranks.",
             )
         return self._state
 
@@ -467,7 +467,7 @@ class ZeroOptimizer(Optimizer):
         if not fits:
             place = {"sizes": context.sizes, "coords": context.coords}
             raise ConfigError(
-                f"The state of this optimizer was saved by the rank {saved}, but this rank is {place}.",
+                f"The optimizer state was saved by the rank with mesh position {saved}, but this rank has {place}.",
                 remedy="Use the same number of processes, and load the state that this rank saved. Or use "
                 "shardformer.save_checkpoint, whose checkpoints can be loaded under any layout.",
             )

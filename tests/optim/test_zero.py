@@ -330,7 +330,7 @@ def test_schedulers_closures_and_saved_states() -> None:
         scheduler.load_state_dict(rates)
         assert [step(), step()] == losses
         saved["place"]["coords"]["data"] += 1
-        with pytest.raises(ConfigError, match="The state of this optimizer was saved by the rank"):
+        with pytest.raises(ConfigError, match="The optimizer state was saved by the rank"):
             optimizer.load_state_dict(saved)
 
     over_ranks(use)
