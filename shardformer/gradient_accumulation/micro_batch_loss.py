@@ -568,9 +568,9 @@ def not_sum_of_means_error(problem: str) -> ConfigError:
         rule="With several micro-batches, the loss must be a sum of mean losses of torch.nn.functional with constant "
         "factors, whose labels are in the micro-batch.",
         remedy="Pass loss_weight, a function that returns the number of labels of a micro-batch. The losses are then "
-        "averaged with these weights, including terms such as a router's balancing loss. Or use reduction='sum', or add "
-        "num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of the "
-        "data ranks.",
+        "averaged with these weights, including terms such as a router's balancing loss. Or use reduction='sum', or "
+        "add num_items_in_batch to the batch. Without micro-batches, average_loss_over='ranks' averages the losses of "
+        "the data ranks.",
     )
 
 

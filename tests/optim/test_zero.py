@@ -563,7 +563,7 @@ def test_changes_that_zero_would_ignore_are_rejected() -> None:
         backward()
         kept = model.c.bias.data
         model.c.bias.data = kept.clone()
-        with pytest.raises(ConfigError, match=r"memory of c.bias changed after shard_optimizer was called"):
+        with pytest.raises(ConfigError, match=r"memory of c.bias was replaced after shard_optimizer was called"):
             optimizer.step()
         model.c.bias.data = kept
         model.c.weight = nn.Parameter(model.c.weight.detach().clone())
