@@ -127,7 +127,7 @@ ALIGNMENT_ELEMENTS = 32
 class GradientSlot:
     """The gradient of one parameter on this rank, which is part of a gradient bucket.
 
-    If several ranks store the same slice of a sharded parameter, such as a shared KV head, the bucket contains the
+    If ranks store overlapping slices of a sharded parameter, such as a shared KV head, the bucket contains the
     gradient in its full shape. The elements of other ranks are zero.
 
     Args:

@@ -38,7 +38,7 @@ class LossScale:
     Args:
         value: Initial scale.
         growth: Factor by which the scale grows after ``growth_interval`` consecutive steps with finite gradients.
-        backoff: Factor by which it shrinks after ``hysteresis`` steps with non-finite gradients since it last grew.
+        backoff: Factor by which the scale shrinks after ``hysteresis`` non-finite steps since it last grew.
     """
 
     value: float = 2.0**16
